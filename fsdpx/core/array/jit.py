@@ -54,7 +54,8 @@ def specialize(
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for an array with two dims in any layout,
         `C2` for one in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A
         final `r` means that the array is only read, so that it may be read-only and unaligned
-    formats : names of the dtypes that all other arrays may have"""
+    formats : names of the dtypes that all other arrays may have
+    """
     compiled = _fixed.get(function)
     if compiled is None:
         wanted = functools.partial(parse_declared_kinds, arguments.split(), formats)
@@ -109,8 +110,12 @@ def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
 def parse_declared_kinds(
     words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[str, ...] | None:
-    """Return the argument kinds that a declaration of `specialize` stands for in this call. Arrays of undeclared dtype
-    take the dtype of the first such array. Return None if this dtype is not in `formats`."""
+    """Return the argument kinds (dtype, dims and layout) that the words of a `specialize` declaration mean for these
+    arguments.
+
+    Arrays whose word names no dtype take the dtype of the first such array. Return None if that dtype is not in
+    `formats`.
+    """
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])
     return tuple(_parse_declared_kind(word, real) for word in words) if real in formats else None

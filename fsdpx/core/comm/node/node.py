@@ -2,8 +2,8 @@
 
 Inside a host, a reduction reads each rank's array in place, once, and an all-gather into a buffer that all ranks share
 only synchronizes the ranks. Between hosts, each rank of a host transfers a different slice, so that all links are used
-at once. All other calls, and arrays of more than a few bytes outside of windows, are passed to a message backend (the
-carrier): MPI or Gloo.
+at once. All other calls, and arrays of more than a few bytes outside of windows, are passed to a message backend, MPI
+or Gloo, which is called the carrier.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Persistent collectives in shared memory. Their arguments are checked and their addresses are found once; after that,
 they are started many times and wait and add in compiled code.
 
-They use the same shared records as `NodeCollective`, so in one collective some ranks may use this class and other
-ranks that one.
+They use the same shared records as `NodeCollective`, so ranks that use the one can synchronize with ranks that use the
+other.
 """
 
 from __future__ import annotations

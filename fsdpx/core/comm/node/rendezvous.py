@@ -153,7 +153,7 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether the record in a slot of the shared board may be overwritten, because all ranks have read it."""
+        """Return whether the record in a slot of the shared board may be overwritten, since all ranks have read it."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
@@ -206,7 +206,7 @@ class HostLanes:
     Attributes
     ----------
     host_group : ranks of this host
-    across : communicator of this rank's lane, which is the rank with the same index on each host
+    across : communicator of this rank's lane: the ranks that have the same index on their hosts
     ranks_by_host : ranks of each host
     turn : ticket of the call that may send its messages next
     """

@@ -180,7 +180,7 @@ class NodeMemory:
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
-        self.common: set[int] = set()  # windows with one buffer for all ranks of a group
+        self.common: set[int] = set()  # numbers of windows that hold one buffer for all ranks of a group
         self.windows: dict[int, HostWindow] = {}
         self.abandoned: list[Array] = []  # shared arrays to free, because their owner was garbage-collected
         self.persistent: ModuleType | None = None  # module `persistent`, loaded when memory is first shared
