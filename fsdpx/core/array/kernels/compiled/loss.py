@@ -19,6 +19,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
     view_bits_as_bfloat16,
     widen_into,
 )
+from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views, make_flat_views_and_output
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.kernels.squares import BLOCK
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
@@ -178,23 +179,16 @@ def _squared_error_backward_loop(y, target, dy, factor):
         dy[i] = round_to_dtype_of(dy, (to_float(y[i]) - to_float(target[i])) * factor)
 
 
-def _flatten(a: np.ndarray) -> np.ndarray:
-    return as_contiguous(a).reshape(-1)
-
-
 @register_compiled_kernel(lambda x, w, s: (x, x))
 def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
     sums = np.empty(-(-y.size // BLOCK))
-    _sum_squared_errors_per_block(sums, _flatten(y), _flatten(target))
+    _sum_squared_errors_per_block(sums, *make_flat_views(y, target))
     return float(np.sum(sums))
 
 
 @register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
 def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
-    dy = np.empty(y.shape, y.dtype)
-    parallel_for_rows(
-        _squared_error_backward_loop,
-        (_flatten(y), _flatten(target), dy.reshape(-1)),
-        accumulation_dtype(y.dtype).type(factor),
-    )
+    flat, dy = make_flat_views_and_output(y, target)
+    y, target, into = map(as_contiguous, flat)  # copies a target that is read-only or not aligned
+    parallel_for_rows(_squared_error_backward_loop, (y, target, into), accumulation_dtype(y.dtype).type(factor))
     return dy

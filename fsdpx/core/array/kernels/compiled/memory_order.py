@@ -4,41 +4,86 @@ memory order."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.elements import as_contiguous
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous, keep_alive
+from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
 
 __all__ = [
-    "make_flat_views_and_output", "to_channel_rows", "to_channels_last", "transpose_channels_into",
+    "make_flat_views", "make_flat_views_and_output", "to_channel_rows", "to_channels_last", "transpose_channels_into",
     "view_channels_first", "view_channels_last", "view_rows_channels_first",
 ]  # fmt: skip
 
-BLOCK, RUN = 64, 16  # block size, in pixels and channels, of a transposition in cache
+LINE, SQUARE = 64, 8
+"""LINE: number of pixels that are transposed while they are in cache. SQUARE: rows and columns of the matrices that are
+transposed in registers."""
+
+
+@intrinsic
+def _transpose_square(typingctx: Any, like: Any, source: Any, source_step: Any, to: Any, to_step: Any, add: Any) -> Any:
+    """Transpose a matrix of SQUARE rows and columns from the address `source` to the address `to`; `add` adds it there.
+    Addresses and the steps between rows are in bytes.
+
+    Each of three passes interleaves row i with row i + SQUARE / 2, which rotates the bits of an element's index (row,
+    column) by one; after three of six, rows and columns have changed places."""
+
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        like, source, source_step, to, to_step, add = arguments
+        vector, index = ir.VectorType(like.type, SQUARE), ir.IntType(32)
+
+        def emit_row_pointer(base: Any, step: Any, n: int) -> Any:
+            return builder.inttoptr(builder.add(base, builder.mul(step, step.type(n))), vector.as_pointer())
+
+        rows = [builder.load(emit_row_pointer(source, source_step, n), align=1) for n in range(SQUARE)]
+        half = SQUARE // 2
+        for _ in range(SQUARE.bit_length() - 1):
+            pairs = []
+            for first, second in zip(rows[:half], rows[half:], strict=True):
+                for begin in (0, half):
+                    order = [lane + n * SQUARE for lane in range(begin, begin + half) for n in (0, 1)]
+                    mask = ir.Constant(ir.VectorType(index, SQUARE), order)
+                    pairs.append(builder.shuffle_vector(first, second, mask))
+            rows = pairs
+        plus = builder.fadd if isinstance(like.type, (ir.FloatType, ir.DoubleType)) else builder.add
+        with builder.if_else(add) as (then, otherwise):
+            with then:
+                for n, row in enumerate(rows):
+                    place = emit_row_pointer(to, to_step, n)
+                    builder.store(plus(builder.load(place, align=1), row), place, align=1)
+            with otherwise:
+                for n, row in enumerate(rows):
+                    builder.store(row, emit_row_pointer(to, to_step, n), align=1)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 4, types.boolean), emit_ir
 
 
 @jit
 def transpose_channels_into(x, out, add):
     """Transpose channels to the last dim: compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] if `add` is
     true."""
+    like, word, channels, pixels = x.dtype.type(0), x.itemsize, x.shape[1], x.shape[2]
+    whole = channels // SQUARE * SQUARE
     for n in range(x.shape[0]):
-        for start in range(0, x.shape[2], BLOCK):
-            stop = min(start + BLOCK, x.shape[2])
-            if add or x.shape[1] > x.shape[2]:
-                for p in range(start, stop):
-                    for c in range(x.shape[1]):
-                        if add:
-                            out[n, p, c] += x[n, c, p]
-                        else:
-                            out[n, p, c] = x[n, c, p]
-                continue
-            # short runs, because rows that are a power of two apart map to few cache lines
-            for first in range(0, x.shape[1], RUN):
-                for c in range(first, min(first + RUN, x.shape[1])):
-                    for p in range(start, stop):
+        source, to = x[n].ctypes.data, out[n].ctypes.data
+        for start in range(0, pixels, LINE):
+            stop = min(start + LINE, pixels)
+            square_end = start + (stop - start) // SQUARE * SQUARE
+            for c in range(0, whole, SQUARE):
+                for p in range(start, square_end, SQUARE):
+                    _transpose_square(like, source + (c * pixels + p) * word, pixels * word,
+                                      to + (p * channels + c) * word, channels * word, add)  # fmt: skip
+            for p in range(start, stop):
+                for c in range(0 if p >= square_end else whole, channels):
+                    if add:
+                        out[n, p, c] += x[n, c, p]
+                    else:
                         out[n, p, c] = x[n, c, p]
+    keep_alive(x, out)
 
 
 def view_channels_last(x: np.ndarray) -> np.ndarray:
@@ -85,6 +130,16 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     if any(a.strides != strides for a in arrays) or not turned[0].flags.c_contiguous:
         return None
     return [a.reshape(-1) for a in turned]
+
+
+def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Return 1-D views, in one order, of arrays of one shape. If the arrays are stored in different orders, fields are
+    first converted to channels last, and others to C order."""
+    flat = _flatten_in_memory_order(*arrays)
+    if flat is None:
+        convert = to_channels_last if arrays[0].ndim > 2 else np.ascontiguousarray
+        flat = [convert(a).reshape(-1) for a in arrays]
+    return [as_contiguous(a) for a in flat]  # copies arrays that are read-only or not aligned
 
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
