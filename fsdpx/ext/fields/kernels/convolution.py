@@ -68,9 +68,9 @@ MIN_TILES = 32
 algorithm saves."""
 MIN_FILLED_SHARE = 0.6
 """Minimum share of the tiles' pixels that are inside the result. Below this share, most of the saving is lost."""
-MANY_GROUPS = 8
-"""Minimum number of groups for which one batched matmul of small matrices is faster than a compiled call for each
-group."""
+GROUP_OUTPUTS = 8
+"""Minimum number of outputs for which compiled convolutions fill their lanes. Smaller groups are computed together, as
+one convolution of which most weights are 0."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
@@ -96,6 +96,11 @@ def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]
     return one and tuple(cells) == tuple(sizes)
 
 
+def is_depthwise(strides: WindowStrides, weight: Sequence[int]) -> bool:
+    """Return whether each group has one channel, and too few outputs to fill the lanes."""
+    return strides.groups > 1 and weight[1] == 1 and weight[0] // strides.groups < GROUP_OUTPUTS
+
+
 def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
@@ -105,8 +110,8 @@ def _choose_algorithm(
     For one-cell windows, the size is the number of windows. Otherwise it is the length of a row of outputs divided by
     the length of the window, because windows at the ends of a row have fewer cells inside the field. `overwrites` is
     False if the result is added to an array."""
-    if strides.groups >= MANY_GROUPS:
-        return "by place", 1.0
+    if is_depthwise(strides, weight):
+        return "depthwise", sizes[-1] / strides.kernel[-1]
     if overwrites and is_matmul(strides, cells[2:], sizes):
         return "of a cell", float(cells[0] * math.prod(sizes))
     winograd = overwrites and suits_winograd(cells, weight, strides, sizes)

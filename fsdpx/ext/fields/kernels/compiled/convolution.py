@@ -32,16 +32,17 @@ from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.ext.fields.kernels import convolution as places
-from fsdpx.ext.fields.kernels.compiled import direct
+from fsdpx.ext.fields.kernels.compiled import depthwise, direct
 from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_offset, emit_pointer_cast, run_strips_of_line
 from fsdpx.ext.fields.kernels.convolution import (
+    GROUP_OUTPUTS,
     LANES,
-    MANY_GROUPS,
     MIN_TILES,
     TILE,
     GradientTarget,
     WindowStrides,
     count_tiles,
+    is_depthwise,
     is_matmul,
     suits_winograd,
     write_or_add_gradient,
@@ -299,6 +300,7 @@ def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
 
 
 TWO_CELL_WINDOW, ONE_CELL_WINDOW = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
+DEPTHWISE_WINDOW = TWO_CELL_WINDOW._replace(groups=3)
 
 
 def _make_example_field(x: Any) -> tuple[Any, Any]:
@@ -323,6 +325,7 @@ def _make_example_gradient(x: Any) -> Any:
     lambda x, w, s: [
         (*_make_example_field(x), None, TWO_CELL_WINDOW, (2,), _make_example_field(x)[0]),
         (_make_example_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ONE_CELL_WINDOW, (2,)),
+        (_make_example_field(x)[0], np.zeros((3, 1, 2), x.dtype), w, DEPTHWISE_WINDOW, (2,)),
         (_make_example_images(x), _make_example_images(x, 3), np.zeros(MIN_TILES, x.dtype), IMAGE, (TILE, TILE)),
     ]
 )  # fmt: skip
@@ -330,7 +333,7 @@ def correlate(
     xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, sizes: Sequence[int], out: Any = None
 ) -> np.ndarray:
     apart = out is not None and not (out.dtype == x.dtype and _has_channels_last(out) and out.flags.writeable)
-    if strides.groups >= MANY_GROUPS or apart:
+    if apart:
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
     gemm_address = blas.get_gemm_address(x.dtype) if out is None else 0
     if gemm_address and suits_winograd(x.shape, weight.shape, strides, sizes):
@@ -341,16 +344,19 @@ def correlate(
         blas.gemm(_flatten_rows(y), _flatten_rows(as_contiguous(image)), _as_matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
+    elif is_depthwise(strides, weight.shape):
+        depthwise.convolve_depthwise(image, weight, bias, strides, y, out is not None)
     else:
-        for a, b, c in _iterate_group_slices(strides, image, y, weight):
-            begin = None if bias is None else bias[c]
-            direct.convolve_direct(image[..., a], weight[c], begin, strides, y[..., b], out is not None)
+        for count, a, b in _iterate_group_slices(strides, image, y):
+            begin, dense = None if bias is None else bias[b], _as_block_diagonal(weight[b], count)
+            direct.convolve_direct(image[..., a], dense, begin, strides, y[..., b], out is not None)
     return view_channels_first(y) if out is None else out
 
 
 @register_compiled_kernel(
     lambda x, w, s: [
         (*_make_example_field(x)[::-1], TWO_CELL_WINDOW, (2, 3, 3)),
+        (np.zeros((3, 1, 2), x.dtype), _make_example_field(x)[0], DEPTHWISE_WINDOW, (2, 3, 3)),
         (_make_example_images(x, 3), _make_example_gradient(x), IMAGE, _make_example_images(x).shape),
     ]
 )
@@ -358,7 +364,7 @@ def correlate_backward_input(
     xp: Any, weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, shape: Sequence[int], bias: Any = None
 ) -> np.ndarray:
     apart = any(s > 1 and d > 1 for s, d in zip(strides.stride, strides.dilation, strict=True))
-    if strides.groups >= MANY_GROUPS or apart:
+    if apart:
         plain = places.correlate_backward_input.__wrapped__  # type: ignore[attr-defined]
         return plain(xp, weight, dy, strides, shape, bias)
     gemm_address = blas.get_gemm_address(dy.dtype)
@@ -367,11 +373,12 @@ def correlate_backward_input(
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
     if gemm_address and bias is None and is_matmul(strides, shape[2:], dy.shape[2:]):
         blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
+    elif is_depthwise(strides, weight.shape):
+        depthwise.depthwise_backward_input(weight, slope, strides, dx, bias)
     else:
-        for a, b, c in _iterate_group_slices(strides, dx, slope, weight):
-            direct.direct_backward_input(
-                weight[c], slope[..., b], strides, dx[..., a], None if bias is None else bias[a]
-            )
+        for count, a, b in _iterate_group_slices(strides, dx, slope):
+            begin, dense = None if bias is None else bias[a], _as_block_diagonal(weight[b], count)
+            direct.direct_backward_input(dense, slope[..., b], strides, dx[..., a], begin)
     return view_channels_first(dx)
 
 
@@ -380,6 +387,10 @@ def correlate_backward_input(
         (
             _make_example_field(x)[0], _make_example_field(x)[0], TWO_CELL_WINDOW,
             (_make_example_field(x)[1].astype(s.dtype), True), (s, True),
+        ),
+        (
+            _make_example_field(x)[0], _make_example_field(x)[0], DEPTHWISE_WINDOW,
+            (np.zeros((3, 1, 2), s.dtype), True), None,
         ),
         (_make_example_images(x), _make_example_gradient(x), IMAGE, (_make_example_images(s, 3), True), None),
     ]
@@ -394,9 +405,6 @@ def correlate_backward_params(
         write_or_add_gradient(bias, total)
     if weight is None:
         return
-    if strides.groups >= MANY_GROUPS:
-        places.correlate_backward_params.__wrapped__(xp, x, dy, strides, weight, None)  # type: ignore[attr-defined]
-        return
     gemm_address, shape = blas.get_gemm_address(x.dtype), weight[0].shape
     if gemm_address and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
         write_or_add_channels_first(
@@ -410,22 +418,43 @@ def correlate_backward_params(
         out[...] = 0
     if gemm_address and is_matmul(strides, image.shape[1:-1], slope.shape[1:-1]):
         blas.gemm(_as_matrix(dw), _flatten_rows(as_contiguous(slope)).T, _flatten_rows(as_contiguous(image)), True)
+    elif is_depthwise(strides, shape):
+        depthwise.add_depthwise_weight_gradient(image, slope, strides, dw)
     else:
-        for a, b, c in _iterate_group_slices(strides, image, slope, dw):
-            direct.direct_add_weight_gradient(image[..., a], slope[..., b], strides, dw[c])
+        for count, a, b in _iterate_group_slices(strides, image, slope):
+            dense = dw[b] if count == 1 else np.zeros((b.stop - b.start, a.stop - a.start, *shape[2:]), dw.dtype)
+            direct.direct_add_weight_gradient(image[..., a], slope[..., b], strides, dense)
+            if count > 1:
+                dw[b] += _view_diagonal_blocks(dense, count).reshape(dw[b].shape)
     if not here:
         write_or_add_gradient(weight, dw)
 
 
-def _iterate_group_slices(
-    strides: WindowStrides, x: np.ndarray, y: np.ndarray, weight: np.ndarray
-) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield, for each group of a grouped convolution, the slices of its input channels, output channels and weight
-    rows."""
+def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
+    """Yield the number of groups that are computed together, and the slices of their channels and of their outputs."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
-    for g in range(strides.groups):
-        outputs = slice(g * outer, (g + 1) * outer)
-        yield slice(g * inner, (g + 1) * inner), outputs, outputs
+    together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
+    for g in range(0, strides.groups, together):
+        end = min(g + together, strides.groups)
+        yield end - g, slice(g * inner, end * inner), slice(g * outer, end * outer)
+
+
+def _as_block_diagonal(weight: np.ndarray, groups: int) -> np.ndarray:
+    """Return the weight of a convolution without groups that equals that of `groups` groups."""
+    if groups == 1:
+        return weight
+    dense = np.zeros((weight.shape[0], groups * weight.shape[1], *weight.shape[2:]), weight.dtype)
+    _view_diagonal_blocks(dense, groups)[...] = weight.reshape(groups, -1, *weight.shape[1:])
+    return dense
+
+
+def _view_diagonal_blocks(dense: np.ndarray, groups: int) -> np.ndarray:
+    """Return a view (groups, outputs, channels, *kernel) of the blocks on the diagonal of a contiguous weight
+    (groups x outputs, groups x channels, *kernel)."""
+    outputs, channels = dense.shape[0] // groups, dense.shape[1] // groups
+    step = outputs * dense.strides[0] + channels * dense.strides[1]
+    shape = (groups, outputs, channels, *dense.shape[2:])
+    return np.lib.stride_tricks.as_strided(dense, shape, (step, *dense.strides))
 
 
 def _has_channels_last(x: np.ndarray) -> bool:

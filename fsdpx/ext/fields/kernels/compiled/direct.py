@@ -9,7 +9,7 @@ outputs."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 from itertools import product
@@ -22,24 +22,23 @@ from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
+from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 __all__ = [
-    "WIDE",
-    "convolve_direct",
-    "direct_add_weight_gradient",
-    "direct_backward_input",
-    "emit_load",
-    "emit_offset",
-    "emit_pointer_cast",
-    "run_strips_of_line",
+    "NARROW", "NARROW_ROWS", "NEAR_BYTES", "WIDE", "WIDE_ROWS", "choose_strip_rows", "convolve_direct",
+    "direct_add_weight_gradient", "direct_backward_input", "emit_load", "emit_offset", "emit_pointer_cast",
+    "find_output_runs", "get_address_and_byte_strides", "locate_line_in_runs", "make_outer_product_loop",
+    "make_strip_loop", "reshape_to_three_dims", "round_up_to_lanes", "run_strips_of_line",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
 """WIDE: bytes of a block of channels that are computed together. NARROW: bytes of the last block if few channels are
 left."""
-WIDE_ROWS, NARROW_ROWS = 6, 8
-"""Maximum number of outputs in a strip of WIDE and of NARROW rows, such that the strip fits into registers."""
+WIDE_ROWS = 8 if "avx512f" in read_cpuinfo_field("flags").split() else 6
+NARROW_ROWS = 8
+"""Maximum number of outputs in a strip of WIDE and of NARROW rows, which fits into registers. With AVX-512,
+a WIDE row is one register of 32, and fewer than 8 rows do not keep both of its multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells of a strip with one, two, three and four output channels."""
 NEAR_BYTES = 3 << 13
@@ -47,11 +46,12 @@ NEAR_BYTES = 3 << 13
 cache."""
 
 
-def make_strip_loop(nbytes: int, max_rows: int) -> Any:
+def make_strip_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
     """Return a compiled loop that computes a strip of outputs: y[b] = start[b] + the sum over window offsets and
     channels r of x[b + offset, r] w[offset, r].
 
-    Each y[b], start[b] and w[offset, r] is a vector of `nbytes`. Addresses and steps are in bytes."""
+    Each y[b], start[b] and w[offset, r] is a vector of `nbytes`; with `depthwise`, so is each x, whose channels are
+    multiplied with those of w one by one. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -73,8 +73,9 @@ def make_strip_loop(nbytes: int, max_rows: int) -> Any:
                             builder, vector, builder.add(row, emit_offset(builder, r.index, nbytes)), None, 0
                         )
                         cell = builder.add(cells, emit_offset(builder, r.index, word))
+                        number = vector if depthwise else like.type
                         for b in range(row_count):
-                            emit_fma(builder, sums[b], emit_load(builder, like.type, cell, x_step, b), weights)
+                            emit_fma(builder, sums[b], emit_load(builder, number, cell, x_step, b), weights)
                 for b in range(row_count):
                     to = emit_pointer_cast(builder, vector, builder.add(y, emit_offset(builder, y_step, b)))
                     begin = emit_load(builder, vector, start, start_step, b)
@@ -142,18 +143,20 @@ def emit_row_sum(builder: Any, row: Any) -> Any:
     return builder.extract_element(row, index(0))
 
 
-def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
+def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
     """Return a compiled loop for the gradient of some rows of weights: w[b] += the sum over outputs (i, j) of x[i, j,
     b] dy[i, j].
 
-    Each w[b] and dy[i, j] is a vector of `nbytes`."""
+    Each w[b] and dy[i, j] is a vector of `nbytes`; with `depthwise`, so is each x, whose channels are multiplied with
+    those of dy one by one. `x_step` is the number of bytes from x[i, j, b] to x[i, j, b + 1]."""
 
     @intrinsic
-    def run_outer_product(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, dy: Any, counts: Any, x_steps: Any,
-              dy_steps: Any) -> Any:  # fmt: skip
+    def run_outer_product(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, x_step: Any, dy: Any, counts: Any,
+              x_steps: Any, dy_steps: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            like, rows, w, x, dy, counts, x_steps, dy_steps = arguments
+            like, rows, w, x, x_step, dy, counts, x_steps, dy_steps = arguments
             vector, word = get_vector_and_itemsize(like, nbytes)
+            kind = vector if depthwise else like.type
             sums = [cgutils.alloca_once(builder, vector) for _ in range(max_rows)]
             counts, x_steps, dy_steps = (cgutils.unpack_tuple(builder, one, 2) for one in (counts, x_steps, dy_steps))
 
@@ -166,8 +169,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
                     cell = emit_address(builder, x, indices, x_steps)
                     slope = emit_load(builder, vector, emit_address(builder, dy, indices, dy_steps), None, 0)
                     for b in range(row_count):
-                        number = emit_load(builder, like.type, builder.add(cell, cell.type(b * word)), None, 0)
-                        emit_fma(builder, sums[b], number, slope)
+                        emit_fma(builder, sums[b], emit_load(builder, kind, cell, x_step, b), slope)
                 for b in range(row_count):
                     builder.store(builder.load(sums[b]), emit_pointer_cast(builder, vector, rows_at[b]), align=word)
 
@@ -175,7 +177,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int) -> Any:
             return context.get_dummy_value()
 
         two = types.UniTuple(types.int64, 2)
-        return types.void(like, *[types.int64] * 4, two, two, two), emit_ir
+        return types.void(like, *[types.int64] * 5, two, two, two), emit_ir
 
     return run_outer_product
 
@@ -273,7 +275,7 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 
 @register_jitable
-def _choose_strip_rows(rows, limit):
+def choose_strip_rows(rows, limit):
     """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. The
     last two strips get similar sizes."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
@@ -313,7 +315,7 @@ def run_strips_of_line(
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < length:
-        rows = _choose_strip_rows(length - at, most)
+        rows = choose_strip_rows(length - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         to, to_step = ys, y_step
@@ -340,7 +342,7 @@ def _run_dots_of_line(
     window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
-        rows = _choose_strip_rows(length - at, most)
+        rows = choose_strip_rows(length - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         if outputs == 1:
@@ -355,7 +357,7 @@ def _run_dots_of_line(
 
 
 @register_jitable
-def _locate_line_in_runs(line, runs):
+def locate_line_in_runs(line, runs):
     """Return the sample of a line of outputs, the number of its run, and its output index along the first dim. The
     outputs of a run have the same window offsets inside the field."""
     lines, a = 0, 0
@@ -387,7 +389,7 @@ def _convolve_lines(
     merged = moves[2, 1] == channels * word
     scratch = np.zeros((NARROW_ROWS, WIDE // word), packed.dtype)
     for line in range(from_line, to_line):
-        n, a, i = _locate_line_in_runs(line, runs[0, : bounds[0]])
+        n, a, i = locate_line_in_runs(line, runs[0, : bounds[0]])
         lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
         x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
         y_line = y + n * y_steps[0] + i * y_steps[1]
@@ -463,14 +465,14 @@ def _add_weight_gradient(
                                         nbytes, most = (WIDE, 6) if wide else (NARROW, 12)
                                         at = 0
                                         while at < run:
-                                            rows = _choose_strip_rows(run - at, most)
+                                            rows = choose_strip_rows(run - at, most)
                                             to, source = block + (row + at) * nbytes, cell + at * word
                                             slope, steps = y_at + first * word, (y_steps[2], y_steps[3])
                                             if wide:
-                                                _wide_outer(like, rows, to, source, slope, (high, long),
+                                                _wide_outer(like, rows, to, source, word, slope, (high, long),
                                                             (moves[1, 0], moves[2, 0]), steps)  # fmt: skip
                                             else:
-                                                _narrow_outer(like, rows, to, source, slope, (high, long),
+                                                _narrow_outer(like, rows, to, source, word, slope, (high, long),
                                                               (moves[1, 0], moves[2, 0]), steps)  # fmt: skip
                                             at += rows
                                         first += nbytes // word
@@ -486,21 +488,21 @@ def convolve_direct(
     for each dim, and input and output channels of the weight are swapped."""
     if not y.size:
         return
-    turned, kernel = places is not None, _reshape_to_three_dims(weight)
+    turned, kernel = places is not None, reshape_to_three_dims(weight)
     if places is None:
         places = tuple((k, 0, 1) for k in kernel.shape[2:])
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = _find_output_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
+    runs = find_output_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
     if runs is None:
         return
     met = zip(runs.met, places, strict=True)
     found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
-    lanes, sizes = _round_up_to_lanes(y.shape[-1], x.dtype), found[:, 0].copy()
+    lanes, sizes = round_up_to_lanes(y.shape[-1], x.dtype), found[:, 0].copy()
     make = np.empty if lanes == y.shape[-1] else np.zeros
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
     _pack_weights(kernel, packed, found, turned, False)
     begin = np.zeros(y.shape[-1], x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = _get_address_and_byte_strides(x), _get_address_and_byte_strides(y)
+    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(y)
     total, count = x.shape[0] * runs.lines, parallel.get_threads()
     cuts = [total * i // count for i in range(count + 1)]
     rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
@@ -509,9 +511,10 @@ def convolve_direct(
 
 
 def direct_backward_input(
-    weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any
-) -> None:
-    """Write the gradient of the input, plus `bias` (channels,), to `dx`.
+    weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any,
+    convolve: Callable[..., None] = convolve_direct,
+) -> None:  # fmt: skip
+    """Write the gradient of the input, plus `bias` (channels,), to `dx`; `convolve` computes each phase.
 
     The gradient of a cell is a sum over the outputs whose windows cover the cell. Among cells that are one stride
     apart, neighboring cells use neighboring outputs, so each phase of the stride is a direct convolution of dy."""
@@ -530,45 +533,45 @@ def direct_backward_input(
             continue
         ones = (1,) * len(phase)
         reverse = WindowStrides(ones, ones, strides.dilation, tuple(firsts), 1)
-        convolve_direct(dy, weight, bias, reverse, part, False, tuple(places))
+        convolve(dy, weight, bias, reverse, part, False, tuple(places))
 
 
 def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
     """Add the gradient of the weights to `dw`, (outputs, channels, *kernel)."""
-    runs = _find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
+    runs = find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
         return
-    outputs, channels, lanes = dy.shape[-1], x.shape[-1], _round_up_to_lanes(dy.shape[-1], x.dtype)
+    outputs, channels, lanes = dy.shape[-1], x.shape[-1], round_up_to_lanes(dy.shape[-1], x.dtype)
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
     places = np.array([(b - a, a, 1) for a, b in runs.met])
     sizes = places[:, 0].copy()
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = _get_address_and_byte_strides(x), _get_address_and_byte_strides(dy)
+    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(dy)
     planes, count = int(sizes[0] * sizes[1]), parallel.get_threads()
     cuts = [planes * i // count for i in range(count + 1)]
     moves = runs.moves * x_steps[1:, None]
     rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
     parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
-    kernel = _reshape_to_three_dims(dw)
+    kernel = reshape_to_three_dims(dw)
     _pack_weights(kernel, packed, places, False, True)
     if not np.may_share_memory(kernel, dw):
         dw[...] = kernel.reshape(dw.shape)
 
 
-def _round_up_to_lanes(outputs: int, dtype: Any) -> int:
+def round_up_to_lanes(outputs: int, dtype: Any) -> int:
     """Return `outputs` rounded up to a multiple of the lanes in a narrow vector."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
 
-def _reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
+def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
     more = 5 - weight.ndim
     return as_contiguous(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
 
 
-def _get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
+def get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
     """Return the address of a field with channels last, and the bytes from sample to sample and from cell to cell
     along each of three dims."""
     steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
@@ -595,7 +598,7 @@ class _OutputRuns(NamedTuple):
 
 
 @lru_cache(1 << 10)
-def _find_output_runs(
+def find_output_runs(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
     """Return the runs of outputs with the same window offsets inside the field, or None if there are no outputs.

@@ -1,0 +1,244 @@
+"""Depthwise convolutions of one to three dims with channels last.
+
+A strip of neighboring outputs stays in registers, as in `direct`, but each channel of a cell meets its own weight, so
+both are rows of lanes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array import parallel
+from fsdpx.core.array.jit import jit
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
+from fsdpx.ext.fields.kernels.compiled.direct import (
+    NARROW,
+    NARROW_ROWS,
+    NEAR_BYTES,
+    WIDE,
+    WIDE_ROWS,
+    choose_strip_rows,
+    direct_backward_input,
+    find_output_runs,
+    get_address_and_byte_strides,
+    locate_line_in_runs,
+    make_outer_product_loop,
+    make_strip_loop,
+    reshape_to_three_dims,
+    round_up_to_lanes,
+)
+from fsdpx.ext.fields.kernels.convolution import WindowStrides
+
+__all__ = ["add_depthwise_weight_gradient", "convolve_depthwise", "depthwise_backward_input"]
+
+OFFSETS = 8
+"""Maximum number of window offsets along the last dim whose gradients stay in registers."""
+
+_wide_strip, _narrow_strip = make_strip_loop(WIDE, WIDE_ROWS, True), make_strip_loop(NARROW, NARROW_ROWS, True)
+_wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for nbytes in (WIDE, NARROW))
+
+
+@jit
+def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add):
+    """Compute the outputs of some lines; the arguments are those of `_convolve_lines` in `direct`.
+
+    packed: weights (blocks, offsets, lanes), with as many lanes as a row has; only the last row may be narrow."""
+    use_widest_vectors()
+    like, word = packed.dtype.type(0), packed.itemsize
+    places = sizes[0] * sizes[1] * sizes[2]
+    for line in range(from_line, to_line):
+        n, a, i = locate_line_in_runs(line, runs[0, : bounds[0]])
+        lo0, n0 = runs[0, a, 2], runs[0, a, 3] - runs[0, a, 2]
+        x_line = x + n * x_steps[0] + i * moves[0, 0] + moves[0, 2] + lo0 * moves[0, 1]
+        y_line = y + n * y_steps[0] + i * y_steps[1]
+        for b in range(bounds[1]):
+            for c in range(bounds[2]):
+                lo1, n1, lo2, n2 = runs[1, b, 2], runs[1, b, 3], runs[2, c, 2], runs[2, c, 3]
+                n1, n2 = n1 - lo1, n2 - lo2
+                down, right, length = runs[1, b, 0], runs[2, c, 0], runs[2, c, 1] - runs[2, c, 0]
+                for h in range(down, runs[1, b, 1]):
+                    x_at = x_line + h * moves[1, 0] + moves[1, 2] + lo1 * moves[1, 1]
+                    x_at += right * moves[2, 0] + moves[2, 2] + lo2 * moves[2, 1]
+                    y_at = y_line + h * y_steps[2] + right * y_steps[3]
+                    first = 0
+                    while first < start.size:
+                        wide = start.size - first > NARROW // word
+                        nbytes, limit = (WIDE, WIDE_ROWS) if wide else (NARROW, NARROW_ROWS)
+                        steps = (sizes[1] * sizes[2] * nbytes, sizes[2] * nbytes, nbytes)
+                        w_at = packed.ctypes.data + first * places * word
+                        w_at += lo0 * steps[0] + lo1 * steps[1] + lo2 * steps[2]
+                        start_at, x_moves = start.ctypes.data + first * word, (moves[0, 1], moves[1, 1], moves[2, 1])
+                        at = 0
+                        while at < length:
+                            rows = choose_strip_rows(length - at, limit)
+                            xs, ys = x_at + first * word + at * moves[2, 0], y_at + first * word + at * y_steps[3]
+                            begin, step = (ys, y_steps[3]) if add else (start_at, 0)
+                            if wide:
+                                _wide_strip(like, rows, ys, y_steps[3], begin, step, xs, moves[2, 0], w_at,
+                                               (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
+                            else:
+                                _narrow_strip(like, rows, ys, y_steps[3], begin, step, xs, moves[2, 0], w_at,
+                                                 (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
+                            at += rows
+                        first += nbytes // word
+
+
+@jit
+def _add_weight_gradient(
+    from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, sizes, packed, channels, samples
+):
+    """Add the gradient of the weights at some window offsets of the first two dims to `packed`, the array that
+    `_convolve_lines` takes; the other arguments are those of `_convolve_lines` in `direct`."""
+    use_widest_vectors()
+    like, word = packed.dtype.type(0), packed.itemsize
+    places = sizes[0] * sizes[1] * sizes[2]
+    for n in range(samples):
+        for a in range(bounds[0]):
+            for i in range(runs[0, a, 0], runs[0, a, 1]):
+                for b in range(bounds[1]):
+                    for c in range(bounds[2]):
+                        right, long = runs[2, c, 0], runs[2, c, 1] - runs[2, c, 0]
+                        tall = max(NEAR_BYTES // (long * (moves[2, 0] + channels * word)), 1)
+                        for j in range(runs[1, b, 0], runs[1, b, 1], tall):
+                            high = min(tall, runs[1, b, 1] - j)
+                            x_at = x + n * x_steps[0] + i * moves[0, 0] + j * moves[1, 0] + right * moves[2, 0]
+                            x_at += moves[0, 2] + moves[1, 2] + moves[2, 2]
+                            y_at = dy + n * y_steps[0] + i * y_steps[1] + j * y_steps[2] + right * y_steps[3]
+                            for plane in range(from_plane, to_plane):
+                                p, q = plane // sizes[1], plane % sizes[1]
+                                if not (runs[0, a, 2] <= p < runs[0, a, 3] and runs[1, b, 2] <= q < runs[1, b, 3]):
+                                    continue
+                                for place in range(runs[2, c, 2], runs[2, c, 3], OFFSETS):
+                                    rows = min(OFFSETS, runs[2, c, 3] - place)
+                                    cell = x_at + p * moves[0, 1] + q * moves[1, 1] + place * moves[2, 1]
+                                    row = (p * sizes[1] + q) * sizes[2] + place
+                                    first = 0
+                                    while first < channels:
+                                        wide = channels - first > NARROW // word
+                                        nbytes = WIDE if wide else NARROW
+                                        to = packed.ctypes.data + first * places * word + row * nbytes
+                                        source, slope = cell + first * word, y_at + first * word
+                                        x_moves, y_moves = (moves[1, 0], moves[2, 0]), (y_steps[2], y_steps[3])
+                                        if wide:
+                                            _wide_outer(like, rows, to, source, moves[2, 1], slope, (high, long),
+                                                           x_moves, y_moves)  # fmt: skip
+                                        else:
+                                            _narrow_outer(like, rows, to, source, moves[2, 1], slope, (high, long),
+                                                             x_moves, y_moves)  # fmt: skip
+                                        first += nbytes // word
+
+
+def convolve_depthwise(
+    x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool
+) -> None:
+    """Convolve each channel of x with its windows in `weight` (outputs, 1, *kernel), and write the result plus `bias`
+    (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
+    if y.size:
+        outputs = _pad_channels(y) if add else _allocate_full_rows(y)
+        _convolve(_repeat_channels(x, y.shape[-1]), weight[:, 0], bias, strides, outputs, add)
+        if outputs is not y:
+            y[...] = outputs[..., : y.shape[-1]]
+
+
+def depthwise_backward_input(
+    weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any
+) -> None:
+    """Write the gradient of the input, plus `bias` (channels,), to `dx`."""
+    each, slope, channels = dy.shape[-1] // dx.shape[-1], _pad_channels(dy), dx.shape[-1]
+    of_outputs = dx if each == 1 and _has_full_rows(dx) else np.empty((*dx.shape[:-1], slope.shape[-1]), dx.dtype)
+    direct_backward_input(weight[:, 0], slope, strides, of_outputs, None, _convolve)
+    if of_outputs is not dx:
+        np.sum(of_outputs[..., : dy.shape[-1]].reshape(*dx.shape[:-1], channels, each), axis=-1, out=dx)
+    if bias is not None:
+        dx += bias
+
+
+def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
+    """Compute dw (outputs, 1, *kernel) += the gradient of the weights."""
+    runs = find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
+    if runs is None or not dy.size:
+        return
+    slope, field = _pad_channels(dy), _repeat_channels(x, dy.shape[-1])
+    sizes = np.array([last - first for first, last in runs.met])
+    planes, count, channels = int(sizes[0] * sizes[1]), parallel.get_threads(), slope.shape[-1]
+    cuts = [planes * i // count for i in range(count + 1)]
+    packed = np.zeros(channels * planes * int(sizes[2]), x.dtype)
+    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(field), get_address_and_byte_strides(slope)
+    moves = runs.moves * x_steps[1:, None]
+    rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, sizes, packed, channels, x.shape[0])
+    parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    window = [slice(first, last) for first, last in runs.met][5 - dw.ndim :]
+    gradient = _unpack_lanes(packed, channels)[: dw.shape[0]]
+    dw[:, 0][(slice(None), *window)] += gradient.reshape(-1, *sizes[5 - dw.ndim :])
+
+
+def _convolve(
+    x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
+) -> None:
+    """Convolve each channel of x with its window in `weight` (channels, *kernel); the other arguments are those of
+    `convolve_direct`. x and y have full rows of channels; weight and bias may have fewer."""
+    kernel = reshape_to_three_dims(weight[:, None])[:, 0]
+    if places is None:
+        places = tuple((k, 0, 1) for k in kernel.shape[1:])
+    strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
+    runs = find_output_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
+    if runs is None or not y.size:
+        return
+    offsets = [first + step * np.arange(a, b) for (a, b), (_, first, step) in zip(runs.met, places, strict=True)]
+    sizes = np.array([one.size for one in offsets])
+    weights = kernel[np.ix_(range(len(kernel)), *offsets)].reshape(len(kernel), math.prod(sizes.tolist()))
+    packed, begin = _pack_lanes(weights, y.shape[-1], x.dtype), np.zeros(y.shape[-1], x.dtype)
+    if bias is not None:
+        begin[: bias.size] = bias
+    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(y)
+    total, count = x.shape[0] * runs.lines, parallel.get_threads()
+    cuts = [total * i // count for i in range(count + 1)]
+    rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, sizes)
+    pairs = zip(cuts, cuts[1:], strict=False)
+    parallel.run_tasks(_convolve_lines, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
+
+
+def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:
+    """Return each channel of x once for each of its outputs, in full rows of lanes."""
+    return _pad_channels(x if outputs == x.shape[-1] else np.repeat(x, outputs // x.shape[-1], axis=-1))
+
+
+def _allocate_full_rows(like: np.ndarray) -> np.ndarray:
+    """Return `like` if its channels fill entire rows of lanes, else a new array of its shape with more channels."""
+    channels = round_up_to_lanes(like.shape[-1], like.dtype)
+    return like if _has_full_rows(like) else np.empty((*like.shape[:-1], channels), like.dtype)
+
+
+def _pad_channels(x: np.ndarray) -> np.ndarray:
+    """Return x with channels added so that they fill entire rows of lanes; x itself if they do."""
+    if _has_full_rows(x):
+        return x
+    padded = np.zeros((*x.shape[:-1], round_up_to_lanes(x.shape[-1], x.dtype)), x.dtype)
+    padded[..., : x.shape[-1]] = x
+    return padded
+
+
+def _has_full_rows(x: np.ndarray) -> bool:
+    full = x.shape[-1] == round_up_to_lanes(x.shape[-1], x.dtype)
+    return full and x.strides[-1] == x.itemsize and x.flags.aligned
+
+
+def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
+    """Return weights (channels or fewer, offsets) in blocks (offsets, lanes), of WIDE lanes and a last one of NARROW
+    lanes if few channels are left."""
+    lanes = WIDE // dtype.itemsize
+    rows = np.zeros((channels, weights.shape[1]), dtype)
+    rows[: len(weights)] = weights
+    full = channels // lanes * lanes
+    wide = rows[:full].reshape(-1, lanes, weights.shape[1]).transpose(0, 2, 1)
+    return np.concatenate([wide.reshape(-1), rows[full:].T.reshape(-1)])
+
+
+def _unpack_lanes(packed: np.ndarray, channels: int) -> np.ndarray:
+    """Return the array (channels, offsets) that `_pack_lanes` has packed."""
+    lanes, offsets = WIDE // packed.itemsize, packed.size // channels
+    full = channels // lanes * lanes
+    wide = packed[: full * offsets].reshape(-1, offsets, lanes).transpose(0, 2, 1).reshape(full, offsets)
+    return np.concatenate([wide, packed[full * offsets :].reshape(offsets, channels - full).T])
