@@ -15,7 +15,7 @@ from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.init import ones, zeros
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_fraction, require_positive
 
-__all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "make_affine_specs"]
+__all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "cast_channel_arrays", "make_affine_specs"]
 
 
 class _RowNorm(Layer):
@@ -226,17 +226,17 @@ class BatchNorm(Layer):
             mean, var, count = p["running_mean"], p["running_var"].astype(np.float64), 0.0
             rstd, scale = kernels.batch_norm_scales(env.xp, var, None, weight, None, None, 1.0, self.eps, 0.0)
         shift = p["bias"] if self.affine else env.xp.zeros_like(rstd)
-        return kernels.channel_affine(env.xp, x, *_cast_channel_arrays(x, mean, scale, shift)), (x, mean, rstd, count)
+        return kernels.channel_affine(env.xp, x, *cast_channel_arrays(x, mean, scale, shift)), (x, mean, rstd, count)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
-        sums = kernels.channel_sums_with(env.xp, dy, x, *_cast_channel_arrays(x, mean, rstd))
+        sums = kernels.channel_sums_with(env.xp, dy, x, *cast_channel_arrays(x, mean, rstd))
         whole, ranks = sums if env.training else env.xp.zeros_like(sums), env.mesh.data
         if env.training and ranks.size > 1:
             whole = sums.copy()
             ranks.all_reduce(whole, what="BatchNorm backward").wait()
         slopes = kernels.batch_norm_backward_factors(env.xp, whole, rstd, p.get("weight"), count)
-        channels = _cast_channel_arrays(x, mean, *slopes)
+        channels = cast_channel_arrays(x, mean, *slopes)
         return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -256,13 +256,13 @@ class BatchNorm(Layer):
             ranks.all_reduce(sums, what="BatchNorm mean").wait()
             sums, count = sums[:-1], float(sums[-1])
         mean = sums / max(count, 1.0)
-        squares = kernels.channel_squares(env.xp, x, *_cast_channel_arrays(x, mean))
+        squares = kernels.channel_squares(env.xp, x, *cast_channel_arrays(x, mean))
         if ranks.size > 1:
             ranks.all_reduce(squares, what="BatchNorm variance").wait()
         return mean, squares, count
 
 
-def _cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
+def cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
     """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices
     that sum by kernels, else the accumulation dtype of x."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)

@@ -81,7 +81,11 @@ def _list_channel_norm_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     k, cells = kernels, (8, n * WIDTH // CHANNELS // 16)
     x, dy = (_make_field(xp, 2, cells, CHANNELS, dtype) for _ in range(2))
     one = xp.full((CHANNELS,), 0.5, dtype=accumulation_dtype(dtype))
+    each, f = xp.full((2, CHANNELS), 0.5, dtype=one.dtype), field_kernels
     return [
+        lambda: f.group_norm_moments(xp, x), lambda: f.group_norm_affine(xp, x, each, each, each),
+        lambda: f.group_norm_gradient_sums(xp, dy, x, each, each),
+        lambda: f.group_norm_backward(xp, dy, x, each, each, each, each),
         lambda: k.channel_sums(xp, x), lambda: k.channel_squares(xp, x, one),
         lambda: k.channel_affine(xp, x, one, one, one), lambda: k.channel_sums_with(xp, dy, x, one, one),
         lambda: k.channel_norm_backward(xp, dy, x, one, one, one, one),
@@ -129,8 +133,8 @@ FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 """Sizes of fields for each window. Some fields have short rows, in which windows often extend beyond the ends, and
 others have long rows. For lines and cubes with equal row length, the number of windows per row is equal."""
-DEPTHWISE_CASES = (LINE, (1024,)), (CUBE, (8, 8, 16))
-"""(Window, field size) of depthwise convolutions."""
+DEPTHWISE_CASES = (LINE, (16,)), (LINE, (64,)), (CUBE, (8, 8, 16)), (CUBE, (8, 8, 64))
+"""(Window, field size) of depthwise convolutions, with the same two row lengths for both windows."""
 ELEMENTS = 1 << 18
 """Approximate number of elements of a field, over all samples. It is so large that the Python code around a call takes
 negligible time."""

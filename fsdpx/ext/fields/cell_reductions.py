@@ -9,14 +9,16 @@ import numpy as np
 from fsdpx.core.array.sums import combine_moments
 from fsdpx.nn.layer import Array, LayerContext
 
-__all__ = ["all_reduce_moments", "all_reduce_over_parts"]
+__all__ = ["all_gather_moments", "all_reduce_moments", "all_reduce_over_parts"]
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
     """All-reduce `values` in place by `op` over the ranks that share each field, and return `values`. Without a
     partitioned field, this does nothing."""
     if env.mesh.parts.size > 1:
-        env.mesh.parts.all_reduce(values.reshape(-1), op, what=what).wait()
+        flat = env.xp.ascontiguousarray(values).reshape(-1)
+        env.mesh.parts.all_reduce(flat, op, what=what).wait()
+        values[...] = flat.reshape(values.shape)  # `flat` is a copy unless `values` is in C order
     return values
 
 
@@ -29,7 +31,7 @@ def all_reduce_moments(
     `dims` must be the last dims of `x`. `weights` holds the weight of each element; None gives all elements weight 1.
     The moments of the ranks are merged in rank order by the rule of Chan et al. (1979). Communicates only if the field
     is partitioned."""
-    xp, ranks, size = env.xp, env.mesh.parts, float(math.prod(x.shape[d] for d in dims))
+    xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)
     if weights is not None:
@@ -37,12 +39,19 @@ def all_reduce_moments(
     mean = mean / xp.where(count > 0, count, 1.0)
     apart = x.astype(np.float64) - mean.reshape(*mean.shape, *(1,) * len(dims))
     squares = apart * apart
-    found = xp.stack([count, mean, (squares if weights is None else weights * squares).sum(axis=dims)])
+    sums = (squares if weights is None else weights * squares).sum(axis=dims)
+    return all_gather_moments(env, xp.stack([count, mean, sums]), what)
+
+
+def all_gather_moments(env: LayerContext, moments: Array, what: str) -> Array:
+    """Merge the stacked count, mean and sum of squared deviations of all ranks that hold parts of the field, in rank
+    order, by the rule of Chan et al. (1979). Communicates only if the field is partitioned."""
+    xp, ranks = env.xp, env.mesh.parts
     if ranks.size == 1:
-        return found
-    everyone = xp.empty((ranks.size, *found.shape), dtype=np.float64)
-    ranks.all_gather(xp.ascontiguousarray(found).reshape(-1), everyone.reshape(-1), what=what).wait()
-    found = everyone[0]
-    for other in everyone[1:]:
-        found = combine_moments(xp, found, other)
-    return found
+        return moments
+    of_ranks = xp.empty((ranks.size, *moments.shape), dtype=np.float64)
+    ranks.all_gather(xp.ascontiguousarray(moments).reshape(-1), of_ranks.reshape(-1), what=what).wait()
+    merged = of_ranks[0]
+    for other in of_ranks[1:]:
+        merged = combine_moments(xp, merged, other)
+    return merged

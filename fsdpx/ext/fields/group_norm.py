@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError, ShapeError
-from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum_into
+from fsdpx.ext.fields import kernels
+from fsdpx.ext.fields.cell_reductions import all_gather_moments, all_reduce_over_parts
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
-from fsdpx.nn.norm import make_affine_specs
+from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
 
 __all__ = ["GroupNorm", "InstanceNorm"]
 
@@ -35,6 +35,7 @@ class GroupNorm(Layer):
     """
 
     fields = True
+    kernel_names = ("group_norm_affine", "group_norm_backward", "group_norm_gradient_sums", "group_norm_moments")
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
         require_positive(self, num_groups=num_groups, num_channels=num_channels)
@@ -50,47 +51,58 @@ class GroupNorm(Layer):
         if x.ndim < 2 or x.shape[1] != self.num_channels:
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
-        grouped = self._split_into_groups(x)
-        if env.mesh.parts.size == 1 and grouped.shape[2] == 1 and self._refuses_single_values(env, x):
+        count = float(self.num_channels // self.num_groups * math.prod(x.shape[2:]))
+        if env.mesh.parts.size == 1 and count == 1 and self._refuses_single_values(env, x):
             raise DataError(
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
             )
-        count, mean, squares = all_reduce_moments(env, grouped, (2,), "GroupNorm")
+        count, mean, squares = all_gather_moments(env, self._merge_channels(env, x, count), "GroupNorm")
         rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
-        mean, rstd = (a.astype(accumulation_dtype(x.dtype))[:, :, None] for a in (mean, rstd))
-        normal = ((grouped - mean) * rstd).astype(x.dtype, copy=False).reshape(x.shape)
-        y = normal
+        mean, rstd = cast_channel_arrays(x, *(self._repeat_for_channels(env, a) for a in (mean, rstd)))
+        scale, shift = rstd, env.xp.zeros_like(rstd)
         if self.affine:
-            y = normal * _reshape_for_broadcast(p["weight"], x) + _reshape_for_broadcast(p["bias"], x)
-        return y.astype(x.dtype, copy=False), (normal, rstd, count)
+            scale, shift = rstd * p["weight"], shift + p["bias"]
+        y = kernels.group_norm_affine(env.xp, x, *cast_channel_arrays(x, mean, scale, shift))
+        return y, (x, mean, rstd, count)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        normal, rstd, count = saved
-        g = self._split_into_groups(dy * _reshape_for_broadcast(p["weight"], dy) if self.affine else dy)
-        grouped = self._split_into_groups(normal)
-        sums = env.xp.stack([g.sum(axis=2, dtype=np.float64), (g * grouped).sum(axis=2, dtype=np.float64)])
-        all_reduce_over_parts(env, sums, "GroupNorm backward")
-        means = (sums / env.xp.maximum(count, 1.0)).astype(accumulation_dtype(dy.dtype))
-        dx = (g - means[0][:, :, None] - grouped * means[1][:, :, None]) * rstd
-        return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (normal, dy)
+        x, mean, rstd, count = saved
+        sums = kernels.group_norm_gradient_sums(env.xp, dy, x, mean, rstd)
+        weighted = sums * p["weight"].astype(np.float64) if self.affine else sums
+        of_groups = weighted.reshape(2, x.shape[0], self.num_groups, self.num_channels // self.num_groups)
+        totals = of_groups.sum(axis=3)
+        all_reduce_over_parts(env, totals, "GroupNorm backward")
+        along, across = (self._repeat_for_channels(env, a) * rstd for a in totals / env.xp.maximum(count, 1.0))
+        scale = rstd * p["weight"] if self.affine else rstd
+        values = cast_channel_arrays(x, mean, scale, along, across * rstd)
+        return kernels.group_norm_backward(env.xp, dy, x, *values), (sums,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        normal, dy = kept
-        dims = (0, *range(2, dy.ndim))
-        if "weight" in g:
-            add_sum_into(env.xp, g["weight"], dy * normal, dims)
-        if "bias" in g:
-            add_sum_into(env.xp, g["bias"], dy, dims)
+        (sums,) = kept
+        for name, values in (("bias", sums[0]), ("weight", sums[1])):
+            if name in g:
+                g[name][...] += values.sum(axis=0).astype(g[name].dtype)
+
+    def _merge_channels(self, env: LayerContext, x: Array, count: float) -> Array:
+        """Return count, mean and sum of squared deviations of each group of this rank's cells: (3, samples, groups)
+        float64."""
+        xp, size = env.xp, self.num_channels // self.num_groups
+        moments = kernels.group_norm_moments(xp, x).reshape(2, x.shape[0], self.num_groups, size)
+        mean = moments[0].mean(axis=2)
+        apart = moments[0] - mean[:, :, None]
+        squares = moments[1].sum(axis=2) + (apart * apart).sum(axis=2) * (count / size)
+        return xp.stack([xp.full(mean.shape, count, dtype=np.float64), mean, squares])
+
+    def _repeat_for_channels(self, env: LayerContext, a: Array) -> Array:
+        """Return values (samples, groups) once for each channel of a group: (samples, channels)."""
+        samples, groups = a.shape
+        repeated = env.xp.broadcast_to(a[:, :, None], (samples, groups, self.num_channels // groups))
+        return repeated.reshape(samples, self.num_channels)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
         """Return whether groups with a single value raise DataError: as in PyTorch, only if the batch is one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
-
-    def _split_into_groups(self, x: Array) -> Array:
-        """Reshape (samples, channels, *cells) to (samples, groups, elements)."""
-        size = x.shape[1] // self.num_groups * math.prod(x.shape[2:])
-        return x.reshape(x.shape[0], self.num_groups, size)
 
 
 class InstanceNorm(GroupNorm):
@@ -111,7 +123,3 @@ class InstanceNorm(GroupNorm):
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
         return x.size > 0
-
-
-def _reshape_for_broadcast(a: Array, x: Array) -> Array:
-    return a.reshape(-1, *(1,) * (x.ndim - 2))

@@ -643,6 +643,13 @@ KERNEL(channel_norm_backward)(const real* dy, const real* x, real* dx, const dou
     }
 }
 
+KERNEL(group_norm_backward)(const real* dy, const real* x, real* dx, const double* mean, const double* scale, const double* along, const double* across, number n, number channels, number cells) {
+    EACH(i, n) {
+        number c = channel_of(i, cells, channels);
+        put(dx, i, get(dy, i) * (wide)scale[c] - (wide)along[c] - (get(x, i) - (wide)mean[c]) * (wide)across[c]);
+    }
+}
+
 // -- formats, norms, dropout ------------------------------------------------------------------------------------------
 
 KERNEL(widen)(const real* x, wide* out, number n, int add) {

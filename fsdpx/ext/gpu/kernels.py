@@ -805,6 +805,34 @@ def channel_norm_backward(
     return dx
 
 
+@register_gpu_kernel("real")
+def group_norm_moments(launch: KernelLauncher, x: Any) -> Any:
+    rows = x.reshape(1, -1, *x.shape[2:])  # samples x channels channels
+    mean = _compute_channel_sums(launch, 1, rows) / max(_count_cells(x), 1)
+    squares = _compute_channel_sums(launch, 1, rows, None, mean)
+    return launch.xp.stack([mean, squares]).reshape(2, *x.shape[:2])
+
+
+@register_gpu_kernel("real double double double")
+def group_norm_affine(launch: KernelLauncher, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
+    y = launch.xp.empty_like(x)
+    launch.launch_elements("channel_affine", x.size, x, y, mean, scale, shift, x.size, mean.size, _count_cells(x))
+    return y
+
+
+@register_gpu_kernel("real real double double")
+def group_norm_gradient_sums(launch: KernelLauncher, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
+    sums = _compute_channel_sums(launch, 2, x.reshape(1, -1, *x.shape[2:]), dy, mean, rstd)
+    return sums.reshape(2, *x.shape[:2])
+
+
+@register_gpu_kernel("real real double double double double")
+def group_norm_backward(launch: KernelLauncher, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
+    dx, values = launch.xp.empty_like(dy), (mean, scale, along, across)
+    launch.launch_elements("group_norm_backward", x.size, dy, x, dx, *values, x.size, mean.size, _count_cells(x))
+    return dx
+
+
 def _count_cells(x: Any) -> int:
     return math.prod(x.shape[2:])
 

@@ -105,7 +105,8 @@ if is_present("fields"):
 
     CALLS |= window_kernels.CALLS
 DOUBLE = {"batch_norm_scales": (0, 1), "batch_norm_backward_factors": (0, 1), "channel_squares": (1,),
-          "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3), "channel_norm_backward": (2, 3, 4, 5)}  # fmt: skip
+          "channel_affine": (1, 2, 3), "channel_sums_with": (2, 3), "channel_norm_backward": (2, 3, 4, 5),
+          **(window_kernels.DOUBLE if is_present("fields") else {})}  # fmt: skip
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
         "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,),
         "batch_norm_scales": (3, 4)}  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.kernels import WindowStrides
 
-__all__ = ["CALLS"]
+__all__ = ["CALLS", "DOUBLE"]
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -17,13 +17,14 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def window(
-    groups: int, outputs: int, cells: tuple[int, ...], s: WindowStrides, samples: int = 2, bias: bool = True
-) -> Any:
-    """x, weight, bias, the window, cells of the result, and its gradient."""
+    groups: int, outputs: int, cells: tuple[int, ...], s: WindowStrides, samples: int = 2, bias: bool = True,
+    width: int = 2,
+) -> Any:  # fmt: skip
+    """x, weight, bias, the window, cells of the result, and its gradient. width: channels per group."""
     sizes = tuple(  # those of a field with as much padding behind as before
         (n - 2 * first - d * (k - 1) - 1) // step + 1 for n, k, step, d, first in zip(cells, *s[:4], strict=True)
     )
-    x, w = noise(samples, 2 * groups, *cells), noise(outputs, 2, *s.kernel, seed=1)
+    x, w = noise(samples, width * groups, *cells), noise(outputs, width, *s.kernel, seed=1)
     return x, w, noise(outputs, seed=2) if bias else None, s, sizes, noise(samples, outputs, *sizes, seed=3)
 
 
@@ -35,6 +36,12 @@ WINDOWS = [
     window(2, 6, (9, 3), WindowStrides((1, 1), (1, 1), (1, 1), (0, 0), 2)),
     window(1, 3, (8200,), WindowStrides((1,), (1,), (1,), (0,), 1)),
     window(2, 2, (7, 4, 5), WindowStrides((3, 2, 1), (3, 2, 1), (2, 1, 1), (-3, -1, 0), 2)),
+    window(20, 20, (9, 7), WindowStrides((3, 5), (1, 1), (1, 1), (-1, -2), 20), width=1),
+    window(16, 16, (4, 5, 6), WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 16), width=1),
+    window(24, 24, (40,), WindowStrides((11,), (1,), (2,), (-10,), 24), width=1, bias=False),
+    window(8, 24, (8, 9), WindowStrides((2, 3), (2, 3), (1, 1), (-1, 0), 8), 1, width=1),
+    window(4, 12, (6, 20), WindowStrides((3, 9), (1, 2), (1, 1), (-1, -4), 4), width=3),
+    window(2, 18, (5, 6), WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 2), width=4),
 ]
 POOLS = [
     (noise(2, 3, *cells), WindowStrides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))
@@ -44,7 +51,17 @@ POOLS = [
     )
 ]  # fmt: skip
 
+FIELDS = [
+    (noise(*shape, seed=4) + 3, noise(*shape, seed=5), *noise(4, *shape[:2], seed=6))
+    for shape in ((2, 4, 70), (3, 6, 5, 7), (1, 32, 9, 11), (2, 20, 3, 2, 4), (2, 3, 1, 37))
+]
+"""Fields of 1 to 64 cells in a row, gradients, and values of each channel of each sample."""
+
 CALLS: dict[str, list[tuple[Any, ...]]] = {
+    "group_norm_moments": [(x,) for x, *_ in FIELDS],
+    "group_norm_affine": [(x, a, b, c) for x, _, a, b, c, _ in FIELDS],
+    "group_norm_gradient_sums": [(dy, x, a, b) for x, dy, a, b, *_ in FIELDS],
+    "group_norm_backward": [(dy, x, a, b, c, d) for x, dy, a, b, c, d in FIELDS],
     "max_pool": [(x, s, sizes) for x, s, sizes, _ in POOLS],
     "max_pool_backward": [(dy, kernels.max_pool(np, x, s, sizes)[1], s, x.shape) for x, s, sizes, dy in POOLS],
     "avg_pool": [(x, s, sizes, 5) for x, s, sizes, _ in POOLS],
@@ -60,3 +77,6 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         for add in (True, False)
     ],
 }  # fmt: skip
+
+DOUBLE = {"group_norm_affine": (1, 2, 3), "group_norm_gradient_sums": (2, 3), "group_norm_backward": (2, 3, 4, 5)}
+"""Arguments that are of the format of sums, as in `calls.py`."""

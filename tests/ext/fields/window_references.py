@@ -99,5 +99,29 @@ def convolutions(x, dy, dtype) -> Cases:
     }  # fmt: skip
 
 
-FAMILIES = images, convolutions
+def group_norms(x, dy, dtype) -> Cases:
+    """Two samples of three channels, and values for each."""
+    field, slope, cells = np.resize(x, (2, 3, 4, 5)), np.resize(dy, (2, 3, 4, 5)), (2, 3)
+    m, s = (np.linspace(low, 1, 6).reshape(2, 3).astype(wide(dtype)) for low in (-1, 0.5))
+    centre, scale = (a.astype("f8")[:, :, None, None] for a in (m, s))
+    mean = field.mean(axis=cells)
+    apart, size = field - mean[:, :, None, None], np.abs(field) + np.abs(mean)[:, :, None, None]
+    normal, size_n = (field - centre) * scale, (np.abs(field) + np.abs(centre)) * scale
+    with_dy = [np.stack([d.sum(axis=cells), (d * n).sum(axis=cells)])
+               for d, n in ((slope, normal), (np.abs(slope), size_n))]  # fmt: skip
+    return {
+        "group_norm_moments": [
+            Case(kernels.group_norm_moments, (field,), np.stack([mean, (apart**2).sum(axis=cells)]),
+                 np.stack([np.abs(field).sum(axis=cells), (size**2).sum(axis=cells)]))
+        ],
+        "group_norm_affine": [Case(kernels.group_norm_affine, (field, m, s, m), normal + centre, size_n + abs(centre))],
+        "group_norm_gradient_sums": [Case(kernels.group_norm_gradient_sums, (slope, field, m, s), *with_dy)],
+        "group_norm_backward": [
+            Case(kernels.group_norm_backward, (slope, field, m, s, m, s), slope * scale - centre - normal,
+                 np.abs(slope) * scale + np.abs(centre) + size_n)
+        ],
+    }  # fmt: skip
+
+
+FAMILIES = images, convolutions, group_norms
 KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}

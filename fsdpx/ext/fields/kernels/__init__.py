@@ -1,9 +1,13 @@
-"""Convolution and pooling kernels for fields, as plain array code and as compiled code."""
+"""Convolution, group norm and pooling kernels for fields, as plain array code and as compiled code."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_input as correlate_backward_input
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_params as correlate_backward_params
+from fsdpx.ext.fields.kernels.group_norm import group_norm_affine as group_norm_affine
+from fsdpx.ext.fields.kernels.group_norm import group_norm_backward as group_norm_backward
+from fsdpx.ext.fields.kernels.group_norm import group_norm_gradient_sums as group_norm_gradient_sums
+from fsdpx.ext.fields.kernels.group_norm import group_norm_moments as group_norm_moments
 from fsdpx.ext.fields.kernels.pool import avg_pool as avg_pool
 from fsdpx.ext.fields.kernels.pool import avg_pool_backward as avg_pool_backward
 from fsdpx.ext.fields.kernels.pool import max_pool as max_pool

@@ -23,6 +23,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
     view_bits_as_bfloat16,
 )
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
 # rows per partial sum; rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
@@ -163,6 +164,7 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 
 @jit
 def _add_channel_sums(start, stop, x, out):
+    use_widest_vectors()
     size = stop - start
     block, into = np.full(size, accumulation_zero(x)), out[start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -177,6 +179,7 @@ def _add_channel_sums(start, stop, x, out):
 
 @jit
 def _add_channel_squared_deviations(start, stop, x, mean, out):
+    use_widest_vectors()
     size = stop - start
     block, into, centre = np.full(size, accumulation_zero(x)), out[start:stop], mean[start:stop].copy()
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -191,7 +194,8 @@ def _add_channel_squared_deviations(start, stop, x, mean, out):
 
 
 @jit
-def _add_channel_gradient_sums(start, stop, x, dy, mean, rstd, out):
+def add_channel_gradient_sums(start, stop, x, dy, mean, rstd, out):
+    use_widest_vectors()
     size = stop - start
     plain, along = np.full(size, accumulation_zero(x)), np.full(size, accumulation_zero(x))
     centre, factor = mean[start:stop].copy(), rstd[start:stop].copy()
@@ -210,7 +214,8 @@ def _add_channel_gradient_sums(start, stop, x, dy, mean, rstd, out):
 
 
 @jit
-def _affine_loop(x, y, mean, scale, shift):
+def affine_loop(x, y, mean, scale, shift):
+    use_widest_vectors()
     for i in range(x.shape[0]):
         row, out = x[i], y[i]
         for j in range(mean.size):
@@ -219,6 +224,7 @@ def _affine_loop(x, y, mean, scale, shift):
 
 @jit
 def _channel_backward_loop(x, dy, dx, mean, scale, along, across):
+    use_widest_vectors()
     for i in range(x.shape[0]):
         row, slope, out = x[i], dy[i], dx[i]
         for j in range(mean.size):
@@ -245,7 +251,7 @@ def channel_squares(xp: Any, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
 def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
     rows = to_channel_rows(x)
     y = np.empty_like(rows)
-    parallel_for_rows(_affine_loop, (rows, y), *(_convert_channel_values(a, x) for a in (mean, scale, shift)))
+    parallel_for_rows(affine_loop, (rows, y), *(_convert_channel_values(a, x) for a in (mean, scale, shift)))
     return view_rows_channels_first(y, x.shape)
 
 
@@ -253,7 +259,7 @@ def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) ->
 def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     out = np.zeros((2, x.shape[1]))
     parallel_for_columns(
-        _add_channel_gradient_sums,
+        add_channel_gradient_sums,
         to_channel_rows(x),
         to_channel_rows(dy),
         _convert_channel_values(mean, x),
