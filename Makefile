@@ -178,6 +178,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/halves.py $(ARGS)
 	$(PY) bench/modules.py $(ARGS)
 	$(PY) bench/fields.py $(ARGS)
+	$(PY) bench/field_layers.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/predictions.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)

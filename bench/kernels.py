@@ -137,6 +137,8 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "correlate", size, lambda: windows.correlate(np, x, weight, None, strides, out)
     yield "correlate_backward_input", size, lambda: windows.correlate_backward_input(np, weight, x, strides, x.shape)
     yield "correlate_backward_params", size, lambda: windows.correlate_backward_params(np, x, x, strides, into, None)
+    own, each_own = weight[:, :1], strides._replace(groups=channels)
+    yield "correlate (depthwise)", size, lambda: windows.correlate(np, x, own, None, each_own, out)
     half, less = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1), tuple(n // 2 for n in out)
     y, winner = windows.max_pool(np, x, half, less)
     yield "max_pool", size, lambda: windows.max_pool(np, x, half, less)
@@ -149,6 +151,11 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "channel_affine", size, lambda: kernels.channel_affine(np, x, a, a, a)
     yield "channel_sums_with", size, lambda: kernels.channel_sums_with(np, x, x, a, a)
     yield "channel_norm_backward", size, lambda: kernels.channel_norm_backward(np, x, x, a, a, a, a)
+    each = np.ones(x.shape[:2], x.dtype)
+    yield "group_norm_moments", size, lambda: windows.group_norm_moments(np, x)
+    yield "group_norm_affine", size, lambda: windows.group_norm_affine(np, x, each, each, each)
+    yield "group_norm_gradient_sums", size, lambda: windows.group_norm_gradient_sums(np, x, x, each, each)
+    yield "group_norm_backward", size, lambda: windows.group_norm_backward(np, x, x, each, each, each, each)
 
 
 def cases(dtype: str) -> Iterator[Case]:

@@ -1,0 +1,166 @@
+"""How much processor time does each layer of fields take, beside the same layer of PyTorch with one thread?
+
+    python bench/field_layers.py [--only GroupNorm] [--rounds 5] [--quick]
+
+A model is a layer, several times in a row where its result has the shape of its input, after a convolution of one cell
+if it has no parameters. Both libraries train it by SGD on a squared error, and predict with it, in turns. The ratio is
+PyTorch's processor time over that of fsdpx, the median over rounds: 2 means that fsdpx takes half the time.
+"""
+
+import os
+
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from records import arguments, folder_of, lines, save
+
+__all__ = ["ROWS", "measure_layers", "tables"]
+
+
+class Row(NamedTuple):
+    """A layer of both libraries. repeat: how often it stands in the model. trains: whether it has parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    repeat: int
+    make: Callable[[Any], Any]
+    trains: bool = True
+
+
+def get_norm(nn: Any, name: str) -> Any:
+    """Return a norm of PyTorch, which has one for each number of dims, or of fsdpx."""
+    return getattr(nn, f"{name}2d", None) or getattr(nn, name)
+
+
+IMAGES, CUBES, LINES = (4, 32, 64, 64), (2, 32, 16, 16, 16), (8, 32, 1024)
+ROWS = (
+    Row("Conv1d depthwise", LINES, 4, lambda nn: nn.Conv1d(32, 32, 3, padding=1, groups=32)),
+    Row("Conv2d depthwise", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 3, padding=1, groups=32)),
+    Row("Conv2d depthwise 7x7", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 7, padding=3, groups=32)),
+    Row("Conv3d depthwise", CUBES, 4, lambda nn: nn.Conv3d(32, 32, 3, padding=1, groups=32)),
+    Row("Conv2d 8 groups", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 3, padding=1, groups=8)),
+    Row("Conv2d 1x1", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 1)),
+    Row("Conv1d", LINES, 4, lambda nn: nn.Conv1d(32, 32, 3, padding=1)),
+    Row("Conv2d", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 3, padding=1)),
+    Row("Conv3d", CUBES, 4, lambda nn: nn.Conv3d(32, 32, 3, padding=1)),
+    Row("Conv2d stride 2", IMAGES, 1, lambda nn: nn.Conv2d(32, 64, 3, stride=2, padding=1)),
+    Row("ConvTranspose2d", IMAGES, 1, lambda nn: nn.ConvTranspose2d(32, 16, 2, stride=2)),
+    Row("GroupNorm", IMAGES, 4, lambda nn: nn.GroupNorm(8, 32)),
+    Row("InstanceNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "InstanceNorm")(32), False),
+    Row("BatchNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "BatchNorm")(32)),
+    Row("ReLU", IMAGES, 4, lambda nn: nn.ReLU(), False),
+    Row("GELU", IMAGES, 4, lambda nn: nn.GELU(), False),
+    Row("Tanh", IMAGES, 4, lambda nn: nn.Tanh(), False),
+    Row("MaxPool2d", IMAGES, 1, lambda nn: nn.MaxPool2d(2), False),
+    Row("AvgPool2d", IMAGES, 1, lambda nn: nn.AvgPool2d(2), False),
+    Row("AdaptiveAvgPool2d", IMAGES, 1, lambda nn: nn.AdaptiveAvgPool2d(4), False),
+    Row("Upsample nearest", IMAGES, 1, lambda nn: nn.Upsample(scale_factor=2), False),
+    Row("Upsample bilinear", IMAGES, 1, lambda nn: nn.Upsample(scale_factor=2, mode="bilinear"), False),
+)
+
+
+def measure_layers(rounds: int, seconds: float = 0.15, only: str = "") -> list[dict[str, Any]]:
+    """Return the name, milliseconds of processor time and ratios of each layer."""
+    import torch
+
+    torch.set_num_threads(1)
+    measured = []
+    for row in ROWS:
+        if only.lower() not in row.name.lower():
+            continue
+        ours, theirs = make_ours(row), make_theirs(row)
+        entry: dict[str, Any] = {"layer": row.name, "shape": list(row.shape), "repeat": row.repeat}
+        for what, a, b in (("step", ours[0], theirs[0]), ("predict", ours[1], theirs[1])):
+            pairs = [(time_calls(a, seconds), time_calls(b, seconds)) for _ in range(rounds)]
+            entry[f"{what} ms"] = min(first for first, _ in pairs) * 1e3
+            entry[f"{what} ratio"] = median(second / first for first, second in pairs)
+        measured.append(entry)
+        print(f"{row.name}: training {entry['step ratio']:.2f}, predict {entry['predict ratio']:.2f}", flush=True)
+    return measured
+
+
+def make_ours(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    from fsdpx import distribute, nn, optim
+
+    model = nn.Sequential(*make_layers(nn, row))
+    trainer = distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="ddp", seed=0)
+    x, y = make_data(row)
+    return lambda: trainer.step(x, y), lambda: trainer.predict(x)
+
+
+def make_theirs(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    import torch
+
+    model = torch.nn.Sequential(*make_layers(torch.nn, row))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x, y = map(torch.from_numpy, make_data(row))
+
+    def step() -> None:
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def predict() -> None:
+        with torch.inference_mode():
+            model(x)
+
+    return step, predict
+
+
+def make_layers(nn: Any, row: Row) -> list[Any]:
+    """Return the layers of a model in `nn`, that of PyTorch or of fsdpx."""
+    first = [] if row.trains else [nn.Conv2d(row.shape[1], row.shape[1], 1)]
+    return first + [row.make(nn) for _ in range(row.repeat)]
+
+
+def make_data(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    import torch
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(row.shape, np.float32)
+    with torch.inference_mode():
+        shape = torch.nn.Sequential(row.make(torch.nn))(torch.from_numpy(x)).shape
+    return x, rng.standard_normal(tuple(shape), np.float32)
+
+
+def time_calls(call: Callable[[], Any], seconds: float) -> float:
+    """Return the processor seconds of a call, over as many calls as last about `seconds`."""
+    call()
+    begin, clock, calls = time.process_time(), time.perf_counter(), 0
+    while not calls or time.perf_counter() - clock < seconds:
+        call()
+        calls += 1
+    return (time.process_time() - begin) / calls
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    head = ["layer", "input", "training ms", "ratio", "predict ms", "ratio"]
+    rows = []
+    for entry in found["layers"]:
+        times = (entry["step ms"], entry["step ratio"], entry["predict ms"], entry["predict ratio"])
+        shape = " x ".join(map(str, entry["shape"]))
+        rows.append([f"{entry['repeat']} {entry['layer']}", shape, *(f"{value:.2f}" for value in times)])
+    return [("layers", lines(head, rows))]
+
+
+def main() -> int:
+    p = arguments(__doc__, rounds=5)
+    p.add_argument("--only", default="", help="layers whose name contains this")
+    options = p.parse_args()
+    measured = measure_layers(2 if options.quick else options.rounds, 0.05 if options.quick else 0.15, options.only)
+    found = {"rounds": options.rounds, "layers": measured}
+    print(f"\n{dict(tables(found))['layers']}")
+    if not options.only:
+        save("field_layers", options, found)
+        print(f"\nwritten to {folder_of(options) / 'field_layers'}.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
