@@ -306,7 +306,7 @@ def test_rounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
         ),
         ({"precision": fsdpx.Precision(loss_scale="dynamic")}, "a dynamic loss scale: replicas would skip different"),
         ({"precision": "bf16-true"}, "local training with 16-bit masters: outer steps are smaller than"),
-        ({"average": fsdpx.EMA()}, r"local training with average=EMA\(decay=0.999\): the outer parameters are already a mean"),
+        ({"average": fsdpx.EMA()}, r"average=EMA\(decay=0.999\): the outer parameters are already a mean"),
         ({"elastic": True}, "elastic ranks take every step together; leave elastic out, or choose 'hybrid'"),
         (
             {"strategy": LocalSGD(fragments=9)},
