@@ -22,7 +22,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.init import open_world as open_world
 
 settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
-settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)
+settings.register_profile("suite", max_examples=40, derandomize=True, database=None, deadline=None)
 settings.register_profile("thorough", max_examples=3000, database=None, deadline=None)
 settings.load_profile("suite")
 

@@ -6,9 +6,9 @@ from mpi4py import MPI
 import fsdpx
 from fsdpx import nn, optim
 
-ROWS, COLUMNS = 32, 48  # cells: walls at the first and last row, periodic columns
-SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # small steps per state; waves have speed 1
-STATES = 20  # states of a run
+ROWS, COLUMNS = 32, 48  # size in cells; walls at the first and last row, periodic columns
+SMALL, DT, VISCOSITY = 10, 0.2, 0.12  # number of small steps per state, time step, viscosity
+STATES = 20  # number of states in a run of the solver
 
 comm = MPI.COMM_WORLD
 cart = comm.Create_cart(MPI.Compute_dims(comm.size, 2), periods=(False, True))
@@ -21,7 +21,7 @@ rows, columns = (
 def make_initial_drops(seed):
     """Return this rank's part of still water with two drops, (rows, columns, 3).
 
-    The last dim has height, velocity along x and velocity along y."""
+    The last dim has the height, the velocity along x and the velocity along y."""
     u = np.zeros((len(rows), len(columns), 3))
     draw = np.random.default_rng(seed)
     for y, x, size in draw.uniform((8, 0, 3), (ROWS - 8, COLUMNS, 5), (2, 3)):
@@ -32,8 +32,8 @@ def make_initial_drops(seed):
 
 
 def add_halo(u):
-    """Return the part u with one halo cell on each side: from the neighbors, or mirrored
-    at walls."""
+    """Return this rank's part u with one halo cell on each side. Halo cells come from
+    neighboring ranks, or mirror the cells at a wall."""
     for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
         before, after = cart.Shift(dim, 1)
         u = np.moveaxis(u, dim, 0)

@@ -171,7 +171,7 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
     parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
     window = [slice(first, last) for first, last in runs.met][5 - dw.ndim :]
     gradient = _unpack_lanes(packed, channels)[: dw.shape[0]]
-    dw[:, 0][(slice(None), *window)] += gradient.reshape(-1, *sizes[5 - dw.ndim :])
+    dw[:, 0][(slice(None), *window)] += gradient.reshape(dw.shape[0], *sizes[5 - dw.ndim :])
 
 
 def _convolve(
@@ -232,7 +232,7 @@ def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
     rows = np.zeros((channels, weights.shape[1]), dtype)
     rows[: len(weights)] = weights
     full = channels // lanes * lanes
-    wide = rows[:full].reshape(-1, lanes, weights.shape[1]).transpose(0, 2, 1)
+    wide = rows[:full].reshape(full // lanes, lanes, weights.shape[1]).transpose(0, 2, 1)
     return np.concatenate([wide.reshape(-1), rows[full:].T.reshape(-1)])
 
 
@@ -240,5 +240,5 @@ def _unpack_lanes(packed: np.ndarray, channels: int) -> np.ndarray:
     """Return the array (channels, offsets) that `_pack_lanes` has packed."""
     lanes, offsets = WIDE // packed.itemsize, packed.size // channels
     full = channels // lanes * lanes
-    wide = packed[: full * offsets].reshape(-1, offsets, lanes).transpose(0, 2, 1).reshape(full, offsets)
+    wide = packed[: full * offsets].reshape(full // lanes, offsets, lanes).transpose(0, 2, 1).reshape(full, offsets)
     return np.concatenate([wide, packed[full * offsets :].reshape(offsets, channels - full).T])
