@@ -112,9 +112,9 @@ def _owners(reach: Any) -> list[list[tuple[int, int]]]:
     """For each rank of a line the owners of the cells that it needs, and where these lie, from its first own cell."""
     found: list[list[tuple[int, int]]] = [[], []]
     for piece in reach.list_pieces():
-        places = np.arange(reach.count_needed_cells(piece.needs))[piece.into]
-        first = reach.needs[piece.needs][0] - reach.cuts[piece.needs]
-        found[piece.needs] += [(int(place) + first, piece.owner) for place in places]
+        places = np.arange(reach.count_needed_cells(piece.receiver))[piece.into]
+        first = reach.needs[piece.receiver][0] - reach.cuts[piece.receiver]
+        found[piece.receiver] += [(int(place) + first, piece.sender) for place in places]
     return found
 
 

@@ -27,7 +27,7 @@ from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
 from fsdpx.ext.gpu.cupy_devices import list_gpus as seen
 from fsdpx.launch import info
-from fsdpx.launch.launchers import explain_launcher_failure
+from fsdpx.launch.launchers import try_launcher_and_explain_failure
 
 __all__ = ["RankFacts", "diagnose_ranks", "doctor", "list_warnings"]
 
@@ -108,7 +108,11 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
         *(("all-reduce", text) for text, _ in speed),
     ]
     notes = list_warnings(facts, visible_devices.find_ranks_sharing_gpus(seats) if seats else [])
-    if environment.read_environment().launcher is None and comm.size == 1 and (why := explain_launcher_failure()):
+    if (
+        environment.read_environment().launcher is None
+        and comm.size == 1
+        and (why := try_launcher_and_explain_failure())
+    ):
         notes.append(why)
     healthy = all(right for _, right in speed) and not (why_not and any(one.gpus for one in facts))
     verdict = "all-reduces are right" if healthy else "NOT healthy: look at all-reduce and GPUs"

@@ -57,13 +57,13 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class JoinRequests:
-    """Handles requests to add ranks to a job, in the job's launcher. The attribute `ranks` is the number of accepted
-    ranks that join at the next restart."""
+    """Handles requests to add ranks to a job, in the job's launcher. The attribute `accepted_ranks` is the number of
+    accepted ranks that join at the next restart."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
         """Discard old requests in `folder`, the job's --folder. `fits` is a function that raises LaunchError if the
         launcher has no slots for the given number of additional ranks."""
-        self.ranks = 0
+        self.accepted_ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_REQUEST_PREFIX}*"):
             with suppress(OSError):  # the file may be gone already, or belong to another user
@@ -84,13 +84,13 @@ class JoinRequests:
             return
         for asks in asking:
             self._answer_request(asks)
-        if self.ranks:
+        if self.accepted_ranks:
             with suppress(ProcessLookupError):
                 os.kill(listener, signal.SIGUSR1)
 
     def pop_joined_rank_count(self) -> int:
         """Return the number of ranks that were accepted since the last start, and reset it to 0."""
-        came, self.ranks = self.ranks, 0
+        came, self.accepted_ranks = self.accepted_ranks, 0
         return came
 
     def refuse_open_requests(self) -> None:
@@ -110,11 +110,11 @@ class JoinRequests:
             self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}{text[:80]!r} is no number of ranks")
             return
         try:
-            self._fits(self.ranks + more)
+            self._fits(self.accepted_ranks + more)
         except LaunchError as error:
             self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}{error}")
         else:
-            self.ranks += more
+            self.accepted_ranks += more
             self._replace_request_by_answer(asks, f"the job saves and goes on with {more} more")
 
     def _replace_request_by_answer(self, asks: Path, text: str) -> None:

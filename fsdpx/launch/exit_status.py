@@ -76,7 +76,7 @@ class DeathRecorder:
                 for rank in notes.keys() - known:
                     known.add(rank)
                     if notes[rank].host == self._host:
-                        self._watch_rank(rank, notes[rank].process, deaths)
+                        self._start_watching_rank(rank, notes[rank].process, deaths)
                 for descriptor, _ in deaths.poll(0.1):
                     deaths.unregister(descriptor)
                     rank = self._living.pop(descriptor)
@@ -92,7 +92,7 @@ class DeathRecorder:
         for descriptor in self._living:
             os.close(descriptor)
 
-    def _watch_rank(self, rank: int, process: int, deaths: select.epoll) -> None:
+    def _start_watching_rank(self, rank: int, process: int, deaths: select.epoll) -> None:
         """Watch the process and the named pipe of a rank. If the process has already ended, add the rank to
         `missed`."""
         try:
@@ -181,7 +181,7 @@ class Evidence:
         first = self.find_rank_ended_before_start()
         return None if first is None or first.status is None else first
 
-    def has_waited_in_vain(self) -> bool:
+    def has_unexplained_wait(self) -> bool:
         """Return whether ranks waited in MPI_Init although no rank is known to have ended."""
         return bool(self.waited) and self.find_rank_ended_before_start() is None
 
@@ -324,7 +324,8 @@ EXIT_CASES = (
         "the launcher, {launcher}, was killed ({killed}), and its ranks with it"),
     Case(Evidence.have_all_reached_start, DEATH, 1,
         "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if anything, is above"),
-    Case(Evidence.has_waited_in_vain, HANG, HUNG_STATUS, "{waited} waited in MPI's start for others that did not come"),
+    Case(Evidence.has_unexplained_wait, HANG, HUNG_STATUS,
+        "{waited} waited in MPI's start for others that did not come"),
     Case(Evidence.has_missing_ranks, HANG, HUNG_STATUS, "{missing} did not come to MPI's start, where {waited} waited"),
     Case(Evidence.find_rank_ended_before_start, DEATH, 1, "{rank} died before all ranks had started"),
     Case(Evidence.has_hung, HANG, HUNG_STATUS, "the job hung, see the report above"),

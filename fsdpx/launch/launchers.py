@@ -25,10 +25,10 @@ __all__ = [
     "LAUNCHERS",
     "FoundLauncher",
     "Launcher",
-    "explain_launcher_failure",
     "find_launcher",
     "list_answering_hosts",
     "make_command",
+    "try_launcher_and_explain_failure",
 ]
 
 
@@ -190,7 +190,7 @@ def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> li
     return [host for host, process in zip(hosts, asked, strict=True) if _wait_or_kill(process, end)]
 
 
-def explain_launcher_failure() -> str:
+def try_launcher_and_explain_failure() -> str:
     """Test the launcher of `fsdpx run` by starting two processes. Return "" if that succeeds, else the launcher's
     error message and a remedy."""
     config = LaunchConfig(2)

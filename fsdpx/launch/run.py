@@ -137,7 +137,7 @@ def run_job(
             ending = _run_once(here, folder, len(plan.endings), ranks, signals, guests)
             if signals.received and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
-            elif ending.kind == "preempted" and guests.ranks and not signals.received:
+            elif ending.kind == "preempted" and guests.accepted_ranks and not signals.received:
                 plan.ranks += (came := guests.pop_joined_rank_count())
                 ending = replace(ending, kind="joined", text=f"all have saved, for {came} more to join")
             reason, seconds = record_and_decide_restart(plan, ending)

@@ -445,7 +445,7 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
         row = [event for event in found.events if event.rank == stage]
-        turn = _make_simulated_record(run, row, held["activations"], run.programs[dry.few])
+        turn = _make_simulated_record(run, row, held["activations"], run.programs[dry.simulated])
         ranks.append((header, turn, TraceGroups.from_axes(axes)))
     with reporting_unwritable(path):
         write_simulated_trace(Path(path), ranks)

@@ -30,15 +30,15 @@ class StepDryRuns:
     runs : for each pipeline rank, a run of the data rank with the most samples
     others : runs of the data rank with the fewest samples, and of the rank with the most neighbors in a grid
     ran : number of microbatches that ran
-    few, each : see `WorldStep.count_simulated_microbatches`
+    simulated, period : see `WorldStep.count_simulated_microbatches`
     """
 
     step: WorldStep
     runs: list[RankDryRun]
     others: list[RankDryRun]
     ran: int
-    few: int
-    each: int
+    simulated: int
+    period: int
 
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
@@ -49,7 +49,7 @@ class StepDryRuns:
         return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
 
     @classmethod
-    def _run_differing_ranks(cls, step: WorldStep, ran: int, few: int, each: int) -> StepDryRuns:
+    def _run_differing_ranks(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
         """Run the step on one rank of each kind: every pipeline rank, for the data ranks with the most and with the
         fewest samples, and for the rank with the most neighbors in a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
@@ -60,16 +60,16 @@ class StepDryRuns:
         runs += step.dry_run_pipe_ranks(last, ran)
         if step.grid is not None and len(step.grid.busiest_ranks) > 1:
             others += step.dry_run_pipe_ranks(last, ran, 1)
-        return cls(step, runs, others, ran, few, each)
+        return cls(step, runs, others, ran, simulated, period)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the program with all microbatches repeats only actions that ran, and whether every `each`
+        """Return whether the program with all microbatches repeats only actions that ran, and whether every `period`
         additional microbatches repeat the same ones."""
-        m, few, each = self.step.microbatches, self.few, self.each
-        times = (m - few) // each if each else 0
+        m, simulated, period = self.step.microbatches, self.simulated, self.period
+        times = (m - simulated) // period if period else 0
         for one in () if self.ran == m else self.runs:
-            counts, whole = one.count_actions(few), one.count_actions(m)
-            more = one.count_actions(few + each) if each else counts
+            counts, whole = one.count_actions(simulated), one.count_actions(m)
+            more = one.count_actions(simulated + period) if period else counts
             grown = {action: counts[action] + (n - counts[action]) * times for action, n in more.items()}
             if whole != grown or not whole.keys() <= one.costs.keys():
                 return False
@@ -80,12 +80,12 @@ class StepDryRuns:
         machine's overhead per step is not included.
 
         Only some microbatches are simulated. Each further one adds the same time."""
-        few, each, clock = self.few, self.each, StepClock(self.runs, timing)
-        seconds, rows = clock.time_programs(few)
+        simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)
+        seconds, rows = clock.time_programs(simulated)
         parts = clock.average_seconds_by_cause(rows, seconds)
-        if each:
-            times = (self.step.microbatches - few) // each
-            more, longer = clock.time_programs(few + each)
+        if period:
+            times = (self.step.microbatches - simulated) // period
+            more, longer = clock.time_programs(simulated + period)
             bigger = clock.average_seconds_by_cause(longer, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
@@ -119,7 +119,7 @@ class StepDryRuns:
         Buffers of the program count while they are in use. Activations count with their maximum during each action.
         The dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
-        return [_make_memory_timeline(run, self.few, rows[rank]) for rank, run in enumerate(self.runs)]
+        return [_make_memory_timeline(run, self.simulated, rows[rank]) for rank, run in enumerate(self.runs)]
 
 
 def _make_memory_timeline(

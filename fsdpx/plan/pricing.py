@@ -12,7 +12,7 @@ from fsdpx.core.program import VERBS, Action, ActionEvent
 from fsdpx.core.program.simulator import simulate_programs_by_rank
 from fsdpx.core.program.verbs import get_partner_verb
 from fsdpx.plan.time_model import StepTimes
-from fsdpx.plan.world_step import RankDryRun, find_action_that_ran
+from fsdpx.plan.world_step import RankDryRun, find_representative_action
 
 __all__ = ["ActionPrice", "StepClock"]
 
@@ -48,7 +48,7 @@ class StepClock:
     def price_action(self, rank: int, action: Action) -> ActionPrice:
         """Return the time that an action takes on a pipeline rank. It may be an action of a microbatch that did not
         run."""
-        return self._known(rank, find_action_that_ran(action, self._few))
+        return self._known(rank, find_representative_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
         """Return the time of an action that ran. A receive costs nothing: the whole transfer is charged to the send,

@@ -41,7 +41,7 @@ __all__ = [
     "RankClass",
     "RankDryRun",
     "WorldStep",
-    "find_action_that_ran",
+    "find_representative_action",
     "get_grid_dims",
     "make_world_step",
     "parse_batch",
@@ -115,7 +115,7 @@ class RankDryRun(NamedTuple):
         """Return how often each action occurs in the program for `microbatches` microbatches. Actions of microbatches
         that did not run count as those of the last one that ran."""
         return Counter(
-            find_action_that_ran(action, min(self.programs)) for action in self.get_program(microbatches).actions
+            find_representative_action(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
 
 
@@ -154,18 +154,21 @@ class WorldStep:
         """Number of samples of the global batch."""
         return int(self.batch[0][0][0])
 
-    def count_bytes_per_sample(self, busy_index: int) -> int:
+    def count_bytes_per_sample(self, representative_index: int) -> int:
         """Return the bytes that the inputs and targets of one sample take on a rank. If a grid splits fields,
-        `busy_index` selects the rank with the most cells (0) or the most neighbors (1)."""
-        batch = self._get_batch_of_rank(busy_index)
+        `representative_index` selects the rank with the most cells (0) or the most neighbors (1)."""
+        batch = self._get_batch_of_rank(representative_index)
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
-    def _get_batch_of_rank(self, busy_index: int) -> Batch:
+    def _get_batch_of_rank(self, representative_index: int) -> Batch:
         """Return (shape, dtype) of each array of the batch. If a grid splits fields, the shapes are those of the rank
-        with the most cells (`busy_index` 0) or the most neighbors (1)."""
+        with the most cells (`representative_index` 0) or the most neighbors (1)."""
         if self.grid is None:
             return self.batch
-        grid, (*inputs, (y, b)) = self.grid.as_rank(self.grid.busiest_ranks[-1 if busy_index else 0]), self.batch
+        grid, (*inputs, (y, b)) = (
+            self.grid.as_rank(self.grid.busiest_ranks[-1 if representative_index else 0]),
+            self.batch,
+        )
         return *((grid.local_array_shape(x, ghosts=True), a) for x, a in inputs), (grid.local_array_shape(y), b)
 
     @property
@@ -206,12 +209,12 @@ class WorldStep:
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches(self) -> tuple[int, int]:
-        """Return (few, each): it is enough to simulate `few` microbatches, because every `each` further ones add the
-        same time.
+        """Return (simulated, period): it is enough to simulate `simulated` microbatches, because every `period`
+        further ones add the same time.
 
-        `each` is the width of the pipeline axis, since the pattern in which pipeline ranks wait for each other repeats
-        after so many microbatches. If microbatches differ, or if there are not many of them, return the number of all
-        microbatches and 0."""
+        `period` is the width of the pipeline axis, since the pattern in which pipeline ranks wait for each other
+        repeats after so many microbatches. If microbatches differ, or if there are not many of them, return the number
+        of all microbatches and 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
@@ -227,21 +230,21 @@ class WorldStep:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
-    def dry_run_pipe_ranks(self, group: int, microbatches: int, busy_index: int = 0) -> Iterator[RankDryRun]:
+    def dry_run_pipe_ranks(self, group: int, microbatches: int, representative_index: int = 0) -> Iterator[RankDryRun]:
         """Run the step on shape-only arrays on each pipeline rank of one data rank, and yield the runs. If a grid
-        splits fields, `busy_index` selects the rank with the most cells (0) or the most neighbors (1)."""
+        splits fields, `representative_index` selects the rank with the most cells (0) or the most neighbors (1)."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
-        for place in self._iterate_pipe_coordinates(group, busy_index):
-            found = self._dry_run_rank(place, rows, microbatches, busy_index)
+        for place in self._iterate_pipe_coordinates(group, representative_index):
+            found = self._dry_run_rank(place, rows, microbatches, representative_index)
             self._add_control_traffic(found.costs, max(self.count_simulated_microbatches()[0] - microbatches, 0))
             yield found
 
-    def _iterate_pipe_coordinates(self, group: int, busy_index: int) -> Iterator[MeshCoordinates]:
+    def _iterate_pipe_coordinates(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
         """Yield the mesh coordinates of each pipeline rank of one data rank, the first rank of its tensor group."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
-        data_rank += 0 if self.grid is None else self.grid.busiest_ranks[busy_index]
+        data_rank += 0 if self.grid is None else self.grid.busiest_ranks[representative_index]
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
@@ -260,24 +263,31 @@ class WorldStep:
             calls = [(axis, call, n, sent + more * (axis == CONTROL)) for axis, call, n, sent in costs[action].calls]
             costs[action] = replace(costs[action], calls=tuple(calls))
 
-    def _make_trainer(self, rank: int, microbatches: int, busy_index: int) -> Trainer:
-        """Return the trainer of one rank on shape-only arrays. If a grid splits fields, `busy_index` selects the rank
-        with the most cells (0) or the most neighbors (1)."""
+    def _make_trainer(self, rank: int, microbatches: int, representative_index: int) -> Trainer:
+        """Return the trainer of one rank on shape-only arrays. If a grid splits fields, `representative_index` selects
+        the rank with the most cells (0) or the most neighbors (1)."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
-        options |= {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[busy_index])}
+        options |= (
+            {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[representative_index])}
+        )
         comm = FakeCommunicator(rank, self.mesh.size)
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
-    def _dry_run_rank(self, coordinates: MeshCoordinates, rows: int, microbatches: int, busy_index: int) -> RankDryRun:
+    def _dry_run_rank(
+        self, coordinates: MeshCoordinates, rows: int, microbatches: int, representative_index: int
+    ) -> RankDryRun:
         """Run the step of one rank, which has `rows` samples, on shape-only arrays. Return its costs, traffic and
         memory."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
-            trainer = self._make_trainer(self.mesh.rank_of(coordinates), microbatches, busy_index)
+            trainer = self._make_trainer(self.mesh.rank_of(coordinates), microbatches, representative_index)
             trainer.inspect.reset_counters()
             costing.watch_trainer(trainer, meter)
             watch = HeapRecorder(trainer.inspect.engine, meter)
-            *x, y = (ShapeArray((rows, *shape[1:]), parse_dtype(d)) for shape, d in self._get_batch_of_rank(busy_index))
+            *x, y = (
+                ShapeArray((rows, *shape[1:]), parse_dtype(d))
+                for shape, d in self._get_batch_of_rank(representative_index)
+            )
             trainer.step(tuple(x) if len(x) > 1 else x[0], y)
         counters, program = costing.counters, trainer.inspect.engine.last_program
         traffic = {(axis, call): (calls, nbytes) for axis, call, calls, nbytes in counters if axis != CONTROL}
@@ -388,7 +398,7 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
     return tuple(map(int, dims))
 
 
-def find_action_that_ran(action: Action, ran: int) -> Action:
+def find_representative_action(action: Action, ran: int) -> Action:
     """Return the action whose recorded cost represents `action` if only the first `ran` microbatches ran: the action
     itself, or the same operation on the last microbatch that ran."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)

@@ -137,7 +137,7 @@ def test_no_warning_without_a_reason() -> None:
 def test_cupy_is_asked_for_only_where_there_is_a_gpu(driver: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = GOOD._replace(versions={**VERSIONS, "torch": "not installed", "cupy": "not installed"}, driver=driver)
     monkeypatch.setattr("fsdpx.launch.doctor._collect_rank_facts", lambda: facts)
-    monkeypatch.setattr("fsdpx.launch.doctor.explain_launcher_failure", str)
+    monkeypatch.setattr("fsdpx.launch.doctor.try_launcher_and_explain_failure", str)
     monkeypatch.setitem(sys.modules, "cupy", None)
     (comm,) = spawn(lambda comm: comm, 1)
     found = dict(diagnose_ranks(comm)[1])

@@ -50,7 +50,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     Every rank has all m microbatches in flight. The bubble is (P - 1) / (m + P - 1) of the step on P ranks if all
     stages take equal time.
     """
-    _require_fitting_numbers("gpipe", ranks, microbatches, per_rank, 1)
+    _require_valid_counts("gpipe", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
@@ -60,7 +60,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
 
     The bubble is that of `gpipe`, but on P ranks at most P - r microbatches are in flight on rank r.
     """
-    _require_fitting_numbers("1f1b", ranks, microbatches, per_rank, 1)
+    _require_valid_counts("1f1b", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
@@ -72,7 +72,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
     / (v m + P - 1) if the number of microbatches m is a multiple of P. This schedule sends (v P - 1) / (P - 1) times
     as many messages as 1F1B.
     """
-    _require_fitting_numbers("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
+    _require_valid_counts("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
     # build complete rounds, then drop surplus microbatches: the order can run without them as well
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
@@ -130,7 +130,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     At most P - r microbatches wait for I on rank r of P, as in 1F1B, and r more wait for W: P in total on every rank.
     The idle time is (P - 1)(TF + TI - TW) for m >= P microbatches and TW <= TF.
     """
-    _require_fitting_numbers("zb-h1", ranks, microbatches, per_rank, 1)
+    _require_valid_counts("zb-h1", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
@@ -141,7 +141,7 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     At most 2(P - r) - 1 microbatches wait for I on rank r of P, and 2r more wait for W: 2P - 1 in total on every rank.
     The idle time is max(0, (P - 1)(TF + TI - 2TW)) for m >= 2P - 1 microbatches and TW <= TF.
     """
-    _require_fitting_numbers("zb-h2", ranks, microbatches, per_rank, 1)
+    _require_valid_counts("zb-h2", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank(
         "zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank
     )
@@ -156,7 +156,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     flight on each rank. As these stages are half as large as those of 1F1B, this is the memory that 1F1B needs on its
     first rank.
     """
-    _require_fitting_numbers("zbv", ranks, microbatches, per_rank, 2)
+    _require_valid_counts("zbv", ranks, microbatches, per_rank, 2)
     # with fewer microbatches, build the order for more and drop the surplus below
     whole = max(microbatches, 2 * ranks - 1)
     rows = []
@@ -208,13 +208,13 @@ def _alternate_actions(
     return actions + list(weights[max(len(backwards) - late, 0) :])
 
 
-def _require_fitting_numbers(
-    name: str, ranks: int, microbatches: int, per_rank: int, stages: int, allows_more: bool = False
+def _require_valid_counts(
+    name: str, ranks: int, microbatches: int, per_rank: int, wanted_per_rank: int, allows_more: bool = False
 ) -> None:
     if ranks < 1 or microbatches < 1:
         raise ConfigError(f"schedule {name!r}: ranks={ranks} and microbatches={microbatches} must both be at least 1")
-    if per_rank < stages or (per_rank > stages and not allows_more):
-        wanted = f"{stages} stage{'s' * (stages > 1)}{' or more' * allows_more}"
+    if per_rank < wanted_per_rank or (per_rank > wanted_per_rank and not allows_more):
+        wanted = f"{wanted_per_rank} stage{'s' * (wanted_per_rank > 1)}{' or more' * allows_more}"
         raise ConfigError(
             f"schedule {name!r} puts {wanted} on each rank, not per_rank={per_rank}, which makes "
             f"{ranks * per_rank} stages on {ranks} ranks; 'interleaved' takes 2 or more per rank, 'zbv' 2, the others 1"

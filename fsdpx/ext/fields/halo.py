@@ -46,18 +46,19 @@ class FieldEnd(NamedTuple):
 
 
 class HaloPiece(NamedTuple):
-    """Halo cells along one dim that rank `needs` receives from rank `owner`.
+    """Halo cells along one dim that rank `receiver` receives from rank `sender`.
 
     Attributes
     ----------
-    needs, owner : numbers of the two ranks along the dim
-    into : where these cells go among the cells that rank `needs` needs; a slice, or an index array if not consecutive
-    cells : where these cells are among the cells that rank `owner` provides; a slice or an index array
+    receiver, sender : numbers of the two ranks along the dim
+    into : where these cells go among the cells that rank `receiver` needs; a slice, or an index array if not
+        consecutive
+    cells : where these cells are among the cells that rank `sender` provides; a slice or an index array
     length : number of cells
     """
 
-    needs: int
-    owner: int
+    receiver: int
+    sender: int
     into: Any
     cells: Any
     length: int

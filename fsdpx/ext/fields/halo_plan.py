@@ -180,9 +180,9 @@ def _plan_line_exchange(
         return (*sizes[:dim], length, *sizes[dim + 1 :])
 
     for piece in needs.halo.list_pieces():
-        if piece.needs == needs.rank:
+        if piece.receiver == needs.rank:
             parts = list(_iterate_slab_overlaps(needs, piece))
-            if piece.owner == needs.rank:
+            if piece.sender == needs.rank:
                 cells = _as_indices(piece.cells)
                 own += [
                     (n, _plan_local_copies(xp, dim, boxes, exchanged, simplify_index(cells[some]), into))
@@ -192,10 +192,10 @@ def _plan_line_exchange(
                 rows = [
                     (n, slice_dim(xp, dim, into), slice_dim(xp, dim, simplify_index(some))) for n, into, some in parts
                 ]
-                arriving.append(RecvMessage(piece.owner, with_length(piece.length), tuple(rows)))
-        elif piece.owner == needs.rank:
+                arriving.append(RecvMessage(piece.sender, with_length(piece.length), tuple(rows)))
+        elif piece.sender == needs.rank:
             taken = _plan_local_copies(xp, dim, boxes, exchanged, piece.cells, slice(0, piece.length))
-            leaving.append(SendMessage(piece.needs, with_length(piece.length), taken))
+            leaving.append(SendMessage(piece.receiver, with_length(piece.length), taken))
     shapes = tuple((tuple(slab.offset), tuple(slab.shape)) for slab in slabs)
     return HaloLine(dim, with_length(needs.size), shapes, tuple(own), tuple(arriving), tuple(leaving))
 
