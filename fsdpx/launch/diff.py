@@ -104,7 +104,7 @@ def _iterate_written_tensors(
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
-        if not (same_programs or one.whole):
+        if not (same_programs or one.is_split_independent):
             continue
         key: Hashable = (rank, one.action, one.kind, one.tensor, one.runs) if same_programs else (one.kind, one.tensor)
         mine = rank, key, one.runs

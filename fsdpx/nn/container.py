@@ -18,7 +18,7 @@ from fsdpx.core.base.name_hints import parse_patterns, require_pattern_matches
 from fsdpx.core.program import find_constant_values
 from fsdpx.errors import ConfigError
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, collect_specs, group_by_child
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, collect_specs, group_arrays_by_child
 from fsdpx.nn.shape import Add, Multiply
 from fsdpx.nn.tied_parameters import resolve_ties
 
@@ -143,7 +143,7 @@ class Container(Layer):
         return new
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
-        parts, keeps = self._split_by_child(p), env.cache is None
+        parts, keeps = self._group_arrays_by_child(p), env.cache is None
         values = dict(zip(self.inputs, _as_tuple(x, len(self.inputs)), strict=True))
         saved: list[Any] = []
         recomputed: dict[int, RecomputePlaceholder] = {}
@@ -170,7 +170,7 @@ class Container(Layer):
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """Run `Layer.backward` of the steps in reverse order. Values that a step needs for its parameter gradients are
         freed before the next step runs."""
-        parts, into = self._split_by_child(p), self._split_by_child(g)
+        parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
             name = step.name
@@ -181,7 +181,7 @@ class Container(Layer):
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Run backward only as far back as trained parameters need it: the steps before the first trained one are
         skipped, and a trained step whose inputs need no gradient runs `backward_leaf`."""
-        parts, into = self._split_by_child(p), self._split_by_child(g)
+        parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         constant = find_constant_values(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
         )
@@ -197,7 +197,7 @@ class Container(Layer):
         self._backward_steps(env, parts, backward_step, saved, dy, constant)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
-        parts, kept = self._split_by_child(p), dict[str, Any]()
+        parts, kept = self._group_arrays_by_child(p), dict[str, Any]()
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
             dx, kept[step.name] = step.layer.backward_input(env.child(step.name), parts.get(step.name, {}), held, dy)
@@ -206,7 +206,7 @@ class Container(Layer):
         return self._backward_steps(env, parts, backward_step, saved, dy), kept
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        parts = self._split_by_child(g)
+        parts = self._group_arrays_by_child(g)
         for step in self.steps:
             if step.name in parts and step.name in kept:
                 step.layer.backward_params(env.child(step.name), parts[step.name], kept[step.name])
@@ -262,8 +262,8 @@ class Container(Layer):
                 free[name] = replace(spec, trainable=False)
         return free, ties
 
-    def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
-        return group_by_child(arrays, self.ties)
+    def _group_arrays_by_child(self, arrays: Params) -> Mapping[str, Params]:
+        return group_arrays_by_child(arrays, self.ties)
 
 
 class Sequential(Container):

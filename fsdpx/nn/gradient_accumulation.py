@@ -119,9 +119,9 @@ class Gradients(Mapping[str, Array]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def group_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+    def group_arrays_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
         """Return the gradients grouped by child layer, the first part of their dotted names, as
-        `fsdpx.nn.layer.group_by_child` does. The result is cached.
+        `fsdpx.nn.layer.group_arrays_by_child` does. The result is cached.
 
         `aliases` maps the aliases of tied parameters to their canonical names."""
         if self._branches is None or self._branches[0] is not aliases:

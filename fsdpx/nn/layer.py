@@ -43,7 +43,7 @@ __all__ = [
     "collect_specs",
     "find_sequence_length",
     "format_constructor",
-    "group_by_child",
+    "group_arrays_by_child",
     "iterate_layers",
     "join_path",
     "list_kernels",
@@ -655,21 +655,21 @@ class Parameters(dict[str, Array]):
 
     _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
 
-    def group_by_child(self, ties: Mapping[str, str]) -> Mapping[str, Params]:
+    def group_arrays_by_child(self, ties: Mapping[str, str]) -> Mapping[str, Params]:
         if self._branches is None or self._branches[0] is not ties:
-            grouped = group_by_child(dict(self), ties)
+            grouped = group_arrays_by_child(dict(self), ties)
             self._branches = ties, {head: Parameters(arrays) for head, arrays in grouped.items()}
         return self._branches[1]
 
 
-def group_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
+def group_arrays_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
     """Group arrays by child layer, the first part of their dotted names: `{"attn.qkv.weight": a}` becomes `{"attn":
     {"qkv.weight": a}}`.
 
     `ties` maps the aliases of tied parameters to their canonical names; each array is returned under its aliases,
     too."""
     if isinstance(arrays, Gradients | Parameters):
-        return arrays.group_by_child(ties)
+        return arrays.group_arrays_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}
     grouped: dict[str, dict[str, Array]] = {}
     for name, array in (*arrays.items(), *aliases.items()):

@@ -18,7 +18,7 @@ from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unus
 from fsdpx.nn.gradient_accumulation import convert_input
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Layer, LayerAxes, LayerContext, ParameterSpec, Params, find_sequence_length, join_path
-from fsdpx.nn.tied_parameters import resolve_alias
+from fsdpx.nn.tied_parameters import get_canonical_name
 
 __all__ = [
     "CALLS_NUMPY",
@@ -132,7 +132,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
         return [here[output] for output in layer.outputs]
 
     outputs = visit_layer(model, at, range(len(inputs)))
-    ends = {alias: resolve_alias(ties, alias) for alias in ties}
+    ends = {alias: get_canonical_name(ties, alias) for alias in ties}
     wants = _resolve_words(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
     takes = tuple(_choose_dtype_word(wants[v]) for v in range(len(inputs)))
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)

@@ -24,7 +24,7 @@ from fsdpx.nn.shard_specs import (
     ShardedSequence,
     ShardingContext,
 )
-from fsdpx.nn.tied_parameters import resolve_alias
+from fsdpx.nn.tied_parameters import get_canonical_name
 
 __all__ = ["SEQUENCES", "Redistribution", "ShardingWalk", "match_marks", "parallelize"]
 
@@ -55,13 +55,23 @@ class ShardingWalk:
     ----------
     partial : names of the parameters for which each rank computes only a summand of the gradient
     ties : alias -> name of tied parameters in the full model
-    moves : functions that return the redistributions of inputs before a step; they are applied in order
+    redistribution_functions : functions that return the redistributions of inputs before a step; they are applied in
+        order
     """
 
     def __init__(
-        self, width: int, sequence: str | None, marks: Mapping[str, Mark], moves: Sequence[RedistributionFunction] = ()
+        self,
+        width: int,
+        sequence: str | None,
+        marks: Mapping[str, Mark],
+        redistribution_functions: Sequence[RedistributionFunction] = (),
     ) -> None:
-        self.width, self.sequence, self.marks, self.moves = width, sequence, marks, moves
+        self.width, self.sequence, self.marks, self.redistribution_functions = (
+            width,
+            sequence,
+            marks,
+            redistribution_functions,
+        )
         self.cut: ShardedSequence | ShardedBatch = ShardedBatch() if sequence == "samples" else ShardedSequence()
         self.partial: set[str] = set()
         self.ties: dict[str, str] = {}
@@ -112,7 +122,7 @@ class ShardingWalk:
     ) -> list[str]:
         """Append to `steps` the layers that change the sharding of `sources` as `reader` needs it. Return the names of
         the values that `reader` must read instead of `sources`."""
-        for move in self.moves:
+        for move in self.redistribution_functions:
             moved_layers = []
             for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
                 if moved is not None:
@@ -244,7 +254,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
         assert isinstance(new, Container)
         name = make_unused_name(new, "leave")
         new = new.with_steps([*new.steps, ChildCall(name, leave, new.outputs, (name,))], (name,))
-    names = {resolve_alias(walk.ties, name) for name in walk.partial}
+    names = {get_canonical_name(walk.ties, name) for name in walk.partial}
     partial = frozenset(name for name, spec in new.specs().items() if name in names and spec.trainable)
     return TensorParallelModel(new, loss, output_dim, partial)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["resolve_alias", "resolve_ties"]
+__all__ = ["get_canonical_name", "resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
@@ -24,7 +24,7 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
     return resolved
 
 
-def resolve_alias(ties: Mapping[str, str], name: str) -> str:
+def get_canonical_name(ties: Mapping[str, str], name: str) -> str:
     """Return the canonical name of a parameter: follow `ties` until a name is no alias."""
     while name in ties:
         name = ties[name]

@@ -145,7 +145,7 @@ class MLP(Container):
         up, gelu, down = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             return super().forward(env, p, x)
-        parts = self._split_by_child(p)
+        parts = self._group_arrays_by_child(p)
         h = up.forward_without_bias(env, parts["up"], x)
         a = kernels.bias_gelu(env.xp, as_rows(h), parts["up"].get("bias"), gelu.approximate)
         y, _ = down.forward(env, parts["down"], a.reshape(h.shape))
@@ -158,7 +158,7 @@ class MLP(Container):
         up, gelu, _ = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             return super().backward(env, p, g, saved, dy)
-        parts, into = self._split_by_child(p), self._split_by_child(g)
+        parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         dh = self._backward_to_up(env, parts, into, saved, dy)
         return up.backward(env, parts["up"], into.get("up", {}), saved[0], dh)
 
@@ -167,7 +167,7 @@ class MLP(Container):
         if not isinstance(gelu, GELU):
             super().backward_leaf(env, p, g, saved, dy)
             return
-        parts, into = self._split_by_child(p), self._split_by_child(g)
+        parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         dh = self._backward_to_up(env, parts, into, saved, dy)
         if "up" in into:
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
@@ -184,7 +184,7 @@ class MLP(Container):
         up, gelu, _ = self._get_up_activation_down()
         if not isinstance(gelu, GELU):
             return super().backward_input(env, p, saved, dy)
-        parts, held = self._split_by_child(p), saved[0]
+        parts, held = self._group_arrays_by_child(p), saved[0]
         dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         dx, kept_up = up.backward_input(env, parts["up"], held, dh)
         return dx, {"up": kept_up, "down": kept_down}

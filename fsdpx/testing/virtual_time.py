@@ -190,8 +190,10 @@ class _TimedWindow(Window):
         self.window, self.virtual = window, virtual
         self._reads = False  # True while this rank computes a step, between a pull and the next update
 
-    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
-        return self.window.open_part(rank, start, stop, write)
+    def open_locked_part(
+        self, rank: int, start_byte: int, stop_byte: int, write: bool = True
+    ) -> AbstractContextManager[Array]:
+        return self.window.open_locked_part(rank, start_byte, stop_byte, write)
 
     def read_word(self, rank: int, at: int) -> int:
         return self.window.read_word(rank, at)

@@ -14,7 +14,7 @@ from fsdpx.core.comm.init import spawn
 from fsdpx.core.comm.mesh import Mesh, connect_axes
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.gradient_accumulation import GradientEntries, Gradients, claim_gradient
-from fsdpx.nn.layer import group_by_child
+from fsdpx.nn.layer import group_arrays_by_child
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,9 @@ def test_a_plain_dict_is_always_added_to() -> None:
 
 def test_branches_share_entries_and_ties_are_one() -> None:
     g = blank("one.weight", "one.deep.bias")
-    parts = g.group_by_child({"two.weight": "one.weight"})
+    parts = g.group_arrays_by_child({"two.weight": "one.weight"})
     assert set(parts) == {"one", "two"}
-    assert set(group_by_child(parts["one"])) == {"weight", "deep"}
+    assert set(group_arrays_by_child(parts["one"])) == {"weight", "deep"}
     parts["two"]["weight"] += 1
     parts["one"]["weight"] += 1
     np.testing.assert_array_equal(g["one.weight"], [2, 2, 2])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "BARE", "LateName", "bind_library_objects", "cgutils", "hash_function", "intrinsic", "ir", "overload_function",
+    "BARE", "LazyObject", "bind_library_objects", "cgutils", "hash_function", "intrinsic", "ir", "overload_function",
     "register_jitable", "types",
 ]  # fmt: skip
 
@@ -25,21 +25,21 @@ BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Options that omit Numba's entry points for Python and C, which nobody calls."""
 
 
-class LateName:
+class LazyObject:
     """Stand-in for a name in a library, or for the result of calling it, which is imported only when it is needed."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
 
-    def __getattr__(self, name: str) -> LateName:
+    def __getattr__(self, name: str) -> LazyObject:
         if name.startswith("__"):
             raise AttributeError(name)
         module, path, _ = self._parts
-        return LateName(module, (*path, name))
+        return LazyObject(module, (*path, name))
 
-    def __call__(self, *given: Any) -> LateName:
+    def __call__(self, *given: Any) -> LazyObject:
         module, path, _ = self._parts
-        return LateName(module, path, given)
+        return LazyObject(module, path, given)
 
     def import_object(self) -> Any:
         """Import and return the library object for which this name stands."""
@@ -58,9 +58,9 @@ class LazyIntrinsic:
         self.__doc__, self.__name__ = function.__doc__, function.__name__
 
 
-ir: Any = LateName("llvmlite.ir")
-types: Any = LateName("numba.types")
-cgutils: Any = LateName("numba.core.cgutils")
+ir: Any = LazyObject("llvmlite.ir")
+types: Any = LazyObject("numba.types")
+cgutils: Any = LazyObject("numba.core.cgutils")
 intrinsic: Any = LazyIntrinsic  # typed as Any, because annotations of an intrinsic describe its code generator
 _jitable: set[FunctionType] = set()
 _overloads: dict[Any, tuple[FunctionType, dict[str, Any]]] = {}
@@ -111,7 +111,7 @@ def bind_library_objects(function: Any) -> Any:
 
 
 def _bind_value(value: Any) -> Any:
-    if isinstance(value, LateName):
+    if isinstance(value, LazyObject):
         return value.import_object()
     if isinstance(value, LazyIntrinsic):
         return _make_intrinsic(value)
@@ -168,7 +168,7 @@ def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[Fu
         return f"{function.__module__}.{function.__qualname__}", reached
 
     def describe_value(value: Any) -> Any:
-        if isinstance(value, LateName):
+        if isinstance(value, LazyObject):
             return describe_value(value._parts)
         if isinstance(value, LazyIntrinsic):
             return describe_value(value.function)

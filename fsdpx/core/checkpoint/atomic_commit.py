@@ -349,18 +349,18 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
     yield from sorted(folders.items())
 
 
-def prune_checkpoints(path: Path, keep: int, spare: str | None = None) -> None:
+def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> None:
     """Delete old checkpoints so that the newest `keep` are left, including `path`.
 
     Only checkpoints with the same prefix and a lower number than `path` are deleted, because higher numbers are from
-    another run. The checkpoint named `spare`, symbolic links, and the targets of links in that folder are never
+    another run. The checkpoint named `keep_also`, symbolic links, and the targets of links in that folder are never
     deleted."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
     number = int(path.name.removeprefix(prefix))
     known = [p for n, p in iterate_checkpoints(path.parent, prefix) if n < number and p not in links]
-    for old in [p for p in known[: max(len(known) + 1 - keep, 0)] if p.name != spare]:
+    for old in [p for p in known[: max(len(known) + 1 - keep, 0)] if p.name != keep_also]:
         if os.path.realpath(old) in linked:
             continue
         gone = make_sibling_path(old, REMOVED)

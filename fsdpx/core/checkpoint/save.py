@@ -152,14 +152,14 @@ class SaveChoices:
     dtype : dtype of the weights in the file; None: that of the trainer
     shard_bytes : maximum bytes of one file of weights; None: one file
     keep : number of numbered checkpoints to keep; None: all
-    spare : name of a checkpoint that is kept in addition
+    keep_also : name of a checkpoint that is kept in addition
     weights : "average" saves only the averaged weights, without training state
     """
 
     dtype: DtypeName | None = None
     shard_bytes: int | None = None
     keep: int | None = None
-    spare: str | None = None
+    keep_also: str | None = None
     weights: WeightsChoice = "parameters"
 
     def require_valid(self, path: Path) -> None:
@@ -207,7 +207,7 @@ class PreparedSave:
         assert self.target is not None
         self.target.commit(self.layout, Manifest.from_layout(self.layout, sums.tolist()))
         if self.choices.keep is not None:
-            prune_checkpoints(self.path, self.choices.keep, self.choices.spare)
+            prune_checkpoints(self.path, self.choices.keep, self.choices.keep_also)
 
     def abandon(self) -> None:
         if self.target is not None:
@@ -272,7 +272,7 @@ def prepare_save(
 def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalars: RunScalars) -> RunScalars:
     if not state.placement.device.holds_data:
         raise CheckpointError("a dry run has no data to save")
-    if state.adding:
+    if state.gradient_source:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.require_valid(path)
     scalars.to_json()  # raises an error if the loader's state cannot be stored as JSON

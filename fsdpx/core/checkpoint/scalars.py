@@ -101,7 +101,7 @@ def collect_scalars(
         rows=state.samples,
         seed=state.seed,
         scale=float(scaler.value),
-        good=scaler.good,
+        good=scaler.steps_since_change,
         dynamic=scaler.dynamic,
         slots=tuple(optimizer.slots),
         optimizer=type(unwrap_optimizer(optimizer)).__name__,

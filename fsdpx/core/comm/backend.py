@@ -39,7 +39,7 @@ from fsdpx.errors import Aborted, CommError, ConfigError, ShapeError
 
 __all__ = [
     "ALGORITHMS", "USER_TAG_LIMIT", "Backend", "FakeCommunicator", "FakeNodeCommunicator", "check_and_resolve_call",
-    "raise_call_error", "require_valid_subgroup", "stage_through_host",
+    "raise_call_error", "require_valid_subgroup", "start_through_host",
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
@@ -277,7 +277,7 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
         raise_call_error(ConfigError, comm, call, f"ranks={list(ranks)} must name this rank, and no rank twice")
 
 
-def stage_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
+def start_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
     """Start a call on GPU or CPU arrays by copying GPU arrays to the host and passing the host arrays to
     `start_on_host`. Return the handle.
 

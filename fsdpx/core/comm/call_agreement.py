@@ -34,11 +34,11 @@ class CallSignature(str):
 
     Attributes
     ----------
-    mark : 8-byte hash of the text
+    digest : 8-byte hash of the text
     words : the hash as 64-bit words, in the form that is posted in shared memory
     """
 
-    mark: int
+    digest: int
     words: memoryview
 
 
@@ -51,8 +51,8 @@ def make_signature(
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
     )
-    call_signature.mark = int.from_bytes(blake2b(call_signature.encode(), digest_size=8).digest(), "big") >> 1
-    call_signature.words = np.array([call_signature.mark, 0, 0]).data
+    call_signature.digest = int.from_bytes(blake2b(call_signature.encode(), digest_size=8).digest(), "big") >> 1
+    call_signature.words = np.array([call_signature.digest, 0, 0]).data
     return call_signature
 
 
@@ -115,7 +115,7 @@ class CallAgreement:
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
                 return False
-            if board.read_words(other, number + 1, 1)[0] != call.mark:
+            if board.read_words(other, number + 1, 1)[0] != call.digest:
                 return False
         return True
 
@@ -227,7 +227,7 @@ class AgreementByAllReduce(AgreementStage):
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
-        self.ends = np.array([call.mark, -call.mark])
+        self.ends = np.array([call.digest, -call.digest])
         self.sum = agreement.comm.all_reduce(self.ends, ReduceOp.MAX, what="calls")
 
     def poll_agreement(self) -> bool | None:
@@ -246,7 +246,7 @@ class AgreementInSharedMemory(AgreementStage):
     def poll_agreement(self) -> bool | None:
         others, board, number = self.others, self.board, self.number
         while others and board.has_posted(others[-1], number):
-            self.same &= board.read_words(others.pop(), number, 1)[0] == self.call.mark
+            self.same &= board.read_words(others.pop(), number, 1)[0] == self.call.digest
         return None if others else self.same
 
     def describe_missing_ranks(self) -> str:

@@ -249,14 +249,15 @@ class Progress:
     Attributes
     ----------
     pending : transfers under way
-    patience : number of polls before a wait yields the CPU core. It is small if ranks outnumber cores. It is large if
-        each rank has its own core, because another process that got the core would keep it for milliseconds
+    polls_before_yield : number of polls before a wait yields the CPU core. It is small if ranks outnumber cores. It
+        is large if each rank has its own core, because another process that got the core would keep it for
+        milliseconds
     """
 
-    __slots__ = ("patience", "pending")
+    __slots__ = ("pending", "polls_before_yield")
 
-    def __init__(self, patience: int = 64) -> None:
-        self.patience = patience
+    def __init__(self, polls_before_yield: int = 64) -> None:
+        self.polls_before_yield = polls_before_yield
         self.pending: list[Handle] = []
 
     def advance_transfers(self) -> None:
@@ -313,13 +314,13 @@ class GeneratorHandle:
 
 
 class HandleWithCallback:
-    """Handle that calls `last` once when the wrapped transfer is complete, and is itself complete after that."""
+    """Handle that calls `on_complete` once when the wrapped transfer is complete, and is itself complete after that."""
 
-    __slots__ = ("_handle", "_last")
+    __slots__ = ("_handle", "_on_complete")
 
-    def __init__(self, handle: Handle, last: Callable[[], None]) -> None:
+    def __init__(self, handle: Handle, on_complete: Callable[[], None]) -> None:
         self._handle = handle
-        self._last: Callable[[], None] | None = last
+        self._on_complete: Callable[[], None] | None = on_complete
 
     def test(self) -> bool:
         if not self._handle.test():
@@ -332,9 +333,9 @@ class HandleWithCallback:
         self._run_callback_once()
 
     def _run_callback_once(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last()
+        on_complete, self._on_complete = self._on_complete, None
+        if on_complete is not None:
+            on_complete()
 
 
 class LongWait:
@@ -379,22 +380,28 @@ def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
     return frames
 
 
-def spin_until(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
+def spin_until(
+    ready: Callable[[], bool], progress: Progress, timeout: float, polls_before_yield: int | None = None
+) -> bool:
     """Poll `ready` until it returns True; return False if that takes more than `timeout` seconds.
 
-    Advances the transfers of `progress` between polls. Yields the CPU core after `patience` polls (default:
-    `progress.patience`), and sleeps between polls after several thousand more.
+    Advances the transfers of `progress` between polls. Yields the CPU core after `polls_before_yield` polls (default:
+    `progress.polls_before_yield`), and sleeps between polls after several thousand more.
     """
-    spins, deadline, patience = 0, None, progress.patience if patience is None else patience
+    spins, deadline, polls_before_yield = (
+        0,
+        None,
+        progress.polls_before_yield if polls_before_yield is None else polls_before_yield,
+    )
     thread, outer = 0, None
     try:
         while not ready():
             spins += 1
             if progress.pending:
                 progress.advance_transfers()
-            if spins > patience + _SPINS_BEFORE_SLEEP:
+            if spins > polls_before_yield + _SPINS_BEFORE_SLEEP:
                 time.sleep(_NAP_SECONDS)
-            elif spins > patience:
+            elif spins > polls_before_yield:
                 yield_core()
             if spins % _SPINS_PER_CLOCK == 0:
                 now = time.monotonic()

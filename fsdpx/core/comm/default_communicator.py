@@ -30,14 +30,14 @@ class DefaultCommunicator:
     Attributes
     ----------
     local_rank : number of this rank on its host
-    made : communicators to close together with it
+    owned_communicators : communicators to close together with it
     of_thread : whether it belongs to a thread rank of `spawn`
     agreement : compares the calls of the functional API between ranks; None if the communicator does so itself
     """
 
     comm: Communicator
     local_rank: int
-    made: tuple[Communicator, ...] = ()
+    owned_communicators: tuple[Communicator, ...] = ()
     of_thread: bool = False
     agreement: CallAgreement | None = None
 

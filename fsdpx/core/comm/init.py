@@ -307,7 +307,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     if environment.read_environment().ulfm:
         require_ulfm()
     resilient_comm = UlfmCommunicator(mpi.raw, mpi.timeout)
-    resilient_comm.progress.patience = mpi.progress.patience
+    resilient_comm.progress.polls_before_yield = mpi.progress.polls_before_yield
     opened = default_communicator.get_default()
     if given is not comm and not (opened and given is opened.comm):
         mpi.close()
@@ -388,7 +388,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
         require_same_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
-    world_comm.progress.patience = (
+    world_comm.progress.polls_before_yield = (
         POLLS_BEFORE_YIELD if cores.set_threads_per_rank(ranks_here) * ranks_here <= cores.count_usable_cores() else 0
     )
     return world_comm

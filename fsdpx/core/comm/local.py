@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from fsdpx.core.base.messages import format_ranks
-from fsdpx.core.comm.backend import Backend, stage_through_host
+from fsdpx.core.comm.backend import Backend, start_through_host
 from fsdpx.core.comm.calls import THREAD_POLLS, Array, Call, Handle, Progress, copy_unless_same, format_call_label
 from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, get_common_arguments, make_rank_lost_error
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS
@@ -430,7 +430,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
     def start_transfer(self, call: Call) -> Handle:
-        return stage_through_host(call, self._start_call)
+        return start_through_host(call, self._start_call)
 
     def _start_call(self, call: Call) -> Handle:
         if call.verb in COLLECTIVES:
@@ -521,7 +521,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         survivors = self._vote_and_wait("shrink", None, make_surviving_group)
         rank = survivors.members.index(group.members[self.rank])
-        return LocalCommunicator(survivors, rank, Progress(self.progress.patience), self._delays)
+        return LocalCommunicator(survivors, rank, Progress(self.progress.polls_before_yield), self._delays)
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Vote in the next decision of this communicator, wait until all living ranks have voted, and return the

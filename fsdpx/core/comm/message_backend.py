@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.core.array.devices import CPU, get_device_of_array
-from fsdpx.core.comm.backend import Backend, stage_through_host
+from fsdpx.core.comm.backend import Backend, start_through_host
 from fsdpx.core.comm.calls import Array, Call, GeneratorHandle, Handle, copy_unless_same, spin_until
 from fsdpx.core.comm.communicator import CALL_SPECS
 from fsdpx.core.comm.p2p_collectives import Pairs
@@ -162,7 +162,7 @@ class MessageBackend(Backend):
         """Names of the operations that the library provides itself, for dtypes that it can add. All other operations
         are built from messages."""
 
-    def start_message(self, call: Call) -> Handle:
+    def start_single_message(self, call: Call) -> Handle:
         """Start a call that is a "send" or a "recv"."""
         pairs = [(call.root, call.arrays[0])]
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
@@ -174,8 +174,8 @@ class MessageBackend(Backend):
         and sums are computed on the GPU.
         """
         if not is_sent_in_chunks(call):
-            return stage_through_host(call, start_on_host)
-        return self.start_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
+            return start_through_host(call, start_on_host)
+        return self.start_single_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """Start an all-gather in which rank r's piece of `counts[r]` elements is stored at index `displs[r]` of

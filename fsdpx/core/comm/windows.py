@@ -39,8 +39,10 @@ class Window(ABC):
         self.rank, self.size, self.own, self.timeout = rank, size, own, timeout
 
     @abstractmethod
-    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
-        """Return a context manager that yields bytes [start, stop) of the part of `rank` and locks that part.
+    def open_locked_part(
+        self, rank: int, start_byte: int, stop_byte: int, write: bool = True
+    ) -> AbstractContextManager[Array]:
+        """Return a context manager that yields bytes [start_byte, stop_byte) of the part of `rank` and locks that part.
 
         If `write` is true, changes are stored and no other rank has the part open at the same time. Otherwise other
         ranks may read it at the same time. To avoid deadlocks, a rank that opens two parts must open the part of the
@@ -111,8 +113,8 @@ def allocate_aligned(nbytes: int) -> Array:
 
 
 class SharedWindow(Window):
-    """A window whose parts are all in the memory of this process: `open_part` yields a view of the memory itself, not
-    a copy."""
+    """A window whose parts are all in the memory of this process: `open_locked_part` yields a view of the memory
+    itself, not a copy."""
 
     parts: list[Array]
 
@@ -121,9 +123,9 @@ class SharedWindow(Window):
         """Return a context manager that locks the part of `rank`. The lock is released if its holder dies."""
 
     @contextmanager
-    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
+    def open_locked_part(self, rank: int, start_byte: int, stop_byte: int, write: bool = True) -> Iterator[Array]:
         with self.lock_part(rank, write):
-            yield self.parts[rank][start:stop]
+            yield self.parts[rank][start_byte:stop_byte]
 
     def read_word(self, rank: int, word_index: int) -> int:
         return int(self.parts[rank][8 * word_index : 8 * word_index + 8].view(np.int64)[0])

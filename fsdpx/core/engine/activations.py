@@ -20,7 +20,13 @@ from fsdpx.core.state.train_state import TrainState
 if TYPE_CHECKING:
     from fsdpx.core.engine.engine import Engine
 
-__all__ = ["ActivationMeter", "HeapRecorder", "get_arena_storage_ids", "is_activation_slot", "iterate_storage_sizes"]
+__all__ = [
+    "ActivationMeter",
+    "HeapRecorder",
+    "get_arena_storage_ids",
+    "is_activation_slot",
+    "iterate_storage_ids_and_sizes",
+]
 
 
 def is_activation_slot(slot: Slot) -> bool:
@@ -74,7 +80,9 @@ class ActivationMeter:
         """Count the memory of the new value in a slot (named value of a program) instead of its old one."""
         self.forget_slot(slot)
         there = self._planned[1]
-        self._held[slot] = held = {root: nbytes for root, nbytes in iterate_storage_sizes(value) if root not in there}
+        self._held[slot] = held = {
+            root: nbytes for root, nbytes in iterate_storage_ids_and_sizes(value) if root not in there
+        }
         for root, nbytes in held.items():
             users = self._users.get(root, 0)
             self._users[root] = users + 1
@@ -82,13 +90,13 @@ class ActivationMeter:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-def iterate_storage_sizes(value: Any) -> Iterable[tuple[int, int]]:
+def iterate_storage_ids_and_sizes(value: Any) -> Iterable[tuple[int, int]]:
     """Yield (id, bytes) of the base array of every array in nested tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
         for item in value:
-            yield from iterate_storage_sizes(item)
+            yield from iterate_storage_ids_and_sizes(item)
     elif (root := find_storage(value)) is not None:
         yield id(root), root.nbytes
 
@@ -120,7 +128,9 @@ class HeapRecorder(Observer):
         part of a step."""
         if not self._began:
             self.batch = dict(
-                iterate_storage_sizes([(one.inputs, one.target) for one in self._engine.batch if one is not None])
+                iterate_storage_ids_and_sizes(
+                    [(one.inputs, one.target) for one in self._engine.batch if one is not None]
+                )
             )
         self._meter.peak, self._began, self._next = self._meter.live, True, 0
         self._each.clear()

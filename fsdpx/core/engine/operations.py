@@ -226,11 +226,11 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
     over_shards, kept = axis == "shard", memory[0] if memory else {}
     kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
     sizes = work.state.ledger.codec_error_norms.setdefault((axis, p), [math.nan, math.nan])
-    scratch = work.get_scratch_buffer("carry" if over_shards else "join", p)
+    scratch = work.take_next_scratch_buffer("carry" if over_shards else "join", p)
     carrier = BoundCodec(
         getattr(place.get_codec_route(p), axis), comm, kept, scratch, sizes, format_action_label(run, action)
     )
-    trade = work.get_scratch_buffer("trade", p) if over_shards else None
+    trade = work.take_next_scratch_buffer("trade", p) if over_shards else None
     return Reduction(carrier, place.pages[p], work.get_shard_gradient(p), first, trade)
 
 
@@ -243,7 +243,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
     if tie_group.partial:
         for total in taken:
             run.placement.axes.tensor.all_reduce(total, what=description).wait()
-    scratch = run.workspace.get_scratch_buffer("tie", p)
+    scratch = run.workspace.take_next_scratch_buffer("tie", p)
     gathered = (
         list(taken)
         if tie_group.comm is None
@@ -271,7 +271,9 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
     return [every[place[i] * n : (place[i] + 1) * n] for i in range(len(tie.pages))]
 
 
-def all_reduce_loss_and_norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_loss_and_gradient_scale(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Compute the mean loss, the gradient norm and the factor for all gradients with a single message. The factor is 1
     / (weight x loss scale), multiplied by clip / norm if the norm exceeds the clip norm."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
@@ -454,7 +456,7 @@ OPERATIONS: dict[str, Operation] = {
     "JOIN": start_all_reduce_over_replicas,
     "TIE": all_reduce_tied_gradients,
     "SCALE": compute_update_scale,
-    "NORM": all_reduce_loss_and_norm,
+    "NORM": compute_loss_and_gradient_scale,
     "COMMIT": call_commit_callback,
     "UPDATE": update_page,
 }

@@ -60,7 +60,7 @@ class BufferViews:
     def __init__(self, layout: ModelLayout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
         self.generation, self.frozen = generation, frozen
         self._still = frozenset(n for p in layout.pages for n in (f.name for f in p.fields if f.source in frozen))
-        self._leaves: dict[int, tuple[Any, list[Any]]] = {}
+        self._leaves: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
         self._entries: dict[tuple[int, int], tuple[Any, GradientEntries]] = {}
         self._params: dict[tuple[int, ...], tuple[Any, list[Parameters]]] = {}
@@ -74,12 +74,13 @@ class BufferViews:
         alone = {full for full, count in users.items() if count == 1} - self._still
         self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
-    def split_buffer(self, buffer: Any, size: int) -> list[Any]:
+    def view_as_equal_blocks(self, buffer: Any, size: int) -> list[Any]:
         """Return views of consecutive blocks of `size` elements of a buffer."""
-        cached = self._leaves.get(id(buffer))
+        key = (id(buffer), size)
+        cached = self._leaves.get(key)
         if cached is None:
             leaf_views = [buffer[i : i + size] for i in range(0, max(buffer.size, 1), max(size, 1))]
-            cached = self._leaves[id(buffer)] = (buffer, leaf_views)
+            cached = self._leaves[key] = (buffer, leaf_views)
         return cached[1]
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
@@ -239,10 +240,10 @@ class Workspace:
             buffer = self.take_next_slab_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
         return place.accumulation.create_gradient(
-            buffer, lambda b: views.split_buffer(b, row.span.size), keep_offset=shared
+            buffer, lambda b: views.view_as_equal_blocks(b, row.span.size), keep_offset=shared
         )
 
-    def get_scratch_buffer(self, kind: str, page: int) -> Any:
+    def take_next_scratch_buffer(self, kind: str, page: int) -> Any:
         """Return temporary memory of this kind for an action on a page, as bytes or in the dtype of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept

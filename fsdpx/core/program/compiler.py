@@ -39,8 +39,8 @@ class ProgramKind:
     loss : operation that ends a forward, such as LOSS
     results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
-    compile_alone : function that makes the full program from its compute actions, if no other rank takes part in it;
-        None: the program is compiled by the usual passes
+    compile_without_peers : function that makes the full program from its compute actions, if no other rank takes part
+        in it; None: the program is compiled by the usual passes
     """
 
     about: str
@@ -48,7 +48,7 @@ class ProgramKind:
     loss: str | None = None
     results: tuple[str, ...] = ()
     updates: bool = False
-    compile_alone: Callable[[list[Action], ProgramRequest], list[Action]] | None = None
+    compile_without_peers: Callable[[list[Action], ProgramRequest], list[Action]] | None = None
 
 
 PROGRAM_KINDS = {
@@ -203,11 +203,11 @@ def _compile_cached(
     actions = insert_recompute(
         _list_compute_actions(request), request.recompute & stage.backward_units if kind.ops == "FB" else ()
     )
-    if kind.compile_alone is not None:
-        return _make_program(request, kind.compile_alone(actions, request))
+    if kind.compile_without_peers is not None:
+        return _make_program(request, kind.compile_without_peers(actions, request))
     actions = insert_gathers(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _has_reduce(request):
-        joins = kind.updates and stage.joined
+        joins = kind.updates and stage.needs_join
         actions = insert_reduces(actions, stage, request.reduce_each, request.ahead, joins)
     actions += _make_update_actions(actions, request) if kind.updates else []
     for change in passes:
@@ -232,7 +232,7 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
     given = (
         kind.updates and "NORM" in request.scales
-    ) or kind.compile_alone is not None  # then another operation computes the mean loss
+    ) or kind.compile_without_peers is not None  # then another operation computes the mean loss
     return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
@@ -265,7 +265,7 @@ def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list
     gradients that earlier programs left unreduced."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
-        joins = stage.trained_pages if stage.joined else ()
+        joins = stage.trained_pages if stage.needs_join else ()
         tail = [*make_leftover_reduces(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in joins)]
     tail += [Action("TIE", p) for p in stage.tie_groups]
     given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []

@@ -92,7 +92,7 @@ class Stage:
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same (tied) parameter for units of different stages
     partial : pages for which each tensor rank computes only a summand of the gradient
-    joined : whether gradients must still be summed over replicas (by the action JOIN) after the reduce-scatter
+    needs_join : whether gradients must still be summed over replicas (by the action JOIN) after the reduce-scatter
     rank : index of this pipeline rank
     has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics
@@ -110,7 +110,7 @@ class Stage:
     edges: tuple[Edge, ...] = ()
     twins: tuple[tuple[int, ...], ...] = ()
     partial: frozenset[int] = frozenset()
-    joined: bool = True
+    needs_join: bool = True
     rank: int = 0
     has_loss: bool = True
     units_with_statistics: frozenset[int] = frozenset()
@@ -172,7 +172,7 @@ class Stage:
     @property
     def total_slot_kind(self) -> str:
         """Kind of the slot (named buffer) that holds a gradient after it was summed over all ranks."""
-        return "total" if self.joined else "part"
+        return "total" if self.needs_join else "part"
 
     @cached_property
     def backward_units(self) -> frozenset[int]:
@@ -371,7 +371,7 @@ def make_stages(
     home: Sequence[int],
     twins: tuple[tuple[int, ...], ...] = (),
     partial: Iterable[int] = (),
-    joined: bool = True,
+    needs_join: bool = True,
     units_with_statistics: Iterable[int] = (),
     pages_with_codec_memory: Iterable[int] = (),
     constant: frozenset[int] | None = None,
@@ -402,7 +402,7 @@ def make_stages(
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         value_readers = assign_last_readers(units, here, outputs if scores else ())
-        shared = edges, twins, partly, joined, rank, scores, moves, keeps, constant, stored_slots
+        shared = edges, twins, partly, needs_join, rank, scores, moves, keeps, constant, stored_slots
         seen.append(Stage(value_readers, trained, read, given, parts, *shared))
     return tuple(seen)
 

@@ -147,8 +147,8 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
     list of SlotLifetime : sorted by their first action
     """
     carried = {get_buffer_slot(slot) for slot in program.begins | program.ends}
-    lent = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
-    return sorted([*lent, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
+    in_slab = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].in_slab and x.slot not in carried]
+    return sorted([*in_slab, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
 
 
 def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:

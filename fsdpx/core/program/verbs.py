@@ -113,26 +113,26 @@ class SlotKind:
     ----------
     buffer : kind whose memory is used; kinds with the same `buffer` are never alive at the same time
     memory : heading under which memory reports count it
-    lent : whether it is allocated in the slab that is planned for each program, unless it is alive before or after the
-        program
+    in_slab : whether it is allocated in the slab that is planned for each program, unless it is alive before or after
+        the program
     raw : whether its values are untyped bytes
     """
 
     buffer: str
     memory: str
-    lent: bool = False
+    in_slab: bool = False
     raw: bool = False
 
 
 SLOTS: dict[str, SlotKind] = {
     # state that outlives a step
-    "shard": SlotKind("shard", "parameters", lent=True),
-    "full": SlotKind("full", "parameters", lent=True),
-    "slots": SlotKind("slots", "optimizer", lent=True),  # optimizer state of a page, as a dict of arrays by name
+    "shard": SlotKind("shard", "parameters", in_slab=True),
+    "full": SlotKind("full", "parameters", in_slab=True),
+    "slots": SlotKind("slots", "optimizer", in_slab=True),  # optimizer state of a page, as a dict of arrays by name
     "memory": SlotKind("memory", "codec memory"),  # what a gradient codec keeps for a page, such as error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit, as in batch norm
-    "grad": SlotKind("grad", "gradients", lent=True),
-    "sum": SlotKind("grad", "gradients", lent=True),
+    "grad": SlotKind("grad", "gradients", in_slab=True),
+    "sum": SlotKind("grad", "gradients", in_slab=True),
     "part": SlotKind("part", "gradients"),
     "total": SlotKind("part", "gradients"),
     "tied": SlotKind("part", "gradients"),
@@ -148,11 +148,11 @@ SLOTS: dict[str, SlotKind] = {
     "mean": SlotKind("mean", "control"),
     "scale": SlotKind("scale", "control"),
     "agreed": SlotKind("agreed", "control"),
-    "wire": SlotKind("wire", "scratch", lent=True),
-    "carry": SlotKind("carry", "scratch", lent=True, raw=True),
-    "trade": SlotKind("trade", "scratch", lent=True),
-    "join": SlotKind("join", "scratch", lent=True, raw=True),
-    "tie": SlotKind("tie", "scratch", lent=True),
+    "wire": SlotKind("wire", "scratch", in_slab=True),
+    "carry": SlotKind("carry", "scratch", in_slab=True, raw=True),
+    "trade": SlotKind("trade", "scratch", in_slab=True),
+    "join": SlotKind("join", "scratch", in_slab=True, raw=True),
+    "tie": SlotKind("tie", "scratch", in_slab=True),
 }
 
 

@@ -255,7 +255,7 @@ def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iter
                 kind = "average" if name == AVERAGE_SLOT else "slot"
                 key = LedgerKey(kind, page.page.index, name)
                 yield LedgerRow(key, placement.get_slot_dtype(name), page.own_range, owner)
-            yield from placement.sync_policy.list_policy_rows(page)
+            yield from placement.sync_policy.list_policy_ledger_rows(page)
             yield from _list_codec_rows(placement, page)
     for name, spec in placement.layout.statistic_specs.items():
         yield LedgerRow(LedgerKey("statistic", None, name), formats.statistics, ElementRange(0, spec.size), "all")

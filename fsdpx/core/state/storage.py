@@ -32,9 +32,9 @@ class StateStorage:
     def reset_counters(self) -> None:
         """Set the counters of transfers to zero."""
 
-    def get_bytes_per_transfer_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes of each transfer to or from this storage in a step. The result maps a verb (kind of
-        transfer) to a dict from (page or unit number, microbatch) to bytes, as `TrafficSizes.amounts` does. For
+    def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+        """Return the bytes of each transfer to or from this storage in a step. The result maps the name of an
+        amount, such as "record", to a dict from (its number, microbatch) to bytes, as `TrafficSizes.amounts` does. For
         activations these are the bytes of the last batch."""
         return {}
 

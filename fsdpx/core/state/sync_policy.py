@@ -126,7 +126,7 @@ class SyncPolicy:
         Collective."""
         return iter(())
 
-    def list_policy_rows(self, page: ShardedPage) -> Iterator[Any]:
+    def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[Any]:
         """Yield the ledger rows of the arrays that this policy needs for a trained page (flat parameter buffer)."""
         return iter(())
 

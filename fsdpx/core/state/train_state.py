@@ -32,13 +32,13 @@ class LossScaler:
     value : factor by which the loss is multiplied
     dynamic : whether the scale changes during training
     growth_interval : number of steps without overflow after which the scale is doubled
-    good : number of steps since the scale last changed
+    steps_since_change : number of steps since the scale last changed
     """
 
     value: float
     dynamic: bool
     growth_interval: int
-    good: int = 0
+    steps_since_change: int = 0
 
     @classmethod
     def from_precision(cls, precision: Precision) -> LossScaler:
@@ -52,18 +52,22 @@ class LossScaler:
         if not self.dynamic:
             return self
         if finite:
-            grown = self.good + 1 >= self.growth_interval
-            return replace(self, value=self.value * 2, good=0) if grown else replace(self, good=self.good + 1)
+            grown = self.steps_since_change + 1 >= self.growth_interval
+            return (
+                replace(self, value=self.value * 2, steps_since_change=0)
+                if grown
+                else replace(self, steps_since_change=self.steps_since_change + 1)
+            )
         if self.value / 2 < SMALLEST_LOSS_SCALE:
             raise NumericsError(
                 f"gradients are NaN or Inf at every loss scale down to {self.value / 2:g}: "
                 "distribute(..., check_finite=True) names where they begin"
             )
-        return replace(self, value=self.value / 2, good=0)
+        return replace(self, value=self.value / 2, steps_since_change=0)
 
-    def restore_scale(self, value: float, good: int) -> LossScaler:
+    def restore_scale(self, value: float, steps_since_change: int) -> LossScaler:
         """Return the scaler with the value and step count of a checkpoint. A fixed scale stays unchanged."""
-        return replace(self, value=value, good=good) if self.dynamic else self
+        return replace(self, value=value, steps_since_change=steps_since_change) if self.dynamic else self
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,8 @@ class TrainState:
     store : the values that programs read and write, by slot (name of a value, such as the gradient of page 3)
     steps : number of updates made so far
     samples : number of samples of global batches since the last update
-    adding : the call that computed the gradients in the store, "accumulate" or "backward"; "" without gradients
+    gradient_source : the call that computed the gradients in the store, "accumulate" or "backward"; "" without
+        gradients
     ran : kinds of programs that ran since the last update, the same on all ranks
     idle : parameters that got no gradient in some backward
     storage : the storage of offloaded arrays
@@ -177,7 +182,7 @@ class TrainState:
         self.seed = placement.options.seed
         self.moment = TrainingMoment()
         self.steps = self.samples = 0
-        self.adding = ""
+        self.gradient_source = ""
         self.ran: set[str] = set()
         self.freezing = FrozenParameters(self._count_updates)
         self.idle: dict[str, None] = {}
@@ -243,7 +248,7 @@ class TrainState:
         self.steps += not skipped
         self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
-        self.samples, self.adding = 0, ""
+        self.samples, self.gradient_source = 0, ""
         self.ran = {"updated"}
         self.drop_local_gradients()
         for row in self.ledger:
@@ -266,10 +271,10 @@ class TrainState:
     def _count_updates(self, name: str) -> int:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
-    def set_counters_from_other_ranks(self, steps: int, value: float, good: int) -> None:
-        """Set step count and loss scale to those after an update that only other ranks have made. `value` and `good`
-        are the fields of `LossScaler`."""
-        self.steps, self.scaler = steps, self.scaler.restore_scale(value, good)
+    def set_counters_from_other_ranks(self, steps: int, value: float, steps_since_change: int) -> None:
+        """Set step count and loss scale to those after an update that only other ranks have made. `value` and
+        `steps_since_change` are the fields of `LossScaler`."""
+        self.steps, self.scaler = steps, self.scaler.restore_scale(value, steps_since_change)
 
     def wait_for_transfers(self) -> None:
         """Wait for transfers that programs have started and left pending."""
@@ -302,7 +307,7 @@ class TrainState:
     def zero_grad(self) -> None:
         """Discard accumulated gradients. Activations kept by a `forward` for its `backward` stay."""
         self.clear_slots(["grad", "part", "weight"])
-        self.samples, self.adding = 0, ""
+        self.samples, self.gradient_source = 0, ""
         self.drop_local_gradients()
 
     def invalidate_full_parameters(self) -> None:
@@ -312,7 +317,7 @@ class TrainState:
 
     def discard_after_error(self) -> None:
         """Discard everything that a failed program left in the store, including gradients. Parameters are intact."""
-        self.adding = ""
+        self.gradient_source = ""
         self.ran.clear()
         self.pop_values_of_earlier_programs(keep=())
 

@@ -217,7 +217,7 @@ def assemble_placement_and_model(
             output_dim=model.planned.output_dim,
             sample_layout=model.samples,
         )
-    library = _choose_half_matmul_library(world, formats, ranks.xp)
+    library = _get_half_matmul_library_and_warn(world, formats, ranks.xp)
     agree_on_choices(world, list_choices_to_compare(recipe, place, reducing.microbatches, library))
     return place, model.planned.model, reducing.microbatches
 
@@ -448,7 +448,7 @@ def _make_number_formats(formats: Precision) -> NumberFormats:
     return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
-def _choose_half_matmul_library(world: Communicator, formats: Precision, xp: Any) -> str:
+def _get_half_matmul_library_and_warn(world: Communicator, formats: Precision, xp: Any) -> str:
     """Return the name of the library that multiplies 16-bit matrices, because results depend on it; "" if none is
     used. Warn once if 16-bit numbers are computed as float32, which is slower."""
     if formats.compute == formats.gradient_dtype or xp is not np:

@@ -125,11 +125,11 @@ def finalize() -> None:
         # with ULFM, do not wait: ranks may have died unnoticed
         if not environment.read_environment().ulfm:
             # if ranks differ, the error of this call names what each rank called
-            agree_on_call(opened.made[-1] if opened.made else opened.comm, "finalize")
+            agree_on_call(opened.owned_communicators[-1] if opened.owned_communicators else opened.comm, "finalize")
         detach_watchdog(opened.comm)
         if opened.agreement is not None:
             opened.agreement.close()
-        for comm in opened.made:
+        for comm in opened.owned_communicators:
             comm.close()
 
 

@@ -62,7 +62,7 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
     for i, loader in enumerate(loaders):
         high, low, last, first, row, other = spans[6 * i : 6 * i + 6]
         if high + low > 0:
-            _raise_length_error(call_runner, loader)
+            _gather_lengths_and_raise(call_runner, loader)
         if row + other > 0:
             raise ConfigError(
                 "fit: the DataLoaders of the ranks take samples in different orders: batch_size, shuffle, seed, "
@@ -101,7 +101,7 @@ def _hash_sample_order(loader: Any, size: int) -> int | None:
     return crc32(repr((s.batch, s.shuffle, s.seed, s.drop_last, s.reproducible_chunks)).encode())
 
 
-def _raise_length_error(call_runner: CallRunner, loader: Any) -> None:
+def _gather_lengths_and_raise(call_runner: CallRunner, loader: Any) -> None:
     """Raise a DataError that shows the length of the dataset on every rank. Collective."""
     everyone = np.zeros(call_runner.world.size, np.int64)
     everyone[call_runner.rank] = _encode_sample_or_batch_count(loader, call_runner.data_group.size) or 0

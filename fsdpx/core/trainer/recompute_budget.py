@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, replace
 from fsdpx.core.array import shapes as xp
 from fsdpx.core.array.random import Random
 from fsdpx.core.engine import compute_verbs
-from fsdpx.core.engine.activations import iterate_storage_sizes
+from fsdpx.core.engine.activations import iterate_storage_ids_and_sizes
 from fsdpx.core.program import Action, Stage
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
@@ -135,12 +135,12 @@ def _count_kept_bytes_on_tensor_rank(
         for node in recomputed_unit.nodes
     ]
     saved = compute_verbs.run_unit_forward(recomputed_unit, envs, params, values, True, stage.constant)
-    parameter_storages = {key for p in params for key, _ in iterate_storage_sizes(p)}
-    whole = _sum_storage_bytes(iterate_storage_sizes(saved), parameter_storages)
-    inputs = _sum_storage_bytes(iterate_storage_sizes(read), parameter_storages)
+    parameter_storages = {key for p in params for key, _ in iterate_storage_ids_and_sizes(p)}
+    whole = _sum_storage_bytes(iterate_storage_ids_and_sizes(saved), parameter_storages)
+    inputs = _sum_storage_bytes(iterate_storage_ids_and_sizes(read), parameter_storages)
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
     late = compute_verbs.run_unit_backward_input(recomputed_unit, envs, params, saved, dvalues, stage.constant)
-    return UnitBytes(whole, inputs, _sum_storage_bytes(iterate_storage_sizes(late), parameter_storages))
+    return UnitBytes(whole, inputs, _sum_storage_bytes(iterate_storage_ids_and_sizes(late), parameter_storages))
 
 
 def _sum_storage_bytes(storages: Iterable[tuple[int, int]], excluded: set[int]) -> int:

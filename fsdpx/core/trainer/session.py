@@ -59,7 +59,7 @@ READ_ONLY_KINDS = ("evaluate", "predict")
 frozen."""
 
 
-class BatchAgreement(NamedTuple):
+class BatchComparison(NamedTuple):
     """How ranks compare their batches before a program; decided before the batch is checked.
 
     Attributes
@@ -247,17 +247,17 @@ class Session:
         """
         begin = perf_counter()
         self.record_call_and_raise_pending_error(kind)
-        agreement = self._choose_agreement(kind)
+        comparison = self._choose_comparison(kind)
         also += ", training=False" * (kind == "forward" and not training)
-        checked = self._check_and_describe(x, y, kind, agreement, also)
-        everyone = self._agree_on_batch_rows(agreement, checked, kind)
+        checked = self._check_and_describe(x, y, kind, comparison, also)
+        everyone = self._agree_on_batch_rows(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
             self._warn_of_wrong_sharding(checked.inputs[0])
         microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
 
-    def _choose_agreement(self, kind: str) -> BatchAgreement:
+    def _choose_comparison(self, kind: str) -> BatchComparison:
         """Return how ranks compare their batches before a program of this kind, such as "step" or "predict"."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
         doubted = (
@@ -266,13 +266,13 @@ class Session:
             and self.placement.sample_layout.has_complete_samples
         )
         if own_speed or not axes.world.has_peers:
-            return BatchAgreement(None, False, digests=False, may_have_duplicates=doubted)
+            return BatchComparison(None, False, digests=False, may_have_duplicates=doubted)
         digests = doubted or axes.data.size < axes.world.size
-        return BatchAgreement(
+        return BatchComparison(
             self._get_agreement_group(kind), kind == "predict" and self._uncoordinated is not None, digests, doubted
         )
 
-    def _check_and_describe(self, x: Any, y: Any, kind: str, agreement: BatchAgreement, also: str) -> CheckedBatch:
+    def _check_and_describe(self, x: Any, y: Any, kind: str, comparison: BatchComparison, also: str) -> CheckedBatch:
         """Check this rank's batch as far as possible without other ranks. Return the batch, its error if it is
         invalid, and a description (ending with `also`) that must be the same on other ranks."""
         place, checked = self.placement, CheckedBatch()
@@ -288,27 +288,27 @@ class Session:
                 checked.target = batches.prepare_target(place, y, checked.rows)
             if place.axes.world.size > 1:
                 checked.features = ", ".join(map(layout.describe_array, checked.arrays)) + also
-            if agreement.digests:
+            if comparison.digests:
                 checked.features += f"{batches.DIGEST_SEPARATOR}{batches.checksum_arrays(checked.arrays)}"
             self._validate_batch(checked.inputs, checked.target)
         except FsdpxError as problem:
             checked.error = batches.add_given_dtype_to_error(problem, x, y)
         return checked
 
-    def _agree_on_batch_rows(self, agreement: BatchAgreement, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
+    def _agree_on_batch_rows(self, comparison: BatchComparison, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
         """Return the number of samples of each data rank. If the batch of one rank is invalid, raise the same error on
         all ranks that compare batches. Warn if data ranks train on the same samples."""
         place, about = self.placement, (checked.features, checked.rows)
-        if agreement.ranks is None:
+        if comparison.ranks is None:
             if checked.error is not None:
                 raise batches.add_rank_to_error(checked.error, place.axes.world.rank)
             return place.accumulation.guess_rows_of_all_ranks(checked.rows)
-        uncoordinated = self._uncoordinated if agreement.can_start_uncoordinated else None
+        uncoordinated = self._uncoordinated if comparison.can_start_uncoordinated else None
         if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, checked.error):
             return (checked.rows,) * place.axes.data.size
         self.wait_for_last_step()
-        everyone, alike = batches.agree_on_batch(place.axes, kind, *about, checked.error, agreement.ranks)
-        if agreement.may_have_duplicates and agreement.ranks is place.axes.world:
+        everyone, alike = batches.agree_on_batch(place.axes, kind, *about, checked.error, comparison.ranks)
+        if comparison.may_have_duplicates and comparison.ranks is place.axes.world:
             self._duplicates.count_duplicates_and_warn(alike, checked.arrays)
         place.sample_layout.require_equal_sample_counts(everyone)
         if uncoordinated is not None:
@@ -337,7 +337,7 @@ class Session:
         if kind == "predict":
             return [Microbatch(inputs, None, sum(place.list_rows_of_earlier_groups(rows)))]
         trains = kind in ("step", "accumulate", "forward")
-        before = 0 if kind in TRAINS and not state.adding else state.samples
+        before = 0 if kind in TRAINS and not state.gradient_source else state.samples
         row = sum(place.list_rows_of_earlier_groups(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.can_split_batch(rows))
@@ -397,7 +397,7 @@ class Session:
         """Freeze the parameters that match the patterns, or unfreeze them with `undo`. Collective: ranks compare the
         patterns."""
         call = "unfreeze" if undo else "freeze"
-        if self.state.adding:
+        if self.state.gradient_source:
             raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
         self.placement.sync_policy.require_common_parameters(self.state.steps)
         parse_patterns(call, patterns)
@@ -479,13 +479,13 @@ class Session:
     @contextmanager
     def hiding_accumulated_gradients(self) -> Iterator[None]:
         """Return a context manager in which programs run as if no gradients had been accumulated."""
-        state, adding = self.state, self.state.adding
+        state, gradient_source = self.state, self.state.gradient_source
         kept = state.pop_values_of_earlier_programs()
         try:
             yield
         finally:
             state.store.update(kept)
-            state.adding = adding
+            state.gradient_source = gradient_source
 
     def make_program_request(
         self, kind: str, microbatches: int, local: bool = False, fresh: bool = False

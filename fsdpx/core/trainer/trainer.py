@@ -156,7 +156,7 @@ class Trainer:
         self._require_one_gradient_source("accumulate")
         feed = self._call_runner.agree_on_batch_and_split(x, y, "accumulate")
         loss = self._session.run_program("local" if self._local else "accumulate", feed)[MEAN]
-        self._session.state.adding = "accumulate"
+        self._session.state.gradient_source = "accumulate"
         return float(loss.value)
 
     @run_through_call_runner(KEEPS_FOR_LATER)
@@ -244,7 +244,7 @@ class Trainer:
         (batch,) = feed.batch
         assert batch is not None
         loss_or_gradients = session.run_program("backward", feed, local=self._local)
-        session.state.adding = "backward"
+        session.state.gradient_source = "backward"
         dx = all_reduce_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
         return unwrap_single(session.to_caller_arrays(dx, feed))
 
@@ -253,7 +253,7 @@ class Trainer:
         """Reduce gradients that are still local, update the parameters, and return the global gradient norm. The norm
         is nan unless the step computes it, for example for clipping. Collective."""
         require_loss_and_optimizer("update", optimizer=self._placement.optimizer)
-        if not self._session.state.adding:
+        if not self._session.state.gradient_source:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
         self._call_runner.agree_on_call("update")
         self._record_update_and_get_loss(self._session.run_program("update", StepInputs()))
@@ -442,7 +442,7 @@ class Trainer:
         """Return the full gradients of the global mean loss that `accumulate` or `backward` have accumulated so far, by
         dotted name and as NumPy arrays on every rank. Raise ConfigError if there are none. Collective."""
         place, state = self._placement, self._session.state
-        if not state.adding:
+        if not state.gradient_source:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
         self._call_runner.agree_on_call("gradients")
         here = state.store.get(Slot("weight"), 0.0) if place.counts_loss else 0.0
@@ -665,7 +665,7 @@ class Trainer:
     def _require_one_gradient_source(self, source: str) -> None:
         """Raise ConfigError if one update would mix gradients from `accumulate` and from `backward`, which are
         weighted differently. `source` is the call that adds gradients now."""
-        if self._session.state.adding not in ("", source):
+        if self._session.state.gradient_source not in ("", source):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "
                 "zero_grad where the gradients were not meant for this trainer"

@@ -74,7 +74,7 @@ class UncoordinatedPrediction:
                 self._has_windows = False
         if self._window is not None and self._agreed_kind is None:
             self._epoch, self._count = self._epoch + 1, 0
-            with self._window.open_part(self._comm.rank, 0, HEAD) as head:
+            with self._window.open_locked_part(self._comm.rank, 0, HEAD) as head:
                 head.view(np.int64)[CALL] = self._encode_call_state(STARTED)
         self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
@@ -90,7 +90,7 @@ class UncoordinatedPrediction:
         if not same:
             kind, said = ("", _describe_batch(batch_kind)) if error is None else (type(error).__name__, str(error))
             text = _pack_error(kind, said)
-        with self._window.open_part(self._comm.rank, 0, HEAD if same else OWN + TEXT) as part:
+        with self._window.open_locked_part(self._comm.rank, 0, HEAD if same else OWN + TEXT) as part:
             words = part[:HEAD].view(np.int64)
             stopped = words[STOP] == self._epoch
             if not stopped:
@@ -109,7 +109,7 @@ class UncoordinatedPrediction:
         """Mark this rank's call as returned. If another rank has reported an error meanwhile, raise it."""
         if self._agreed_kind is None or self._window is None:
             return
-        with self._window.open_part(self._comm.rank, 0, HEAD) as head:
+        with self._window.open_locked_part(self._comm.rank, 0, HEAD) as head:
             words = head.view(np.int64)
             stopped = words[STOP] == self._epoch
             if not stopped:
@@ -163,7 +163,7 @@ class UncoordinatedPrediction:
         """Write the error about the ranks in `differing` into the window of every rank, which makes all ranks stop."""
         begun = fails = self._count
         for rank in self._others:
-            with window.open_part(rank, 0, HEAD) as head:
+            with window.open_locked_part(rank, 0, HEAD) as head:
                 words = head.view(np.int64)
                 words[STOP] = self._epoch
                 call, state = divmod(int(words[CALL]), 4)
@@ -172,11 +172,11 @@ class UncoordinatedPrediction:
                 begun, fails = max(begun, call), max(fails, call + (state == RETURNED))
         texts = {}
         for rank in differing:
-            with window.open_part(rank, OWN, OWN + TEXT, write=False) as part:
+            with window.open_locked_part(rank, OWN, OWN + TEXT, write=False) as part:
                 texts[rank] = json.loads(_read_text(part, 0))
         text = _pack_error(*_choose_common_error(texts, _describe_batch(self._agreed_kind)))
         for rank in range(self._comm.size):
-            with window.open_part(rank, 0, WINDOW_BYTES) as part:
+            with window.open_locked_part(rank, 0, WINDOW_BYTES) as part:
                 _write_text(part, ERROR, text)
                 words = part[:HEAD].view(np.int64)
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
@@ -189,7 +189,7 @@ class UncoordinatedPrediction:
         window.poll_until_none_missing(
             lambda: [] if window.read_word(me, READY) == self._epoch else self._others, "the error of predict"
         )
-        with window.open_part(me, ERROR, WINDOW_BYTES, write=False) as part:
+        with window.open_locked_part(me, ERROR, WINDOW_BYTES, write=False) as part:
             kind, text = json.loads(_read_text(part, 0))
         for _ in range(window.read_word(me, BEGUN) - self._count + begun):
             self._run_on_zeros(self._inputs)

@@ -48,7 +48,7 @@ SLOTS.update({
     "next": SlotKind("next", "outer parameters"),
     "trained": SlotKind("trained", "control"),  # loss weight on which the rank trained since it sent each fragment
     "share": SlotKind("share", "control"),
-    "parcel": SlotKind("parcel", "scratch", lent=True, raw=True),
+    "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
 })  # fmt: skip
 
 # fmt: off
@@ -347,7 +347,7 @@ class LocalSyncPolicy(SyncPolicy):
         parts = {p: [self._find_elements_of_rank(p, place) for place in places] for p in trained}
         return {p: self.placement.make_shard_segments(p, axes.data, parts[p], alone) for p in trained}
 
-    def list_policy_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
+    def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the arrays that local training adds for a page, as rows of the ledger (the table of a rank's arrays).
 
         The outer gradient shares the memory of the reduced gradient, unless it is in transfer for longer than a step.
@@ -508,7 +508,7 @@ def start_reduce_scatter_outer_gradient(
     counts = split_evenly(buffer.size, replica.size)
     total = buffer[: counts[replica.rank]]
     memory = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith("replica/")}
-    parcel = run.workspace.get_scratch_buffer("parcel", p)
+    parcel = run.workspace.take_next_scratch_buffer("parcel", p)
     handle = place.get_codec_route(p).replica.reduce(
         replica, buffer, total, counts, parcel, memory, what=format_action_label(run, action)
     )  # fmt: skip

@@ -93,7 +93,7 @@ class CommonMemory:
         may change them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
-        with self.window.open_part(rank, first, last, write) as block:
+        with self.window.open_locked_part(rank, first, last, write) as block:
             yield [block[i.start - first : i.stop - first].view(i.dtype) for i in items]
 
     @contextmanager
@@ -307,7 +307,9 @@ def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> 
 
 
 PROGRAM_KINDS.update({
-    name: ProgramKind(about, "FB", "LOSS", ("mean", "scale"), updates=True, compile_alone=_build_own_speed_actions)
+    name: ProgramKind(
+        about, "FB", "LOSS", ("mean", "scale"), updates=True, compile_without_peers=_build_own_speed_actions
+    )
     for name, about in (
         ("push", "a step at this rank's own speed, on parameters of all ranks"),
         ("mix", "the same on this rank's own model, which is averaged with random others"),
@@ -365,7 +367,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.window = self.memory.window
         return self.memory.iterate_own_arrays()
 
-    def list_policy_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
+    def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         if (key := LedgerKey("added", page.page.index)) in self.memory.keys:
             span = ElementRange(0, self.memory.get_own_array(key).size)
             yield LedgerRow(key, self.memory.dtype_of(key), span, "private")

@@ -310,7 +310,7 @@ class ElasticRunner(CallRunner):
             self.session.state.set_counters_from_other_ranks(steps, *scale)
             self._coordinator.commit_step()
             self.last_update = step
-        self._coordinator.finish_step_and_start_copies()
+        self._coordinator.count_step_and_start_due_copy()
         self._recent.drop_up_to(self._coordinator.newest_secure_step)
 
     def _send_result_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
@@ -319,7 +319,7 @@ class ElasticRunner(CallRunner):
         The training program calls this after its gradients are reduced and before this rank updates its shard."""
         step, scaler = LastUpdate.from_loss_and_scale(float(mean.value), scale), scale.scaler
         self._coordinator.send_result_to_idle_ranks(
-            "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.good))
+            "step", (step, self.session.state.steps + (not scale.skip), (scaler.value, scaler.steps_since_change))
         )
         self._coordinator.commit_step()
         self.last_update = step
@@ -340,7 +340,7 @@ class ElasticRunner(CallRunner):
         If the call replaces the trainer's state, such as loading a checkpoint, copies of the new state have arrived on
         return."""
         if self.is_training:
-            found = self._run_and_send_errors(partial(self._run_on_training_rank, what, mine))
+            found = self._run_and_send_errors(partial(self._run_and_report_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
         else:
             self.session.record_call_and_raise_pending_error(what)
@@ -351,7 +351,7 @@ class ElasticRunner(CallRunner):
             self._coordinator.copy_state_and_wait()
         return found
 
-    def _run_on_training_rank(self, what: str, function: Callable[[], T]) -> T:
+    def _run_and_report_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
         """Run a call on this training rank. A wait for a background save raises CheckpointError if the save was
         abandoned."""
         if what == SAVE:

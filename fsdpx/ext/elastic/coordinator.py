@@ -224,7 +224,7 @@ class Coordinator:
         self.agree_on_step()
         self._position = replace(self._position, updating=True)
 
-    def finish_step_and_start_copies(self) -> None:
+    def count_step_and_start_due_copy(self) -> None:
         """Count a finished step, and start to copy the state if a copy is due.
 
         This waits for no other rank and depends only on the last agreement, because another rank may be learning of a

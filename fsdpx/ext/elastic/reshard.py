@@ -23,7 +23,7 @@ from fsdpx.nn.shard_specs import ShardSpec
 
 __all__ = [
     "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
-    "ShardDescriptor", "ShardSupply", "assign_moves", "describe_missing_elements", "describe_shard",
+    "ShardDescriptor", "ShardSupply", "choose_sources_of_shard", "describe_missing_elements", "describe_shard",
     "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_elements_in_gaps",
     "iterate_current_parts", "iterate_rows_changed_before_commit", "reshard_arrays",
 ]  # fmt: skip
@@ -374,7 +374,7 @@ class ReshardPlan:
             if supply.part.span[0] < last and first < supply.part.span[1]
         ]
         chunk = max(self.block // parse_dtype(part.dtype).itemsize, 1)
-        return assign_moves(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
+        return choose_sources_of_shard(part, index, dest, supplies, self._holder_offset_by_name[part.name], chunk)
 
     def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
         """Divide moves into messages of `block` bytes, and return the rows of each.
@@ -406,7 +406,7 @@ ALIGN_BYTES = 8
 """Size of the largest number in bytes."""
 
 
-def assign_moves(
+def choose_sources_of_shard(
     want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], holder_offset: int, chunk: int
 ) -> list[ElementMove]:
     """Choose which rank supplies which elements of the shard `want`, and return the moves, in order for each source.

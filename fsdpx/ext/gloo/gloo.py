@@ -156,14 +156,14 @@ class GlooCommunicator(MessageBackend):
         works += [self._gloo.send([data], rank, call.tag) for rank, data in sends]
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
-    def start_message(self, call: Call) -> Handle:
+    def start_single_message(self, call: Call) -> Handle:
         """Start a single send or receive. A message of a rank to itself is copied here, because Gloo does not connect
         a rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
             return self._itself.start_transfer(call)
-        return super().start_message(call)
+        return super().start_single_message(call)
 
     def _start_all_gather(self, call: Call) -> Handle:
         (send, recv), (pieces,) = call.arrays, call.partitions
@@ -291,7 +291,7 @@ class GlooWorks:
 
     def wait(self) -> None:
         comm = self._comm
-        if not self.test() and not spin_until(self.test, comm.progress, comm.timeout, patience=0):
+        if not self.test() and not spin_until(self.test, comm.progress, comm.timeout, polls_before_yield=0):
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
@@ -405,7 +405,7 @@ _NATIVE_CALLS: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "all_reduce": GlooCommunicator._start_all_reduce,
     "broadcast": GlooCommunicator._start_broadcast,
     "barrier": GlooCommunicator._start_barrier,
-    "send": GlooCommunicator.start_message,
-    "recv": GlooCommunicator.start_message,
+    "send": GlooCommunicator.start_single_message,
+    "recv": GlooCommunicator.start_single_message,
 }
 """Operations that Gloo runs itself; all others are built from messages."""

@@ -361,7 +361,7 @@ class UnitFunction(AutogradLayer):
 class SplitModule(Container):
     """Container of the layers of a split PyTorch module, named by their dotted paths in the module."""
 
-    def _split_by_child(self, arrays: Params) -> Mapping[str, Params]:
+    def _group_arrays_by_child(self, arrays: Params) -> Mapping[str, Params]:
         known: Mapping[str, Any] = arrays.entries if isinstance(arrays, Gradients) else arrays
         parts: dict[str, Params] = {}
         for step in self.steps:
@@ -554,9 +554,9 @@ class _ExportPlan:
             at = ".".join(names[:i])
             if at in self.modules and (self._unit(at, self.modules[at]) or _has_own_parameters(self.modules[at])):
                 return at
-        return self._find_layer_name_outside_units(node)
+        return self._name_layer_of_outside_operation(node)
 
-    def _find_layer_name_outside_units(self, node: fx.Node) -> str | None:
+    def _name_layer_of_outside_operation(self, node: fx.Node) -> str | None:
         """Return the name of a layer for an operation outside of units that reads parameters, such as a matmul with
         the weight of an embedding; None if it reads none.
 

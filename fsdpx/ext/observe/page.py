@@ -30,12 +30,12 @@ class RankSpans:
     ----------
     whole : total time of the steps
     computing : time in computing actions
-    moving : time blocked in transfers that all ranks had entered, so that data was moving
+    transferring : time blocked in transfers that all ranks had entered, so that data was moving
     """
 
     whole: float
     computing: float
-    moving: float
+    transferring: float
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,16 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     size = len(ranks)
     matrix, spans, steps = [[0.0] * size for _ in ranks], list[RankSpans](), 0
     for n, one in enumerate(ranks):
-        moving = 0.0
+        transferring = 0.0
         for key, begin, end, stops in _iterate_waits(one):
             late, who = last.get(key, (begin, n))
             came = min(max(late, begin), end)
             if who != n:
                 matrix[n][who] += came - begin
-            moving += end - came if stops or who != n else end - begin
+            transferring += end - came if stops or who != n else end - begin
         whole = sum(e["dur"] for e in one.events if e.get("cat") == "step") / MICROSECONDS_PER_SECOND
         computing = sum(e["dur"] for e in one.events if e.get("cat") in ("compute", "host")) / MICROSECONDS_PER_SECOND
-        spans.append(RankSpans(whole, computing, moving))
+        spans.append(RankSpans(whole, computing, transferring))
         steps = sum(e.get("cat") == "step" for e in one.events)
     return WaitMatrix(matrix, spans, steps)
 
@@ -259,8 +259,8 @@ def _format_stragglers(found: WaitMatrix) -> str:
     each, computing = 1e3 / (found.steps or 1), []
     for n, span in enumerate(found.spans):
         waiting = sum(found.matrix[n])
-        rest = max(span.whole - span.computing - waiting - span.moving, 0.0)
-        times = [each * seconds for seconds in (span.computing, waiting, span.moving, rest)]
+        rest = max(span.whole - span.computing - waiting - span.transferring, 0.0)
+        times = [each * seconds for seconds in (span.computing, waiting, span.transferring, rest)]
         computing.append(times[0])
         rows.append((f"rank {n}", *(f"{ms:.2f}" for ms in times)))
     usual = median(computing)

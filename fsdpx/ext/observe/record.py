@@ -53,7 +53,7 @@ class WrittenTensor(NamedTuple):
     action, about : the action as text, such as "REDUCE3", and its unit or page (flat parameter buffer) as text
     kind : kind of value, a key of `KIND_NAMES`
     tensor : name of the tensor
-    whole : whether the values are the same, up to rounding, however the batch is split over ranks
+    is_split_independent : whether the values are the same, up to rounding, however the batch is split over ranks
     shape : shape of the full tensor; samples of activations are numbered in the global batch
     runs : ranges [start, stop) of elements of the full tensor, in C order
     values : the elements of all ranges, concatenated
@@ -64,7 +64,7 @@ class WrittenTensor(NamedTuple):
     about: str
     kind: str
     tensor: str
-    whole: bool
+    is_split_independent: bool
     shape: tuple[int, ...]
     runs: tuple[tuple[int, int], ...]
     values: np.ndarray
@@ -154,7 +154,7 @@ class ValueRecorder(Observer):
         kind, place = slot.kind, self.engine.placement
         if kind not in KIND_NAMES or value is None:
             return
-        if not self._program.stage.joined and self._is_complete_gradient(at, slot, value):
+        if not self._program.stage.needs_join and self._is_complete_gradient(at, slot, value):
             kind = "total"
         whole = kind in FULL_KINDS and place.sync_policy.is_synchronous
         words = describe_action_target(place, action, self._program.kind)

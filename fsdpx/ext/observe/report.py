@@ -501,7 +501,7 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
         tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
         ties={p: tuple(_iterate_tie_transfers(place, tie)) for p, tie in engine.state.ties.items()},
-        amounts={"edge": _count_edge_bytes(engine), **engine.state.storage.get_bytes_per_transfer_by_verb()},
+        amounts={"edge": _count_edge_bytes(engine), **engine.state.storage.get_bytes_per_transfer_by_record()},
         carried={
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},

@@ -427,7 +427,7 @@ class DiskStorage(StateStorage):
         """Return the bytes that a record takes on disk, padding included."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
-    def get_bytes_per_transfer_by_verb(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
+    def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
         """Return the bytes that one read or write of each record transfers, by (record number, microbatch)."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {

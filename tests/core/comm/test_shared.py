@@ -141,7 +141,7 @@ def counts(comm: Communicator) -> None:
     comm.barrier().wait()
     for i in range(TIMES):
         other = (comm.rank + i) % comm.size
-        with window.open_part(other, 64, 80) as block:
+        with window.open_locked_part(other, 64, 80) as block:
             numbers = block.view(np.int64)
             before = numbers.copy()
             numbers[0] = before[0] + 1
@@ -150,7 +150,7 @@ def counts(comm: Communicator) -> None:
     comm.barrier().wait()
     total = np.zeros(2, np.int64)
     for rank in range(comm.size):
-        with window.open_part(rank, 64, 80, write=False) as block:
+        with window.open_locked_part(rank, 64, 80, write=False) as block:
             total += block.view(np.int64)
         assert window.read_word(rank, 2) == 7 + rank
         assert not window.has_rank_died(rank)
@@ -186,10 +186,10 @@ def test_a_thread_that_died_is_gone(comm: Communicator) -> None:
     window = comm.window(64)
     comm.barrier().wait()
     if comm.rank == 1:
-        with window.open_part(0, 0, 8):
+        with window.open_locked_part(0, 0, 8):
             raise RankDied
     window.wait_until_none_missing(lambda: [1] * (not window.has_rank_died(1)), "its death")
-    with window.open_part(0, 0, 8):
+    with window.open_locked_part(0, 0, 8):
         assert not window.has_rank_died(0)
 
 
@@ -215,14 +215,14 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
 
         window = MappedWindow(Pipe(), 64, 5.0)
         if Pipe.rank:
-            with window.open_part(0, 8, 16):
+            with window.open_locked_part(0, 8, 16):
                 window.write_word(0, 1)
                 sys.stdin.read()
         window.wait_until_none_missing(lambda: [1] * (window.read_word(1, 0) != 1), "the lock")
         assert not window.has_rank_died(1)
         print("held", flush=True)
         window.wait_until_none_missing(lambda: [1] * (not window.has_rank_died(1)), "the death")
-        with window.open_part(0, 8, 16):
+        with window.open_locked_part(0, 8, 16):
             print("free", flush=True)
         window.close()
     """

@@ -7,7 +7,7 @@ import pytest
 
 from fsdpx.core.array.devices import CPU, Device
 from fsdpx.core.comm import backend
-from fsdpx.core.comm.backend import stage_through_host
+from fsdpx.core.comm.backend import start_through_host
 from fsdpx.core.comm.calls import COMPLETED, Call
 
 
@@ -44,10 +44,10 @@ class Doubling:
         self.handle = handle
 
     def double(self, send, recv):
-        return stage_through_host(Call("reduce", (send, recv)), self.start_transfer)
+        return start_through_host(Call("reduce", (send, recv)), self.start_transfer)
 
     def in_place(self, buf):
-        return stage_through_host(Call("all_reduce", (buf,)), self.start_transfer)
+        return start_through_host(Call("all_reduce", (buf,)), self.start_transfer)
 
     def start_transfer(self, call):
         assert all(type(array) in (np.ndarray, type(None)) for array in call.arrays)
@@ -102,8 +102,8 @@ def test_what_is_only_read_does_not_come_back_and_what_is_only_written_does_not_
         seen.extend(call.arrays)
         return COMPLETED
 
-    stage_through_host(Call("send", (send,)), move)
-    stage_through_host(Call("recv", (recv,)), move).wait()
+    start_through_host(Call("send", (send,)), move)
+    start_through_host(Call("recv", (recv,)), move).wait()
     assert seen[0].tolist() == [1, 2]
     seen[0][:] = 9
     assert send.hidden.tolist() == [1, 2]
@@ -118,5 +118,5 @@ def test_the_call_is_the_same_but_for_its_arrays():
         found.append(call)
         return COMPLETED
 
-    stage_through_host(Call("recv", (DeviceArray([0]),), root=3, what="w", tag=7), move)
+    start_through_host(Call("recv", (DeviceArray([0]),), root=3, what="w", tag=7), move)
     assert [(call.verb, call.root, call.what, call.tag) for call in found] == [("recv", 3, "w", 7)]

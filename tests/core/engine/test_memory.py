@@ -18,7 +18,7 @@ from fsdpx import Mesh, Sharding, nn, optim, spawn
 from fsdpx.core.array.arena import ALIGN, Arena, BufferLifetime, assign_offsets
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm import Communicator, FakeCommunicator
-from fsdpx.core.engine.activations import iterate_storage_sizes
+from fsdpx.core.engine.activations import iterate_storage_ids_and_sizes
 from fsdpx.errors import ConfigError
 
 N = 4
@@ -183,7 +183,9 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
 
     def look(trainer: Any) -> None:
         slots = {s: v for s, v in trainer.inspect.engine.state.store.items() if s.kind in ("saved", "held", "kept")}
-        most.append(sum(dict(pair for value in slots.values() for pair in iterate_storage_sizes(value)).values()))
+        most.append(
+            sum(dict(pair for value in slots.values() for pair in iterate_storage_ids_and_sizes(value)).values())
+        )
 
     def one(comm: Communicator) -> None:
         trainer = model.as_distributed(

@@ -146,7 +146,7 @@ def test_accumulate_refuses_and_forgets() -> None:
             trainer.accumulate(*batch(trainer, x, y))
         except NumericsError as error:
             text = str(error)
-        assert trainer.inspect.engine.state.adding == ""
+        assert trainer.inspect.engine.state.gradient_source == ""
         other = make(comm)
         other.accumulate(*batch(other))
         other.zero_grad()

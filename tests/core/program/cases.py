@@ -36,7 +36,7 @@ def requests(
 ) -> ProgramRequest:
     """placement: one of PLACEMENTS, or "hybrid" for several replicas of shards."""
     keep_full, reduce_each = PLACEMENTS["fsdp" if placement == "hybrid" else placement]
-    stage = replace(stage, joined=placement in ("ddp", "hybrid"))
+    stage = replace(stage, needs_join=placement in ("ddp", "hybrid"))
     carried = frozenset(stage.trained_pages) if kind == "update" else frozenset()
     return ProgramRequest(
         kind, stage, microbatches, keep_full=keep_full, reduce_each=reduce_each, ahead=ahead,

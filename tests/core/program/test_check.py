@@ -170,7 +170,7 @@ def test_buffers_keep_number_and_microbatch() -> None:
     assert get_buffer_slot(Slot("tied", 0)) == Slot("part", 0)
     assert get_buffer_slot(Slot("act", 5, 1)) == Slot("act", 5, 1)
     assert all(SLOTS[kind.buffer].buffer == kind.buffer for kind in SLOTS.values())
-    assert all(SLOTS[kind.buffer].lent == kind.lent for kind in SLOTS.values())
+    assert all(SLOTS[kind.buffer].in_slab == kind.in_slab for kind in SLOTS.values())
 
 
 def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:

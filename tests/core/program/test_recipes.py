@@ -81,8 +81,8 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> Program:
     """A step that copies page 0 while it computes."""
     monkeypatch.setitem(VERBS, "COPY", COPY)
     monkeypatch.setitem(VERBS, "DROP", DROP)
-    monkeypatch.setitem(SLOTS, "copy", SlotKind("copy", "copies", lent=True))
-    monkeypatch.setitem(SLOTS, "staging", SlotKind("staging", "scratch", lent=True))
+    monkeypatch.setitem(SLOTS, "copy", SlotKind("copy", "copies", in_slab=True))
+    monkeypatch.setitem(SLOTS, "staging", SlotKind("staging", "scratch", in_slab=True))
     program = compile(requests("step", Stage.from_units(TWINS, [True] * 5, [0], [4]), 1, "fsdp"))
     return replace(program, actions=(Action("COPY", 0), *program.actions[:-1], Action("DROP", 0), program.actions[-1]))
 

@@ -21,16 +21,16 @@ STEPS, DEADLY, VICTIM = 40, 12, 1
 
 def deadly(window, steps):
     '''From now on this rank dies in the middle of what it changes, with the lock of a part.'''
-    opened = window.open_part
+    opened = window.open_locked_part
 
     @contextmanager
-    def open_part(rank, start, stop, write=True):
+    def open_locked_part(rank, start, stop, write=True):
         with opened(rank, start, stop, write) as block:
             if write and steps():
                 os.kill(os.getpid(), signal.SIGKILL)
             yield block
 
-    window.open_part = open_part
+    window.open_locked_part = open_locked_part
 
 comm = fsdpx.init()
 rng = np.random.default_rng(7)

@@ -15,7 +15,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.base import environment
 from fsdpx.core.comm import default_communicator
-from fsdpx.core.comm.backend import stage_through_host
+from fsdpx.core.comm.backend import start_through_host
 from fsdpx.core.comm.calls import COMPLETED, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import cupy_devices, device, visible_devices
@@ -172,7 +172,7 @@ def test_another_thread_writes_back_to_the_gpu_that_the_array_is_on(cupy: Cupy) 
         call.arrays[0][:] *= 2
         return COMPLETED
 
-    handle = stage_through_host(Call("all_reduce", (buf,)), move)
+    handle = start_through_host(Call("all_reduce", (buf,)), move)
     thread = threading.Thread(target=handle.wait)  # as one that moves transfers on: it begins on GPU 0
     thread.start()
     thread.join()

@@ -145,8 +145,8 @@ def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path: Path, monkeypa
         monkeypatch.setenv("SLURM_JOB_ID", job)
         folder.write_config({"lr": hour}, 1)
     assert (folder.begin_time.astimezone(UTC).hour, folder.start_time.astimezone(UTC).hour) == (8, 9)
-    assert folder.belongs_to(["Slurm job 7"])
-    assert folder.belongs_to(["Slurm job 8"])
+    assert folder.belongs_to_any_job(["Slurm job 7"])
+    assert folder.belongs_to_any_job(["Slurm job 8"])
     assert folder.read_arguments() == {"lr": 9}
     assert main(["report", str(folder.path)]) == 0
     assert re.search(r"begun +2026-03-01 08:.*\nresumed +2026-03-01 09:", folder.page_path.read_text())
@@ -238,7 +238,7 @@ def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace
 def test_who_comes_last_is_waited_for() -> None:
     found = compute_wait_matrix([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
     np.testing.assert_allclose(found.matrix, [[0, 5e-3, 0], [0, 0, 0], [0, 4e-3, 0]], atol=1e-9)
-    np.testing.assert_allclose([span.moving for span in found.spans], [1e-3] * 3, atol=1e-9)
+    np.testing.assert_allclose([span.transferring for span in found.spans], [1e-3] * 3, atol=1e-9)
     np.testing.assert_allclose([span.computing for span in found.spans], [1e-3, 6e-3, 2e-3], atol=1e-9)
     assert found.steps == 1
 

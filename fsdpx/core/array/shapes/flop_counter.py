@@ -124,14 +124,14 @@ class _CountingState(threading.local):
     Attributes
     ----------
     open : the count to which work is added; None if nothing is counted
-    silent : nesting depth of blocks in which only matrix products are counted, as parts of a kernel
-    deaf : nesting depth of blocks in which nothing is counted
+    skip_passes : nesting depth of blocks in which only matrix products are counted, as parts of a kernel
+    skip_all : nesting depth of blocks in which nothing is counted
     times : factor by which matrix products are multiplied
     """
 
     def __init__(self) -> None:
         self.open: WorkCount | None = None
-        self.silent = self.deaf = 0
+        self.skip_passes = self.skip_all = 0
         self.times = 1
 
 
@@ -152,11 +152,11 @@ def counting_work() -> Iterator[WorkCount]:
 def record_traffic(*arrays: Any, kernel: str = "elements") -> None:
     """Count one kernel call that reads or writes each of these arrays once. Arrays with data are not counted."""
     work = _now.open
-    if work is None or _now.deaf:
+    if work is None or _now.skip_all:
         return
     counted = [a for a in arrays if getattr(a, "holds_no_data", False)]
     nbytes = sum(a.nbytes for a in counted)
-    if _now.silent:
+    if _now.skip_passes:
         work.inner[""] += nbytes * _now.times
     else:
         work.passes[KernelPass(kernel, counted[0].itemsize if counted else 4, nbytes)] += 1
@@ -170,16 +170,16 @@ def record_copy(array: Any) -> None:
 def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: int) -> None:
     """Count `stack` matrix products (rows, inner) @ (inner, columns) of elements of `itemsize` bytes."""
     work = _now.open
-    if work is not None and not _now.deaf:
+    if work is not None and not _now.skip_all:
         work.products[
-            ProductCount(rows, inner, columns, stack * _now.times, itemsize, INNER_KERNEL * (_now.silent > 0))
+            ProductCount(rows, inner, columns, stack * _now.times, itemsize, INNER_KERNEL * (_now.skip_passes > 0))
         ] += 1
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
     """Count floating-point operations of a kernel that are not a matrix product. Its bytes are counted separately."""
     work = _now.open
-    if work is not None and not _now.deaf:
+    if work is not None and not _now.skip_all:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
 
 
@@ -202,13 +202,13 @@ def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
         yield
         return
     record_product(a.shape[-2], a.shape[-1], b.shape[-1], prod(a.shape[:-2]), a.itemsize)
-    _now.deaf += 1
-    _now.silent += 1
+    _now.skip_all += 1
+    _now.skip_passes += 1
     try:
         yield
     finally:
-        _now.deaf -= 1
-        _now.silent -= 1
+        _now.skip_all -= 1
+        _now.skip_passes -= 1
 
 
 @contextmanager
@@ -216,17 +216,17 @@ def counting_as_one_kernel() -> Iterator[WorkCount]:
     """Return a context manager that counts what is computed inside it as one kernel. The caller counts the bytes that
     the kernel reads and writes."""
     with counting_work() as work:
-        _now.silent += 1
+        _now.skip_passes += 1
         try:
             yield work
         finally:
-            _now.silent -= 1
+            _now.skip_passes -= 1
 
 
 def record_work(work: WorkCount) -> None:
     """Add work that was counted earlier to what this thread counts now."""
-    if _now.open is not None and not _now.deaf:
-        if _now.silent:
+    if _now.open is not None and not _now.skip_all:
+        if _now.skip_passes:
             _now.open.products.update(work.products)
             _now.open.inner.update(work.inner)
         else:

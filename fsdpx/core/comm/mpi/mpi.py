@@ -174,8 +174,8 @@ PROBES_PER_CHECK = 8
 
 
 class MpiWindow(Window):
-    """A one-sided window in MPI with a part for each rank of `comm`. Creating it is collective. `open_part` yields a
-    copy of the data, which is written back if `write` is true.
+    """A one-sided window in MPI with a part for each rank of `comm`. Creating it is collective. `open_locked_part`
+    yields a copy of the data, which is written back if `write` is true.
 
     Where the network has no remote memory access, MPI libraries serve a part only while its owner is inside an MPI
     call that polls the network. Accesses to parts on the same host may not poll it, so ranks that wait for each other
@@ -194,11 +194,11 @@ class MpiWindow(Window):
         self._comm = comm
 
     @contextmanager
-    def open_part(self, rank: int, start: int, stop: int, write: bool = True) -> Iterator[Array]:
+    def open_locked_part(self, rank: int, start_byte: int, stop_byte: int, write: bool = True) -> Iterator[Array]:
         self._win.Lock(rank, MPI.LOCK_EXCLUSIVE if write else MPI.LOCK_SHARED)
         try:
-            block = np.empty(stop - start, np.uint8)
-            location = (start, block.size, MPI.BYTE)
+            block = np.empty(stop_byte - start_byte, np.uint8)
+            location = (start_byte, block.size, MPI.BYTE)
             self._win.Get([block, MPI.BYTE], rank, location)
             # this rank now holds the lock: libraries may acquire it lazily, with the first access
             self._win.Flush(rank)
@@ -490,8 +490,8 @@ _NATIVE_CALLS: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "broadcast": MpiCommunicator._start_broadcast,
     "reduce": MpiCommunicator._start_reduce,
     "barrier": MpiCommunicator._start_barrier,
-    "send": MpiCommunicator.start_message,
-    "recv": MpiCommunicator.start_message,
+    "send": MpiCommunicator.start_single_message,
+    "recv": MpiCommunicator.start_single_message,
 }
 """Operations that MPI libraries run themselves; all others are built from messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
@@ -569,7 +569,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             return request.Test()
 
         try:
-            if not spin_until(is_decided, Progress(self.progress.patience), self.timeout):
+            if not spin_until(is_decided, Progress(self.progress.polls_before_yield), self.timeout):
                 raise CommTimeout(f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s")
         except MPI.Exception as error:
             failure = self._translate_error(error, Call("agree"))
@@ -588,7 +588,9 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             except MPI.Exception as error:
                 raise self._translate_error(error, Call("shrink")) from error
             shrunk = object.__new__(UlfmCommunicator)
-            shrunk._initialize(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
+            shrunk._initialize(
+                cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.polls_before_yield)
+            )
             if shrunk.agree_on_flags(1):
                 shrunk._under_way = cast(
                     list[MpiRequests], drain_transfers(self._list_kept_requests(), _SECONDS_TO_DRAIN)

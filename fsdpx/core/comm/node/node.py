@@ -206,7 +206,7 @@ class NodeCommunicator(Backend):
         handle = None if group is None else _SHARED_MEMORY_CALLS[call.verb](self, call, group)
         return super().start_rounded_sum(call) if handle is None else handle
 
-    def _start_all_gather(self, call: Call, group: NodeGroup) -> Handle | None:
+    def _try_start_all_gather(self, call: Call, group: NodeGroup) -> Handle | None:
         send, recv = call.arrays
         into, source = self.memory.find_address(recv), self.memory.find_address(send)
         if into is not None and into.window in self.memory.common:
@@ -216,7 +216,7 @@ class NodeCommunicator(Backend):
         if self.is_single_host and source is not None:
             return self._start_all_gather_by_copying(call, group, source)
         if self.lanes is not None and into is not None:
-            return GeneratorHandle(self.lanes.all_gather_over_hosts(call, into), self.progress)
+            return GeneratorHandle(self.lanes.all_gather_over_hosts_then_in_host(call, into), self.progress)
         few = max(call.partitions[0].counts) * recv.dtype.itemsize <= MAX_PAYLOAD_BYTES
         if few and self.is_single_host and not has_gpu_array(call.arrays):
             return self._start_small_all_gather(call, group)
@@ -269,13 +269,13 @@ class NodeCommunicator(Backend):
 
         return group.start_collective(number, address, call, read_pieces)
 
-    def _start_reduce_scatter(self, call: Call, group: NodeGroup) -> Handle | None:
+    def _try_start_reduce_scatter(self, call: Call, group: NodeGroup) -> Handle | None:
         (send, recv), (pieces,) = call.arrays, call.partitions
         address = self._find_shared_sum_address(send, call.op)
         if address is None:
             return None
         if self.lanes is not None:
-            return GeneratorHandle(self.lanes.reduce_scatter_over_hosts(call, address), self.progress)
+            return GeneratorHandle(self.lanes.reduce_scatter_in_host_then_over_hosts(call, address), self.progress)
         # Other ranks read the start of `send` until all have finished, but only this rank reads its own piece.
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
@@ -294,13 +294,13 @@ class NodeCommunicator(Backend):
             number, address, call, add_pieces, last=partial(np.copyto, recv, own_part) if aside else None
         )
 
-    def _start_all_reduce(self, call: Call, group: NodeGroup) -> Handle | None:
+    def _try_start_all_reduce(self, call: Call, group: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
         address = self._find_shared_sum_address(buf, call.op)
         if address is None:
             return None
         if self.lanes is not None:
-            return GeneratorHandle(self.lanes.all_reduce_over_hosts(call, address), self.progress)
+            return GeneratorHandle(self.lanes.all_reduce_in_host_then_over_hosts(call, address), self.progress)
         pieces = make_balanced_partition(buf.size, self.size)
         if self.persistent_code is not None and _has_compiled_sum(call):
             return self._start_and_cache_persistent(
@@ -316,7 +316,7 @@ class NodeCommunicator(Backend):
 
         return group.start_collective(number, address, call, add_pieces)
 
-    def _start_broadcast(self, call: Call, group: NodeGroup) -> Handle | None:
+    def _try_start_broadcast(self, call: Call, group: NodeGroup) -> Handle | None:
         (buf,) = call.arrays
         address = self.memory.find_address(buf) if self.is_single_host else None
         if address is None:
@@ -346,7 +346,7 @@ class NodeCommunicator(Backend):
 
         return group.start_collective(number, address, call, read_pieces)
 
-    def _start_barrier(self, call: Call, group: NodeGroup) -> Handle | None:
+    def _try_start_barrier(self, call: Call, group: NodeGroup) -> Handle | None:
         if self.persistent_code is not None:
             persistent_call = self._persistent_calls["barrier"] = self.persistent_code.bind_gather_kernel(group, call)
             return persistent_call.begin((), call.what)
@@ -438,11 +438,11 @@ def _has_compiled_sum(call: Call) -> bool:
 
 
 _SHARED_MEMORY_CALLS: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Handle | None]] = {
-    "all_gather": NodeCommunicator._start_all_gather,
-    "reduce_scatter": NodeCommunicator._start_reduce_scatter,
-    "all_reduce": NodeCommunicator._start_all_reduce,
-    "broadcast": NodeCommunicator._start_broadcast,
+    "all_gather": NodeCommunicator._try_start_all_gather,
+    "reduce_scatter": NodeCommunicator._try_start_reduce_scatter,
+    "all_reduce": NodeCommunicator._try_start_all_reduce,
+    "broadcast": NodeCommunicator._try_start_broadcast,
     "all_to_all": NodeCommunicator._try_start_all_to_all,
-    "barrier": NodeCommunicator._start_barrier,
+    "barrier": NodeCommunicator._try_start_barrier,
 }
 """Operations that can run in shared memory; each function returns None if the arrays of a call are not in it."""

@@ -153,7 +153,7 @@ class StartedCollective:
 
     def wait(self) -> None:
         group = self.persistent.host_group
-        if self.done or self._advance_collective(SPINS_PER_STEP if group.progress.patience else 0):
+        if self.done or self._advance_collective(SPINS_PER_STEP if group.progress.polls_before_yield else 0):
             return
         if not spin_until(self.test, group.progress, group.timeout):
             raise make_timeout_error(self, group, self._find_late_ranks())

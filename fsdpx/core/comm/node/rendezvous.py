@@ -216,7 +216,7 @@ class HostLanes:
         self.lane = [ranks[group.lane] for ranks in ranks_by_host]
         self.turn = self._tickets = 0
 
-    def all_gather_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
+    def all_gather_over_hosts_then_in_host(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Gather the pieces of this rank's lane (the ranks with the same index on each host) from the other hosts.
         Then copy the pieces of the other lanes from the ranks of this host, so that the ranks of a host share the
         network traffic."""
@@ -246,7 +246,7 @@ class HostLanes:
         yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
         yield group.start_barrier(second, call)
 
-    def reduce_scatter_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
+    def reduce_scatter_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Sum the pieces of this rank's lane (the ranks with the same index on each host) over the ranks of this host,
         then over the hosts. For n bytes and L ranks per host, the scratch memory is n/L bytes."""
         group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
@@ -264,7 +264,7 @@ class HostLanes:
         yield self._start_lane_reduction(call, (partial, recv), (sums,))
         self._divide_if_average(call, recv)
 
-    def all_reduce_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
+    def all_reduce_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Sum one slice for each rank of the host, first inside the host, then over the hosts. Then copy the other
         slices from the ranks of the host."""
         group, turn = self.host_group, self._take_lane_ticket()
