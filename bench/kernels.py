@@ -145,6 +145,9 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "max_pool_backward", size, lambda: windows.max_pool_backward(np, y, winner, half, x.shape)
     yield "avg_pool", size, lambda: windows.avg_pool(np, x, half, less, 4)
     yield "avg_pool_backward", size, lambda: windows.avg_pool_backward(np, y, half, x.shape, 4)
+    table = windows.CellMatrix.from_entries(np.arange(2 * out[0]), np.arange(2 * out[0]) // 2, np.ones(2 * out[0]),
+                                             (2 * out[0], out[0]))  # fmt: skip
+    yield "multiply_along_dim", size, lambda: windows.multiply_along_dim(np, x, 2, table)
     a = np.ones(channels, x.dtype)
     yield "channel_sums", size, lambda: kernels.channel_sums(np, x)
     yield "channel_squares", size, lambda: kernels.channel_squares(np, x, a)

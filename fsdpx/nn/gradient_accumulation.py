@@ -32,7 +32,6 @@ __all__ = [
     "has_integer_dtype",
     "linear_backward",
     "linear_forward",
-    "matmul_along_dim",
     "matmul_in_dtype",
 ]  # fmt: skip
 
@@ -195,12 +194,6 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
         blas.load_half_matmul().multiply_half_into(out, a, b)
         return out
     return batched_matmul_in_dtype(xp, a, b)
-
-
-def matmul_along_dim(xp: Any, x: Array, dim: int, table: np.ndarray) -> Array:
-    """Multiply along one dim: contract dim `dim` of `x` with dim 0 of the matrix `table`, whose columns become the new
-    dim `dim`."""
-    return xp.moveaxis(xp.moveaxis(x, dim, -1) @ xp.asarray(table.astype(x.dtype)), -1, dim)
 
 
 def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:

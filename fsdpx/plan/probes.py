@@ -96,8 +96,11 @@ def _list_pool_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
     k, cells = field_kernels, (16, n * WIDTH // CHANNELS // 16)
     half, x = (cells[0] // 2, cells[1] // 2), _make_field(xp, 1, cells, CHANNELS, dtype)
     dy, winner = (_make_field(xp, 1, half, CHANNELS, one) for one in (dtype, np.int32))
-    shape = (1, CHANNELS, *cells)
+    shape, each = (1, CHANNELS, *cells), np.arange(half[0])
+    double = k.CellMatrix.from_entries(np.concatenate([2 * each, 2 * each + 1]), np.tile(each, 2), np.ones(cells[0]),
+                                        (cells[0], half[0]))  # fmt: skip
     return [
+        lambda: k.multiply_along_dim(xp, dy, 2, double),
         lambda: k.max_pool(xp, x, PAIRS, half), lambda: k.max_pool_backward(xp, dy, winner, PAIRS, shape),
         lambda: k.avg_pool(xp, x, PAIRS, half, 4), lambda: k.avg_pool_backward(xp, dy, PAIRS, shape, 4),
     ]  # fmt: skip

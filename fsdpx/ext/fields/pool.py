@@ -14,8 +14,16 @@ from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, WindowLayer, expand_to_dims, get_local_shape
 from fsdpx.ext.fields.halo import FieldLayer, get_local_range, make_output_cuts, require_field_shape
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
-from fsdpx.ext.fields.kernels import WindowStrides, avg_pool, avg_pool_backward, max_pool, max_pool_backward
-from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_along_dim
+from fsdpx.ext.fields.kernels import (
+    CellMatrix,
+    WindowStrides,
+    avg_pool,
+    avg_pool_backward,
+    max_pool,
+    max_pool_backward,
+    multiply_along_dim,
+)
+from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -181,6 +189,8 @@ class AdaptiveAvgPool(FieldLayer):
     output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field
     """
 
+    kernel_names = ("multiply_along_dim",)
+
     def __init__(self, output_size: Sizes) -> None:
         self.output_size = output_size
         self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
@@ -199,7 +209,7 @@ class AdaptiveAvgPool(FieldLayer):
             raise ShapeError(f"{self!r} finds no mean of a field of shape {parts.shape}")
         y, tables = kernels.to_float32(env.xp, x), self._make_averaging_matrices(env, parts)
         for d, table in enumerate(tables):
-            y = matmul_along_dim(env.xp, y, d + 2, table)
+            y = multiply_along_dim(env.xp, y, d + 2, table)
         y = all_reduce_over_parts(env, env.xp.ascontiguousarray(y), env.random.path)
         return kernels.cast_float(env.xp, y[self._get_local_result_index(env, parts)], x.dtype), parts
 
@@ -208,22 +218,24 @@ class AdaptiveAvgPool(FieldLayer):
         whole[self._get_local_result_index(env, saved)] = kernels.to_float32(env.xp, dy)
         dx = all_reduce_over_parts(env, whole, env.random.path)
         for d, table in enumerate(self._make_averaging_matrices(env, saved)):
-            dx = matmul_along_dim(env.xp, dx, d + 2, table.T)
-        return kernels.cast_float(env.xp, env.xp.ascontiguousarray(dx), dy.dtype), ()
+            dx = multiply_along_dim(env.xp, dx, d + 2, table.transpose())
+        return kernels.cast_float(env.xp, dx, dy.dtype), ()
 
     def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
         """Return the index that selects this rank's outputs from the array of all outputs."""
         cells = (slice(*get_local_range(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 
-    def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[np.ndarray]:
-        """Return one matrix (cells, outputs) per dim, which holds the weight of each of this rank's cells in each
-        output."""
+    def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[CellMatrix]:
+        """Return one matrix per dim, which maps this rank's cells to the outputs with the weight of each cell."""
         found = []
         for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
-            at, i = np.arange(*get_local_range(env, cuts, d))[:, None], np.arange(many)
+            start, stop = get_local_range(env, cuts, d)
+            at, i = np.arange(start, stop), np.arange(many)[:, None]
             begin, end = i * cuts[-1] // many, -(-(i + 1) * cuts[-1] // many)
-            found.append(((at >= begin) & (at < end)) / (end - begin))
+            outputs, cells = np.nonzero((at >= begin) & (at < end))
+            shares = 1.0 / (end - begin)[outputs, 0]
+            found.append(CellMatrix.from_entries(outputs, cells, shares, (many, stop - start)))
         return found
 
 

@@ -22,8 +22,15 @@ from fsdpx.ext.fields.halo import (
     require_field_shape,
 )  # fmt: skip
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
-from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backward_input, correlate_backward_params
-from fsdpx.nn.gradient_accumulation import add_sum_into, claim_gradient, matmul_along_dim
+from fsdpx.ext.fields.kernels import (
+    CellMatrix,
+    WindowStrides,
+    correlate,
+    correlate_backward_input,
+    correlate_backward_params,
+    multiply_along_dim,
+)
+from fsdpx.nn.gradient_accumulation import add_sum_into, claim_gradient
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, LayerContext, ParameterSpec, Params
 from fsdpx.nn.shard_specs import FieldPartition
@@ -171,6 +178,8 @@ class Upsample(FieldLayer):
         coincide; default None: False
     """
 
+    kernel_names = ("multiply_along_dim",)
+
     def __init__(
         self, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None
     ) -> None:
@@ -202,22 +211,23 @@ class Upsample(FieldLayer):
             halos.append(HaloSpec(d + 2, cuts, needs))
             rank = get_rank_along(env, cuts, d)
             mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
-            tables.append((taps[:, mine] - needs[rank][0], weights[:, mine], halos[-1].count_needed_cells(rank)))
-        y = exchange_halo(env, x, halos)
-        for d, (taps, weights, _) in enumerate(tables):
-            y = _resample_dim(env.xp, y, d + 2, taps, weights)
+            taps, weights = taps[:, mine] - needs[rank][0], weights[:, mine]
+            cells = halos[-1].count_needed_cells(rank)
+            numbers = np.broadcast_to(np.arange(taps.shape[1]), taps.shape)
+            entries = (a.T.reshape(-1) for a in (numbers, taps, weights))
+            tables.append(CellMatrix.from_entries(*entries, (taps.shape[1], cells)))
+        y = kernels.to_float32(env.xp, exchange_halo(env, x, halos))
+        for d, table in enumerate(tables):
+            y = multiply_along_dim(env.xp, y, d + 2, table)
         y = kernels.cast_float(env.xp, y, x.dtype)
         return y, (tables, tuple(halos))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         tables, halos = saved
         dtype, dy = dy.dtype, kernels.to_float32(env.xp, dy)
-        for d, (taps, weights, size) in reversed(list(enumerate(tables))):
-            matrix = np.zeros((size, taps.shape[1]))
-            for at, weight in zip(taps, weights, strict=True):
-                np.add.at(matrix, (at, np.arange(taps.shape[1])), weight)
-            dy = matmul_along_dim(env.xp, dy, d + 2, matrix.T)
-        dy = kernels.cast_float(env.xp, env.xp.ascontiguousarray(dy), dtype)
+        for d, table in reversed(list(enumerate(tables))):
+            dy = multiply_along_dim(env.xp, dy, d + 2, table.transpose())
+        dy = kernels.cast_float(env.xp, dy, dtype)
         return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
@@ -295,15 +305,3 @@ def _evaluate_cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
     near = ((a + 2) * t - (a + 3)) * t * t + 1
     far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
     return np.where(t <= 1, near, far)
-
-
-def _resample_dim(xp: Any, x: Array, dim: int, taps: np.ndarray, weights: np.ndarray) -> Array:
-    if len(taps) == 1:
-        return xp.take(x, xp.asarray(taps[0]), axis=dim)
-    shape = [1] * x.ndim
-    shape[dim] = taps.shape[1]
-    x, y = kernels.to_float32(xp, x), None
-    for at, weight in zip(taps, weights, strict=True):
-        part = xp.take(x, xp.asarray(at), axis=dim) * xp.asarray(weight.astype(x.dtype)).reshape(shape)
-        y = part if y is None else y + part
-    return y

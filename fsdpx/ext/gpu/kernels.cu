@@ -643,6 +643,15 @@ KERNEL(channel_norm_backward)(const real* dy, const real* x, real* dx, const dou
     }
 }
 
+KERNEL(multiply_along_dim)(const real* x, real* y, const number* starts, const number* sources, const wide* weights, number n, number cells, number outputs, number inner) {
+    EACH(i, n) {
+        number j = i % inner, o = i / inner % outputs, line = i / inner / outputs;
+        wide sum = 0;
+        for (number k = starts[o]; k < starts[o + 1]; k++) sum += weights[k] * get(x, (line * cells + sources[k]) * inner + j);
+        put(y, i, sum);
+    }
+}
+
 KERNEL(group_norm_backward)(const real* dy, const real* x, real* dx, const double* mean, const double* scale, const double* along, const double* across, number n, number channels, number cells) {
     EACH(i, n) {
         number c = channel_of(i, cells, channels);

@@ -805,6 +805,16 @@ def channel_norm_backward(
     return dx
 
 
+@register_gpu_kernel("real any any")
+def multiply_along_dim(launch: KernelLauncher, x: Any, dim: int, matrix: Any) -> Any:
+    y = launch.xp.empty((*x.shape[:dim], matrix.outputs, *x.shape[dim + 1 :]), dtype=x.dtype)
+    weights = launch.xp.asarray(matrix.weights.astype(launch.wide))
+    entries = launch.xp.asarray(matrix.starts), launch.xp.asarray(matrix.sources), weights
+    inner = math.prod(x.shape[dim + 1 :])
+    launch.launch_elements("multiply_along_dim", y.size, x, y, *entries, y.size, matrix.cells, matrix.outputs, inner)
+    return y
+
+
 @register_gpu_kernel("real")
 def group_norm_moments(launch: KernelLauncher, x: Any) -> Any:
     rows = x.reshape(1, -1, *x.shape[2:])  # samples x channels channels

@@ -57,7 +57,20 @@ FIELDS = [
 ]
 """Fields of 1 to 64 cells in a row, gradients, and values of each channel of each sample."""
 
+MATRICES = [
+    kernels.CellMatrix.from_entries(*map(np.array, entries), shape)
+    for *entries, shape in (
+        ((0, 0, 1, 1, 2, 2), (0, 1, 1, 2, 3, 4), (0.5, 0.5, 0.2, 0.8, 1.0, -0.5), (3, 5)),
+        ((1, 1, 1, 3, 0), (4, 0, 2, 1, 3), (0.1, 0.2, 0.3, 2.0, 1.0), (4, 5)),
+    )
+]
+"""Two cells of five for each output, and none to three for each."""
+
 CALLS: dict[str, list[tuple[Any, ...]]] = {
+    "multiply_along_dim": [
+        (noise(*shape), dim, matrix) for matrix in MATRICES
+        for shape, dim in (((2, 3, 5), 2), ((2, 4, 5, 3), 2), ((1, 16, 2, 5), 3), ((2, 3, 2, 5, 4), 3))
+    ],
     "group_norm_moments": [(x,) for x, *_ in FIELDS],
     "group_norm_affine": [(x, a, b, c) for x, _, a, b, c, _ in FIELDS],
     "group_norm_gradient_sums": [(dy, x, a, b) for x, dy, a, b, *_ in FIELDS],

@@ -123,5 +123,19 @@ def group_norms(x, dy, dtype) -> Cases:
     }  # fmt: skip
 
 
-FAMILIES = images, convolutions, group_norms
+def resampled(x, dy, dtype) -> Cases:
+    """Each of four cells along dim 2 is a sum of two of five."""
+    field = np.resize(x, (2, 3, 5, 2))
+    taps, weights = np.array([[0, 1, 2, 4], [1, 2, 4, 3]]), np.array([[0.5, 0.25, 1, 0.125], [0.5, 0.75, 2, 0.5]])
+    matrix = kernels.CellMatrix.from_entries(np.tile(np.arange(4), 2), taps.reshape(-1), weights.reshape(-1), (4, 5))
+
+    def total(a):
+        return sum(a[:, :, at] * weight[:, None] for at, weight in zip(taps, weights, strict=True))
+
+    sums = total(field), total(np.abs(field))
+    call = Case(lambda xp, a: kernels.multiply_along_dim(xp, a, 2, matrix), (field,), *sums)
+    return {"multiply_along_dim": [call]}
+
+
+FAMILIES = images, convolutions, group_norms, resampled
 KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}

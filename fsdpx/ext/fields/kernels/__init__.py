@@ -1,4 +1,4 @@
-"""Convolution, group norm and pooling kernels for fields, as plain array code and as compiled code."""
+"""Convolution, group norm, pooling and resampling kernels for fields, as plain array code and as compiled code."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate
@@ -12,3 +12,5 @@ from fsdpx.ext.fields.kernels.pool import avg_pool as avg_pool
 from fsdpx.ext.fields.kernels.pool import avg_pool_backward as avg_pool_backward
 from fsdpx.ext.fields.kernels.pool import max_pool as max_pool
 from fsdpx.ext.fields.kernels.pool import max_pool_backward as max_pool_backward
+from fsdpx.ext.fields.kernels.resample import CellMatrix as CellMatrix
+from fsdpx.ext.fields.kernels.resample import multiply_along_dim as multiply_along_dim

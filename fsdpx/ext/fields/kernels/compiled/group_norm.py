@@ -29,7 +29,7 @@ from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 
 __all__ = ["group_norm_affine", "group_norm_backward", "group_norm_gradient_sums", "group_norm_moments"]
 
-ROW_ELEMENTS = 64
+ROW_ELEMENTS = 256
 """Number of elements that a row should have, so that the loops over it run at full speed."""
 
 

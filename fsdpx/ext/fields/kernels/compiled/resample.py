@@ -1,0 +1,61 @@
+"""Compiled weighted sums of cells along one dim of a field, with channels last in memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array import parallel
+from fsdpx.core.array.jit import jit
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
+from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
+from fsdpx.ext.fields.kernels.resample import CellMatrix
+
+__all__ = ["multiply_along_dim"]
+
+
+@jit
+def _sum_cells(first, last, x, y, starts, sources, weights):
+    """Compute the rows `first` to `last` of y (lines, outputs, elements), which are numbered over lines and outputs,
+    from x (lines, cells, elements)."""
+    use_widest_vectors()
+    outputs, size = y.shape[1], y.shape[2]
+    for row in range(first, last):
+        line, o = row // outputs, row % outputs
+        begin, end, out = starts[o], starts[o + 1], y[line, o]
+        if end - begin == 2:  # as in linear interpolation
+            a, b, v, w = x[line, sources[begin]], x[line, sources[begin + 1]], weights[begin], weights[begin + 1]
+            for j in range(size):
+                out[j] = v * a[j] + w * b[j]
+            continue
+        if end == begin:
+            out[:] = 0
+            continue
+        a, v = x[line, sources[begin]], weights[begin]
+        for j in range(size):
+            out[j] = v * a[j]
+        for entry in range(begin + 1, end):
+            cell, weight = x[line, sources[entry]], weights[entry]
+            for j in range(size):
+                out[j] += weight * cell[j]
+
+
+def _make_example_matrix() -> CellMatrix:
+    return CellMatrix(np.arange(2), np.zeros(1, np.int64), np.ones(1), 1)
+
+
+@register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3)[:, :, :1], 2, _make_example_matrix()))
+def multiply_along_dim(xp: Any, x: np.ndarray, dim: int, matrix: CellMatrix) -> np.ndarray:
+    field = to_channels_last(x)
+    before, after = field.shape[: dim - 1], field.shape[dim:]
+    lines, elements = math.prod(before), math.prod(after)
+    y = np.empty((*before, matrix.outputs, *after), x.dtype)
+    arrays = field.reshape(lines, matrix.cells, elements), y.reshape(lines, matrix.outputs, elements)
+    rows, count = lines * matrix.outputs, parallel.get_threads()
+    cuts = [rows * i // count for i in range(count + 1)]
+    rest = *arrays, matrix.starts, matrix.sources, matrix.weights.astype(x.dtype)
+    parallel.run_tasks(_sum_cells, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    return view_channels_first(y)

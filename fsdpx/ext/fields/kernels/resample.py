@@ -1,0 +1,68 @@
+"""Weighted sums of cells along one dim of a field, by which resolutions change, in plain array code."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.kernels.dispatch import kernel
+
+__all__ = ["CellMatrix", "multiply_along_dim"]
+
+
+class CellMatrix(NamedTuple):
+    """A sparse matrix that maps the cells along a dim to other cells.
+
+    Attributes
+    ----------
+    starts : (outputs + 1,) int64; output o is the sum of the entries starts[o] to starts[o + 1]
+    sources : (entries,) int64, the input cell of each entry
+    weights : (entries,) float64, its weight
+    cells : number of input cells
+    """
+
+    starts: np.ndarray
+    sources: np.ndarray
+    weights: np.ndarray
+    cells: int
+
+    @classmethod
+    def from_entries(cls, outputs: np.ndarray, sources: np.ndarray, weights: np.ndarray, shape: Any) -> CellMatrix:
+        """Return the matrix with these entries, in any order; shape : (number of outputs, number of input cells)"""
+        order = np.argsort(outputs, kind="stable")
+        starts = np.searchsorted(outputs[order], np.arange(shape[0] + 1))
+        return cls(
+            starts.astype(np.int64), sources[order].astype(np.int64), weights[order].astype(np.float64), shape[1]
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs."""
+        return len(self.starts) - 1
+
+    def list_terms(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return the first entry of each output, then the second, and so on, as arrays of sources and of weights. An
+        output with fewer entries repeats its last one with weight 0."""
+        counts = np.diff(self.starts)
+        terms = []
+        for n in range(int(counts.max(initial=0))):
+            entries = np.clip(np.minimum(self.starts[:-1] + n, self.starts[1:] - 1), 0, None)
+            terms.append((self.sources[entries], np.where(counts > n, self.weights[entries], 0.0)))
+        return terms
+
+    def transpose(self) -> CellMatrix:
+        """Return the matrix of the gradient, which maps outputs to input cells."""
+        rows = np.repeat(np.arange(self.outputs), np.diff(self.starts))
+        return CellMatrix.from_entries(self.sources, rows, self.weights, (self.cells, self.outputs))
+
+
+@kernel(bits=False)
+def multiply_along_dim(xp: Any, x: Any, dim: int, matrix: CellMatrix) -> Any:
+    """Return y, in which each cell along dim `dim` (2 or more) of x (samples, channels, *cells) is a weighted sum of
+    cells of x."""
+    shape = -1, *(1,) * (x.ndim - dim - 1)
+    y = xp.zeros((*x.shape[:dim], matrix.outputs, *x.shape[dim + 1 :]), dtype=x.dtype)
+    for sources, weights in matrix.list_terms():
+        y = y + xp.take(x, xp.asarray(sources), axis=dim) * xp.asarray(weights.astype(x.dtype)).reshape(shape)
+    return y
