@@ -214,8 +214,8 @@ class Upsample(FieldLayer):
             taps, weights = taps[:, mine] - needs[rank][0], weights[:, mine]
             cells = halos[-1].count_needed_cells(rank)
             numbers = np.broadcast_to(np.arange(taps.shape[1]), taps.shape)
-            entries = (a.T.reshape(-1) for a in (numbers, taps, weights))
-            tables.append(CellMatrix.from_entries(*entries, (taps.shape[1], cells)))
+            o, cell, weight = (a.T.reshape(-1) for a in (numbers, taps, weights))
+            tables.append(CellMatrix.from_entries(o, cell, weight, (taps.shape[1], cells)))
         y = kernels.to_float32(env.xp, exchange_halo(env, x, halos))
         for d, table in enumerate(tables):
             y = multiply_along_dim(env.xp, y, d + 2, table)
