@@ -12,6 +12,7 @@ from caches import set_own_cache
 import fsdpx
 from fsdpx import data, nn, optim, spawn
 from fsdpx.__main__ import main
+from fsdpx.core.base.messages import format_count
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.plan import Machine, measuring
@@ -218,7 +219,7 @@ def test_processes_train_by_the_plan_of_rank_0(world: Communicator) -> None:
     with auto(world) as trainer, auto(world, strategy="ddp", **PLAIN) as plain:
         words = world.all_gather_object(trainer.report().planned)
         assert len(set(words)) == 1
-        assert f"on {world.size} ranks of laptops" in words[0]
+        assert f"on {format_count(world.size, 'rank')} of laptops" in words[0]
         np.testing.assert_allclose(stepped(trainer), stepped(plain), rtol=1e-5)
     with pytest.raises(ConfigError, match=r"^nothing fits into 64\.00 KiB per rank"):
         auto(world, memory="64KiB")
