@@ -144,7 +144,7 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for entry in found["layers"]:
         times = (entry["step ms"], entry["step ratio"], entry["predict ms"], entry["predict ratio"])
-        shape = " x ".join(map(str, entry["shape"]))
+        shape = "x".join(map(str, entry["shape"]))
         rows.append([f"{entry['repeat']} {entry['layer']}", shape, *(f"{value:.2f}" for value in times)])
     return [("layers", lines(head, rows))]
 
