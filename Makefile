@@ -89,7 +89,7 @@ OLD_PIP := $(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-che
 $(OLDEST)/.ready: pyproject.toml tests/oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLD_PIP) "setuptools<75" wheel mpich pytest pytest-mpi pytest-timeout pytest-xdist hypothesis cloudpickle safetensors
-	PATH=$(CURDIR)/$(OLDEST)/bin:$$PATH CFLAGS=-O0 $(OLD_PIP) --no-build-isolation --no-binary mpi4py mpi4py
+	PATH=$(CURDIR)/$(OLDEST)/bin:$$PATH CFLAGS=-O0 $(OLD_PIP) --no-cache-dir --no-build-isolation --no-binary mpi4py mpi4py
 	$(OLD_PIP) -e .
 	touch $@
 
