@@ -140,8 +140,9 @@ class PatchEmbedding(Layer):
     """ViT's embedding: converts images `(samples, channels, size, size)` to a class token and one token per patch, and
     adds learned positions.
 
-    The result is `(samples, 1 + patches, d_model)`; patches are ordered row by row. Parameters are `weight (d_model,
-    channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and `position (1 + patches, d_model)`.
+    The result is `(samples, 1 + patches, d_model)`; patches are ordered row by row. Parameters are
+    `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and
+    `position (1 + patches, d_model)`.
 
     Parameters
     ----------

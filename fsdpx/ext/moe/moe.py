@@ -61,9 +61,10 @@ class MoE(Layer):
 
     Input and output are `(samples, ..., d_model)`. At each position, the `active` experts with the largest logits
     `router x` are chosen; w is the softmax of their logits (Mixtral, Jiang et al. 2024). There is no capacity limit,
-    so no position is dropped. The weights are `router (experts, d_model)`, `gate` and `up (experts, d_hidden,
-    d_model)` and `down (experts, d_model, d_hidden)`. Every rank holds all experts of the layers that it computes. On
-    a tensor axis the layer becomes a `ShardedMoE`, which distributes the experts over the ranks.
+    so no position is dropped. The weights are `router (experts, d_model)`,
+    `gate` and `up (experts, d_hidden, d_model)`, and `down (experts, d_model, d_hidden)`. Every rank holds all experts
+    of the layers that it computes. On a tensor axis the layer becomes a `ShardedMoE`, which distributes the experts
+    over the ranks.
 
     Parameters
     ----------
