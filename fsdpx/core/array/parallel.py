@@ -28,7 +28,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "MIN_PARALLEL_SIZE", "MIN_PIECE_ELEMENTS", "flush_denormals", "get_threads", "parallel_for_columns",
-    "parallel_for_rows", "run_tasks", "set_threads", "split_range",
+    "parallel_for_range", "parallel_for_rows", "run_tasks", "set_threads", "split_range",
 ]  # fmt: skip
 
 
@@ -129,6 +129,12 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
         return
     step = -(-size // (_threads * PIECE_ALIGNMENT)) * PIECE_ALIGNMENT
     run_tasks(function, [(start, min(start + step, size), rows, *rest) for start in range(0, size, step)])
+
+
+def parallel_for_range(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
+    """Run `function(first, last, *rest)` on equal ranges that together cover [start, stop), one for each thread."""
+    edges = [start + (stop - start) * i // _threads for i in range(_threads + 1)]
+    run_tasks(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 
 
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:

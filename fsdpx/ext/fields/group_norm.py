@@ -96,9 +96,7 @@ class GroupNorm(Layer):
 
     def _repeat_for_channels(self, env: LayerContext, a: Array) -> Array:
         """Return values (samples, groups) once for each channel of a group: (samples, channels)."""
-        samples, groups = a.shape
-        repeated = env.xp.broadcast_to(a[:, :, None], (samples, groups, self.num_channels // groups))
-        return repeated.reshape(samples, self.num_channels)
+        return env.xp.repeat(a, self.num_channels // self.num_groups, axis=1)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
         """Return whether groups with a single value raise DataError: as in PyTorch, only if the batch is one sample."""

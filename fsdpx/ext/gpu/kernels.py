@@ -807,11 +807,11 @@ def channel_norm_backward(
 
 @register_gpu_kernel("real any any")
 def multiply_along_dim(launch: KernelLauncher, x: Any, dim: int, matrix: Any) -> Any:
-    y = launch.xp.empty((*x.shape[:dim], matrix.outputs, *x.shape[dim + 1 :]), dtype=x.dtype)
+    y = launch.xp.empty((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
     weights = launch.xp.asarray(matrix.weights.astype(launch.wide))
     entries = launch.xp.asarray(matrix.starts), launch.xp.asarray(matrix.sources), weights
-    inner = math.prod(x.shape[dim + 1 :])
-    launch.launch_elements("multiply_along_dim", y.size, x, y, *entries, y.size, matrix.cells, matrix.outputs, inner)
+    sizes = y.size, matrix.cells, matrix.output_count, math.prod(x.shape[dim + 1 :])
+    launch.launch_elements("multiply_along_dim", y.size, x, y, *entries, *sizes)
     return y
 
 

@@ -37,7 +37,7 @@ class CellMatrix(NamedTuple):
         )
 
     @property
-    def outputs(self) -> int:
+    def output_count(self) -> int:
         """Number of outputs."""
         return len(self.starts) - 1
 
@@ -53,8 +53,8 @@ class CellMatrix(NamedTuple):
 
     def transpose(self) -> CellMatrix:
         """Return the matrix of the gradient, which maps outputs to input cells."""
-        rows = np.repeat(np.arange(self.outputs), np.diff(self.starts))
-        return CellMatrix.from_entries(self.sources, rows, self.weights, (self.cells, self.outputs))
+        rows = np.repeat(np.arange(self.output_count), np.diff(self.starts))
+        return CellMatrix.from_entries(self.sources, rows, self.weights, (self.cells, self.output_count))
 
 
 @kernel(bits=False)
@@ -62,7 +62,7 @@ def multiply_along_dim(xp: Any, x: Any, dim: int, matrix: CellMatrix) -> Any:
     """Return y, in which each cell along dim `dim` (2 or more) of x (samples, channels, *cells) is a weighted sum of
     cells of x."""
     shape = -1, *(1,) * (x.ndim - dim - 1)
-    y = xp.zeros((*x.shape[:dim], matrix.outputs, *x.shape[dim + 1 :]), dtype=x.dtype)
+    y = xp.zeros((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
     for sources, weights in matrix.list_terms():
         y = y + xp.take(x, xp.asarray(sources), axis=dim) * xp.asarray(weights.astype(x.dtype)).reshape(shape)
     return y

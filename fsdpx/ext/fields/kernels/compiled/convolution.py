@@ -11,12 +11,12 @@ channels at a time. The gradients use the transposed formula. Rounding errors gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array import blas, parallel
+from fsdpx.core.array import blas
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels import activation
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
@@ -30,7 +30,7 @@ from fsdpx.core.array.kernels.compiled.memory_order import (
 from fsdpx.core.array.kernels.compiled.product import PLAIN, TURNED, call_cblas
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
-from fsdpx.core.array.parallel import parallel_for_rows
+from fsdpx.core.array.parallel import parallel_for_range, parallel_for_rows
 from fsdpx.ext.fields.kernels import convolution as places
 from fsdpx.ext.fields.kernels.compiled import depthwise, direct
 from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_offset, emit_pointer_cast, run_strips_of_line
@@ -256,9 +256,9 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
     blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if backward else (inner, 9)))
     rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
     block, row = (LANES, outer) if backward else (LANES * inner, LANES)
-    _run_in_threads(_of_reversed if backward else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
+    parallel_for_range(_of_reversed if backward else _of_weight, 0, rows.shape[0], rows, u, 0, 0, 1, 1)
     start = np.zeros(outer, x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    _run_in_threads(_convolve_winograd_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
+    parallel_for_range(_convolve_winograd_tiles, 0, n * down * right, x, y, u, block, row, start, -padding, down, right)
     return y
 
 
@@ -269,22 +269,12 @@ def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, p
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
     for start, stop in _split_tiles_into_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
         dm, v = _allocate_planes(x, (stop - start) * outer), _allocate_planes(x, (stop - start) * inner)
-        _run_in_threads(_of_gradient, start, stop, dy, dm, start, 0, down, right)
-        _run_in_threads(_of_input, start, stop, x, v, start, -padding, down, right)
-        _run_in_threads(_multiply_planes, 0, PLANES, gemm_address, du, dm, v, outer, inner, stop - start, start > 0)
+        parallel_for_range(_of_gradient, start, stop, dy, dm, start, 0, down, right)
+        parallel_for_range(_of_input, start, stop, x, v, start, -padding, down, right)
+        parallel_for_range(_multiply_planes, 0, PLANES, gemm_address, du, dm, v, outer, inner, stop - start, start > 0)
     if x.shape[0]:
-        _run_in_threads(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
+        parallel_for_range(_to_weight, 0, outer, dw, du, 0, 0, 1, 1)
     return dw
-
-
-def _run_in_threads(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
-    """Split the range [start, stop) evenly over threads, and call `function(first, last, *rest)` in each."""
-    threads = parallel.get_threads()
-    if threads == 1:
-        function(start, stop, *rest)
-        return
-    edges = [start + (stop - start) * i // threads for i in range(threads + 1)]
-    parallel.run_tasks(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 
 
 def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[tuple[int, int]]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
+from fsdpx.core.array.parallel import parallel_for_range
 from fsdpx.ext.fields.kernels.compiled.direct import (
     NARROW,
     NARROW_ROWS,
@@ -137,7 +137,7 @@ def convolve_depthwise(
     (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
     if y.size:
         outputs = _pad_channels(y) if add else _allocate_full_rows(y)
-        _convolve(_repeat_channels(x, y.shape[-1]), weight[:, 0], bias, strides, outputs, add)
+        _convolve_full_rows(_repeat_channels(x, y.shape[-1]), weight[:, 0], bias, strides, outputs, add)
         if outputs is not y:
             y[...] = outputs[..., : y.shape[-1]]
 
@@ -148,7 +148,7 @@ def depthwise_backward_input(
     """Write the gradient of the input, plus `bias` (channels,), to `dx`."""
     each, slope, channels = dy.shape[-1] // dx.shape[-1], _pad_channels(dy), dx.shape[-1]
     of_outputs = dx if each == 1 and _has_full_rows(dx) else np.empty((*dx.shape[:-1], slope.shape[-1]), dx.dtype)
-    direct_backward_input(weight[:, 0], slope, strides, of_outputs, None, _convolve)
+    direct_backward_input(weight[:, 0], slope, strides, of_outputs, None, _convolve_full_rows)
     if of_outputs is not dx:
         np.sum(of_outputs[..., : dy.shape[-1]].reshape(*dx.shape[:-1], channels, each), axis=-1, out=dx)
     if bias is not None:
@@ -162,19 +162,18 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
         return
     slope, field = _pad_channels(dy), _repeat_channels(x, dy.shape[-1])
     sizes = np.array([last - first for first, last in runs.met])
-    planes, count, channels = int(sizes[0] * sizes[1]), parallel.get_threads(), slope.shape[-1]
-    cuts = [planes * i // count for i in range(count + 1)]
+    planes, channels = int(sizes[0] * sizes[1]), slope.shape[-1]
     packed = np.zeros(channels * planes * int(sizes[2]), x.dtype)
     (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(field), get_address_and_byte_strides(slope)
     moves = runs.moves * x_steps[1:, None]
     rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, sizes, packed, channels, x.shape[0])
-    parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    parallel_for_range(_add_weight_gradient, 0, planes, *rest)
     window = [slice(first, last) for first, last in runs.met][5 - dw.ndim :]
     gradient = _unpack_lanes(packed, channels)[: dw.shape[0]]
     dw[:, 0][(slice(None), *window)] += gradient.reshape(dw.shape[0], *sizes[5 - dw.ndim :])
 
 
-def _convolve(
+def _convolve_full_rows(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
     """Convolve each channel of x with its window in `weight` (channels, *kernel); the other arguments are those of
@@ -193,11 +192,8 @@ def _convolve(
     if bias is not None:
         begin[: bias.size] = bias
     (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(y)
-    total, count = x.shape[0] * runs.lines, parallel.get_threads()
-    cuts = [total * i // count for i in range(count + 1)]
     rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, sizes)
-    pairs = zip(cuts, cuts[1:], strict=False)
-    parallel.run_tasks(_convolve_lines, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
+    parallel_for_range(_convolve_lines, 0, x.shape[0] * runs.lines, *rest, packed, begin, add)
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.elements import as_contiguous
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
+from fsdpx.core.array.parallel import parallel_for_range
 from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
@@ -503,11 +503,8 @@ def convolve_direct(
     _pack_weights(kernel, packed, found, turned, False)
     begin = np.zeros(y.shape[-1], x.dtype) if bias is None else as_contiguous(bias, x.dtype)
     (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(y)
-    total, count = x.shape[0] * runs.lines, parallel.get_threads()
-    cuts = [total * i // count for i in range(count + 1)]
     rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
-    pairs = zip(cuts, cuts[1:], strict=False)
-    parallel.run_tasks(_convolve_lines, [(a, b, *rest, packed, begin, add) for a, b in pairs if a < b])
+    parallel_for_range(_convolve_lines, 0, x.shape[0] * runs.lines, *rest, packed, begin, add)
 
 
 def direct_backward_input(
@@ -549,11 +546,9 @@ def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStr
     sizes = places[:, 0].copy()
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
     (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(dy)
-    planes, count = int(sizes[0] * sizes[1]), parallel.get_threads()
-    cuts = [planes * i // count for i in range(count + 1)]
     moves = runs.moves * x_steps[1:, None]
     rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
-    parallel.run_tasks(_add_weight_gradient, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    parallel_for_range(_add_weight_gradient, 0, int(sizes[0] * sizes[1]), *rest)
     kernel = reshape_to_three_dims(dw)
     _pack_weights(kernel, packed, places, False, True)
     if not np.may_share_memory(kernel, dw):

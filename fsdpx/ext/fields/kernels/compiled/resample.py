@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
 from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
 from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
+from fsdpx.core.array.parallel import parallel_for_range
 from fsdpx.ext.fields.kernels.resample import CellMatrix
 
 __all__ = ["multiply_along_dim"]
@@ -52,10 +52,8 @@ def multiply_along_dim(xp: Any, x: np.ndarray, dim: int, matrix: CellMatrix) -> 
     field = to_channels_last(x)
     before, after = field.shape[: dim - 1], field.shape[dim:]
     lines, elements = math.prod(before), math.prod(after)
-    y = np.empty((*before, matrix.outputs, *after), x.dtype)
-    arrays = field.reshape(lines, matrix.cells, elements), y.reshape(lines, matrix.outputs, elements)
-    rows, count = lines * matrix.outputs, parallel.get_threads()
-    cuts = [rows * i // count for i in range(count + 1)]
-    rest = *arrays, matrix.starts, matrix.sources, matrix.weights.astype(x.dtype)
-    parallel.run_tasks(_sum_cells, [(a, b, *rest) for a, b in zip(cuts, cuts[1:], strict=False) if a < b])
+    y = np.empty((*before, matrix.output_count, *after), x.dtype)
+    arrays = field.reshape(lines, matrix.cells, elements), y.reshape(lines, matrix.output_count, elements)
+    entries = matrix.starts, matrix.sources, matrix.weights.astype(x.dtype)
+    parallel_for_range(_sum_cells, 0, lines * matrix.output_count, *arrays, *entries)
     return view_channels_first(y)
