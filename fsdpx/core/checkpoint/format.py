@@ -92,7 +92,7 @@ class PartialCrc:
         self.at, self.value = 0, 0
 
     def add_bytes(self, start: int, data: Any) -> None:
-        """Add bytes of the tensor, the first of which is byte number `start`."""
+        """Add bytes of the tensor, beginning at byte `start`."""
         assert start >= self.at, "parts of a tensor ascend"
         state = _append_zeros_to_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES

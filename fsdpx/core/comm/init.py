@@ -558,7 +558,7 @@ _exits_named = _NamedExits()
 
 
 def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for the threads of all ranks and return those that have not ended. After a failure, wait at most
+    """Wait for the threads of all ranks and return the threads that still run. After a failure, wait at most
     _GRACE_SECONDS more."""
 
     def is_over() -> bool:

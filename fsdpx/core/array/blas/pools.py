@@ -99,7 +99,7 @@ def _plan_pool_limits() -> None:
 
 
 def _find_thread_pools() -> list[BlasThreads]:
-    """Return the thread pools of the loaded BLAS libraries, without those that packages other than NumPy bundle."""
+    """Return the thread pools of the loaded BLAS libraries, except libraries bundled by packages other than NumPy."""
     with environment.restoring_environment():  # importing threadpoolctl sets an environment variable of OpenMP
         from threadpoolctl import ThreadpoolController
     loaded = [one for one in ThreadpoolController().lib_controllers if one.user_api == "blas"]

@@ -138,8 +138,8 @@ class NodeGroup:
 
     def reserve_collective(self, call: object = "a call") -> int:
         """Return the number of a new collective, waiting until its record in shared memory may be overwritten. The
-        number is reserved when a call is issued, so that all ranks number collectives alike even if they synchronize
-        later."""
+        number is reserved when a call is issued, so all ranks give a collective the same number, even if they
+        synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
