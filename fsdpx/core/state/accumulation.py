@@ -1,5 +1,5 @@
-"""Gradient accumulation over microbatches and ranks: either in the order in which they arrive, or along a fixed binary
-tree over chunks of the batch, which gives the same bits on any number of ranks.
+"""Gradient accumulation over microbatches and ranks: either in the order in which gradients arrive, or along a fixed
+binary tree over chunks of the batch, which gives bitwise identical results on any number of ranks.
 
 The `Accumulation` of a placement decides everything that depends on this choice: how a batch is split, how many
 partial sums are alive at once, which buffers and transfers a gradient reduction needs, and whether sums may depend on
@@ -57,7 +57,8 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Adds gradients in the order in which microbatches run and in which collectives add the contributions of ranks."""
+    """Adds gradients in the order in which they arrive: microbatches as they run, and ranks in the order that the
+    collective uses."""
 
     bitwise = False
     """True if results must not depend on the number of ranks and on how pages are sharded."""
@@ -75,7 +76,7 @@ class SequentialAccumulation:
         return wanted
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
-        """Return the first sample of each microbatch of a rank, and as the last element the rank's number of samples.
+        """Return the index of the first sample of each microbatch of a rank, followed by the rank's number of samples.
         `rows` holds the number of samples of each data rank."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
@@ -106,8 +107,8 @@ class SequentialAccumulation:
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Add the result of a reduce-scatter to `part`, this rank's shard of the accumulated gradient, and return
-        `part`. Do nothing if the result is already in the memory of `part`."""
+        """Add `total`, the result of a reduce-scatter, to `part`, this rank's shard of the accumulated gradient, and
+        return `part`. If both are the same memory, the result is already there and nothing is added."""
         if not has_same_address(total, part):
             part += total
         return part
@@ -125,9 +126,9 @@ class SequentialAccumulation:
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of temporary memory for reducing the gradient of a page (flat parameter buffer). `kind` is
-        the purpose: "carry" for the codec and "trade" for partial sums in a reduce-scatter, or "join" in an all-reduce
-        over replicas."""
+        """Return the bytes of temporary memory for reducing the gradient of a page (flat parameter buffer). `kind`
+        says what the memory is for: "carry" for the codec of a reduce-scatter, "trade" for the partial sums of a
+        reduce-scatter, and "join" for an all-reduce over replicas."""
         if kind == "trade":
             return 0
         shard, replica = self.axes.shard.size, self.axes.replica.size
@@ -138,8 +139,9 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the collectives of a gradient's reduce-scatter, and of its all-reduce over replicas, with the bytes
-        that this rank sends in each. `own` is the number of elements that this rank owns in that all-reduce."""
+        """Return two lists of collectives with the bytes that this rank sends in each: those of a gradient's
+        reduce-scatter, and those of its all-reduce over replicas. `own` is the number of elements that this rank sums
+        in the all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -148,9 +150,10 @@ class SequentialAccumulation:
 
 
 class TreeAccumulation:
-    """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, which gives the
-    same bits on any number of ranks. A rank first adds its own chunks as far as the tree allows, and reduces these
-    partial sums together, because this sends fewer bytes than one reduction per chunk."""
+    """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, which gives
+    bitwise identical results on any number of ranks. Each rank first adds its own chunks as far as the tree allows,
+    and then sends all its partial sums in one reduction, because this sends fewer bytes than one reduction per chunk.
+    """
 
     bitwise = True
 
@@ -210,7 +213,7 @@ class TreeAccumulation:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Return the partial sums unchanged, because they are added only once all of them have arrived."""
+        """Return the partial sums in `total` unchanged, because they are added only once all of them have arrived."""
         return total
 
     def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -234,9 +237,9 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the exchanges of partial sums over the shard axis and over replicas, with the bytes that this rank
-        sends in each. Their number is that of the rank with the most partial sums; a rank with fewer sends nothing in
-        the last ones."""
+        """Return the exchanges of partial sums, first over the shard axis and then over replicas, with the bytes that
+        this rank sends in each. There are as many exchanges as the rank with the most partial sums needs; other ranks
+        send nothing in the last ones."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
@@ -248,13 +251,13 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """The tree nodes that cover the chunks of each rank on this rank's shard axis."""
+        """For each rank on this rank's shard axis, the tree nodes that cover its chunks."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """The tree nodes that cover the chunks of each replica."""
+        """For each replica, the tree nodes that cover its chunks."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

@@ -32,8 +32,8 @@ __all__ = [
 
 
 def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
-    """Return an allocator for memory that the ranks of a host share, if it can hold arrays of the namespace `xp` and a
-    host has several ranks. Otherwise return None on all ranks."""
+    """Return an allocator for memory shared by the ranks of a host, if some host has several ranks and the memory can
+    hold arrays of the namespace `xp`. Otherwise return None on all ranks."""
     node = find_node_communicator(world)
     if node is None or node.xp is not xp or max(map(len, node.ranks_by_host)) == 1:
         return None
@@ -41,11 +41,11 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
 
 
 def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
-    """Return how many ranks of this host can share their full parameters; 0 if they cannot. If they can, each rank's
-    shard is a view of the shared array, so an all-gather moves no data within the host.
+    """Return how many ranks of this host can share one copy of their full parameters; 0 if they cannot. With a shared
+    copy, each rank's shard is a view of it, so an all-gather moves no data within the host.
 
-    Ranks can share full parameters if the ranks of each shard axis are on one host, or if full parameters are kept
-    anyway. Collective."""
+    Ranks can share a copy if all ranks of each shard axis are on one host, or if full parameters are kept anyway.
+    Collective."""
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
@@ -65,7 +65,7 @@ def allocate_rows_in_windows(
 ) -> bool:
     """Allocate the arrays of these ledger rows in shared memory. If `together` is True, all ranks of a host share one
     block; otherwise each rank has its own block, which other ranks can read. If a host has too little shared memory,
-    warn that it lacks memory for `what`, and return False. Collective."""
+    return False after a warning that names the arrays as `what`. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),
@@ -126,7 +126,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return this rank's ledger rows (one per array), and allocate the arrays that ranks share. Collective."""
+    """Return this rank's ledger rows (one per array), and allocate those arrays that ranks share. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
@@ -140,8 +140,8 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
 
 
 def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
-    """Return whether arrays of this kind, such as "master" or "grad", are stored in memory. The result is the same on
-    all ranks, even on those without such an array."""
+    """Return whether arrays of this kind, such as "master" or "grad", are kept in device memory rather than offloaded.
+    The result is the same on all ranks, even on ranks without such an array."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.assign_row_level(row).level == "device")
 
@@ -200,9 +200,9 @@ def fill_parameter_shards(
 ) -> None:
     """Set this rank's parameter shards from `values`, a function of (parameter name, start, stop).
 
-    Elements are numbered within this tensor rank's part of the parameter. One call asks for at most `max_elements`
-    elements. `read_into` is an optional function of (name, start, array) that fills the array itself, or returns False
-    to have `values` called."""
+    `start` and `stop` are element indices within this tensor rank's part of the parameter, at most `max_elements`
+    apart. `read_into` is an optional function of (name, start, array) that fills the array itself, or returns False if
+    `values` is to be called instead."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields(state.ledger.get_array("master", p), page.own_range):
             size = int(own_array.size)
@@ -221,8 +221,8 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
 
 
 def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
-    """Create the communicators for tied parameters, and return the tie groups of this rank, keyed by the number of
-    their first page. Collective."""
+    """Create the communicators for tied parameters, and return this rank's tie groups, keyed by the index of their
+    first page. Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
@@ -239,8 +239,8 @@ def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
 
 
 def _make_pipe_subgroup(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator of the given pipeline ranks of this pipeline. On other ranks, return a communicator that
-    contains only the rank itself. Collective."""
+    """Return a communicator for the given ranks of this rank's pipeline. Every other rank gets a communicator that
+    contains only itself. Collective."""
     place = axes.coordinates
     line = [axes.mesh.rank_of(place._replace(pipe=rank)) for rank in ranks]
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

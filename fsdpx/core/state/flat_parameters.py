@@ -43,7 +43,8 @@ class ElementRange:
 
 @dataclass(frozen=True)
 class OverlapPiece:
-    """The overlap [start, stop) of two element ranges: number `have` of one list and number `want` of another."""
+    """The overlap [start, stop) of two element ranges: the one at index `have` of a first list, and the one at index
+    `want` of a second list."""
 
     have: int
     want: int
@@ -52,8 +53,8 @@ class OverlapPiece:
 
 
 def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
-    """Return all non-empty overlaps between two lists of ranges, each of which is sorted and disjoint. Takes O(n + m)
-    time.
+    """Return all non-empty overlaps between two lists of ranges. Within each list, ranges must be sorted and disjoint.
+    Takes O(n + m) time.
 
     Used to load and reshard checkpoints, and to find the parameters in a shard."""
     pieces = []
@@ -120,8 +121,8 @@ class Page:
         sources: Mapping[str, str] | None = None,
         rule: int = 0,
     ) -> Page:
-        """Make a page with the parameters in `shapes`, which are (name, shape) pairs, in this order. `sources` maps
-        the name of a tied copy to the name of the parameter that it copies."""
+        """Make a page with the parameters in `shapes`, a list of (name, shape) pairs, stored in this order. `sources`
+        maps the name of a tied copy to the name of the parameter that it copies."""
         sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
@@ -132,25 +133,26 @@ class Page:
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
-        """Return views of `flat`, which holds the elements of the page, as a dict from parameter name to an array with
-        the parameter's shape."""
+        """Return a dict from parameter name to a view of `flat` in the parameter's shape. `flat` holds the elements of
+        the page."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """Yield the parameters that overlap a range of elements of the page, as (field, offset of the overlap within
-        the parameter, flat view of its elements). `flat` holds the values of the range."""
+        """Yield the parameters that overlap a range of elements of the page, as (field, index of the overlap's first
+        element within the parameter, view of the overlap in `flat`). `flat` holds the values of the range."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return which parameters overlap a shard of this page: one `OverlapPiece` for each, with `have` as the field
-        number."""
+        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page. Its `have` is the index of
+        the parameter in `fields`."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
         """Return the shapes of the tensors in a range of elements, in order. A tensor that is only partly in the range
-        is given as its complete rows, plus a vector for an incomplete row before and after them."""
+        contributes its complete rows, plus a vector for an incomplete row before them and one for an incomplete row
+        after them."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
@@ -165,8 +167,8 @@ class Page:
         return [shape for shape in tensor_shapes if prod(shape)]
 
     def list_block_edges(self) -> list[int]:
-        """Return the elements at which a shard may begin without changing blockwise sums, which are computed over
-        fixed blocks of each parameter."""
+        """Return the element indices at which a shard may begin without splitting a block. Blockwise sums are computed
+        over fixed blocks of each parameter, so they do not depend on such shards."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]
         return edges + [self.size]
 
@@ -186,7 +188,8 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
     """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run. A
-    group spans at most `max_size` elements, and at most `max_sparsity` times the elements of its runs."""
+    group spans at most `max_size` elements in all, and at most `max_sparsity` times as many elements as its runs
+    contain."""
     group: list[Interval] = []
     inside = 0
     for run in runs:

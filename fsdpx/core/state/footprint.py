@@ -93,8 +93,8 @@ class Footprint:
 def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """Return the resident bytes of a rank's arena and of its shared memory, as planned.
 
-    To sum gradients, each rank reads its shard from the shared memory of the other ranks, so that these bytes are
-    resident in its process as well."""
+    To sum gradients, each rank reads its shard from the shared memory of the other ranks, so the memory that it reads
+    becomes resident in its process and is counted as well."""
     arena, total = state.arena, sum(state.count_bytes_by_kind().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
@@ -112,7 +112,7 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
     """Return a function that measures the memory of this process on Linux, and returns None on other systems.
 
-    Call that function only on request, because Linux walks all memory pages of the process."""
+    Call that function sparingly: Linux then walks all memory pages of the process."""
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
     return partial(
@@ -152,11 +152,11 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """Return a text about the available memory, and the number of bytes that each rank may plan to use; None if
-    unknown.
+    """Return a text about the available memory, and the number of bytes that each rank may plan to use, or None if it
+    is unknown.
 
-    `held` is the number of bytes that this rank has already allocated of its plan, and `ranks_here` the number of
-    ranks on this host."""
+    `held` is how many of the planned bytes this rank has already allocated, and `ranks_here` the number of ranks on
+    this host."""
     try:
         machine, process_status = (_parse_kilobyte_lines(Path("/proc", name)) for name in ("meminfo", "self/status"))
         total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
@@ -193,6 +193,6 @@ def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -
 
 
 def _parse_kilobyte_lines(file: Path) -> dict[str, int]:
-    """Return the numbers in a file of lines "name: number kB", as a dict by name."""
+    """Parse a file of lines "name: number kB", and return a dict from name to number."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

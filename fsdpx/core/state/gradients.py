@@ -2,7 +2,8 @@
 binary tree along which the gradients of chunks are added.
 
 Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
-of chunks. All sums follow this tree, so their bits do not depend on which rank computes which chunks, or when."""
+of chunks. All sums follow this tree, so they are bitwise the same no matter which rank computes which chunks, or when.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +46,13 @@ class TreeNode:
 
 
 def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
-    """Return the chunks of the batch that data rank `rank` of `ranks` computes: from floor(chunks * rank / ranks) up
-    to, but not including, floor(chunks * (rank + 1) / ranks)."""
+    """Return the range of chunks that data rank `rank` of `ranks` computes: from floor(chunks * rank / ranks) up to,
+    but not including, floor(chunks * (rank + 1) / ranks)."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
 def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """Return how many of the `samples` samples of a global batch `DataLoader` assigns to data rank `rank`."""
+    """Return how many of the `samples` samples in a global batch `DataLoader` gives to data rank `rank`."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -62,8 +63,8 @@ def get_root_node(chunks: int) -> TreeNode:
 
 
 class PairwiseSumStack(Generic[T]):
-    """Sums values in the order of a binary tree. Two siblings are added as soon as both are on the stack, as in a
-    binary counter, so it holds at most log2(chunks) + 1 partial sums.
+    """A stack that sums values in the order of a binary tree. Two siblings are added as soon as both are on the stack,
+    like a carry in a binary counter, so the stack holds at most log2(chunks) + 1 partial sums.
 
     `add` is a function (left, right) -> sum, which may work in place on `left`."""
 
@@ -72,7 +73,7 @@ class PairwiseSumStack(Generic[T]):
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Push the value of a tree node. Nodes must be pushed from left to right without gaps."""
+        """Push the value of a tree node. Push nodes from left to right, without gaps."""
         self.entries.append((self._find_highest_equal_ancestor(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
@@ -85,8 +86,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
-        """Return the highest tree node that sums the same chunks as `node`. A left child equals its parent if its
-        right sibling would begin after the last chunk."""
+        """Return the highest tree node that sums the same chunks as `node`. A left child sums the same chunks as its
+        parent if its right sibling would begin after the last chunk."""
         top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -94,8 +95,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """Return the smallest set of tree nodes that together sum the chunks in `run`. A `PairwiseSumStack` holds these
-    nodes once the chunks have been pushed."""
+    """Return the smallest set of tree nodes that together sum the chunks in `run`. These are the nodes that remain on
+    a `PairwiseSumStack` after the chunks have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -103,7 +104,7 @@ def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
 
 
 def count_live_partial_sums(chunks: int, run: range) -> int:
-    """Return the largest number of partial sums (at least 1) that a rank stores at once while it adds the chunks in
+    """Return the largest number of partial sums (at least 1) that a rank holds at once while it adds the chunks in
     `run`."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
@@ -133,17 +134,16 @@ class Reduction(NamedTuple):
 
 
 class FullGradient:
-    """An unsharded gradient on this rank, to which microbatches are added in the order in which they run.
+    """An unsharded gradient on this rank, which adds up microbatches in the order in which they run.
 
     Attributes
     ----------
-    is_blank : whether nothing has been written yet, so that the first write must set every element
-    """
+    is_blank : whether nothing has been written yet, so that the first write must set every element"""
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
-        """Use `buffer` as memory, whose values are undefined so far. `keep_offset` says where this rank's shard of the
-        sum is stored: True: at its own offset in the buffer, because other ranks may be reading the rest; False: at
-        the front."""
+        """Accumulate in `buffer`, whose values may be undefined. If `keep_offset` is True, this rank's shard of the
+        sum is stored at its own offset in the buffer, because other ranks may be reading the rest; if False, at the
+        front."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 
@@ -160,8 +160,8 @@ class FullGradient:
         """Start the reduce-scatter over the shard axis. Waiting for the transfer returns this rank's shard of the sum.
         Collective.
 
-        The first sum of a step is written directly into the accumulated shard; later sums are written into the memory
-        of this gradient."""
+        The first sum of a step is written directly into the accumulated shard. Later sums are written into this
+        gradient's buffer, and must then be added to the shard."""
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
             r.carrier.add_and_clear_kept_error(full)
@@ -176,27 +176,26 @@ class FullGradient:
 
 class ChunkGradients:
     """The gradients of chunks of the batch, added along the tree as soon as two siblings are complete. `leaves` are
-    buffers, as many as partial sums are stored at once.
+    the buffers, one for each partial sum that is held at the same time.
 
     Attributes
     ----------
-    is_blank : whether nothing has been written for the current chunk yet, as in `FullGradient`
-    """
+    is_blank : whether nothing has been written for the current chunk yet, as in `FullGradient`"""
 
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
         """Start without gradients. `chunks` are the chunks that this rank computes, and `total` is the number of
-        chunks of the global batch. `held` lists, for each rank of the shard axis, the tree nodes whose sums it has
-        after backward."""
+        chunks of the global batch. `held` lists, for each rank of the shard axis, the tree nodes whose sums that rank
+        has after backward."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the buffer for the gradient of the chunk that runs as `microbatch`. If this chunk is new, add the
-        gradient of the previous chunk to the tree."""
+        """Return the buffer for the gradient of the chunk that is computed as microbatch number `microbatch`. If this
+        starts a new chunk, first add the gradient of the previous chunk to the tree."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -210,8 +209,8 @@ class ChunkGradients:
         """Start to send this rank's partial sums to the owners of their elements, who add them along the tree.
         Collective.
 
-        Each rank sends nodes x (n - n/N) elements, where nodes is the number of subtrees that its chunks form: 1 if
-        the number of ranks is a power of two that divides the number of chunks."""
+        With N ranks and a gradient of n elements, each rank sends n - n/N elements for each of its partial sums. It
+        has only one partial sum if the number of chunks per rank is a power of two."""
         self._push_current_chunk()
         r, (_, comm, *_, what) = reduction, reduction.carrier
         trade = PartialSumExchange(
@@ -255,7 +254,7 @@ class PartialSums:
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
         """Write the sum over the replica axis into `out` and return it. `groups` lists, for each replica, the tree
-        nodes of its ranks. Collective; blocks, because the memory of the partial sums is reused afterwards."""
+        nodes whose sums it has. Collective; blocks, because the memory of the partial sums is reused afterwards."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out
@@ -268,9 +267,9 @@ class PartialSums:
 
 
 class PartialSumExchange:
-    """An all-to-all of partial sums, in which each rank receives its shard of the sums of all ranks and adds them
-    along the tree. `held` lists, for each rank, the tree nodes whose sums it has. `scratch` is memory for the received
-    elements."""
+    """An all-to-all of partial sums. Each rank receives its own shard of every rank's partial sums, and adds these
+    shards along the tree. `held` lists, for each rank, the tree nodes whose sums it has. `scratch` is memory for the
+    received elements."""
 
     def __init__(
         self,
@@ -300,7 +299,7 @@ class PartialSumExchange:
                 ]
 
     def test(self) -> bool:
-        # test every handle, because testing is what makes MPI progress
+        # call test() on every handle, because MPI moves data only during such calls
         done = [handle.test() for handle in self.handles]
         return all(done)
 

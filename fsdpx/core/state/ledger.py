@@ -39,9 +39,9 @@ class LedgerKind:
     Attributes
     ----------
     memory : the heading under which memory reports count it
-    slot : the kind of slot (named value) through which programs use it; "" if they do not
-    saved : whether checkpoints store it, resharding moves it and recovery keeps copies of it; other arrays can be
-        computed from saved ones
+    slot : the kind of slot (named value) through which programs access it; "" if no program does
+    saved : whether checkpoints store it, resharding moves it and recovery keeps copies of it; arrays that are not saved
+        can be recomputed from those that are
     prefix : prefix of its name in checkpoints
     """
 
@@ -62,9 +62,9 @@ LEDGER_KINDS = {
     "part": LedgerKind("gradients"),
     # optimizer state, such as Adam's moments
     "slot": LedgerKind("optimizer", "slots", saved=True),
-    # only compression codecs keep this: error-feedback residuals
+    # error-feedback residuals of compression codecs
     "memory": LedgerKind("codec memory", "memory", saved=True),
-    # arrays of compression codecs that are set to zero after a load or a resharding
+    # other state of compression codecs, set to zero after a load or a resharding
     "trace": LedgerKind("codec memory", "memory"),
     # running statistics of layers such as BatchNorm
     "statistic": LedgerKind("state", saved=True),
@@ -116,7 +116,7 @@ class LedgerRow:
     key : identity of the row
     span : the elements that the array holds, numbered within the page (flat parameter buffer) or the tensor
     times : number of arrays of this size that are stored one after another, such as partial sums
-    inside, at : if the array is a view, the key of the row that owns the memory, and the offset in its elements
+    inside, at : for a view, the key of the row that owns the memory, and the offset (in elements) within it
     sharers : number of ranks of this host that share the memory
     """
 
@@ -155,8 +155,8 @@ class LedgerRow:
 
 
 class Ledger:
-    """Table of the arrays of a rank: the rows in the order in which they were added, and the memory of the arrays that
-    are kept.
+    """Table of a rank's arrays: one row for each array, in the order in which they were added, and the arrays that are
+    kept in memory.
 
     Parameters
     ----------
@@ -165,8 +165,8 @@ class Ledger:
 
     Attributes
     ----------
-    planned_bytes : bytes of the initial rows, by kind of memory
-    peak_bytes : peak bytes so far, by kind of memory
+    planned_bytes : kind of memory -> bytes of the initial rows
+    peak_bytes : kind of memory -> peak bytes so far
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
@@ -198,7 +198,7 @@ class Ledger:
             self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """Return the array of a row; None if there is no such row, or if its memory is managed by programs."""
+        """Return the array of a row; None if there is no such row, or if programs manage its memory."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 
@@ -212,8 +212,8 @@ class Ledger:
         return self.arrays.get(row.key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes of all arrays with memory of their own, as a dict by kind of memory. Shared memory is
-        divided by the number of ranks that share it."""
+        """Return a dict from kind of memory, such as "gradients", to the bytes of all arrays kept in memory. Views do
+        not count, and shared memory is divided by the number of ranks that share it."""
         total: Counter[str] = Counter()
         for row in self:
             if row.is_kept and row.inside is None and row.level != "map":
@@ -221,12 +221,13 @@ class Ledger:
         return dict(total)
 
     def count_bytes_freed_by_update(self, now: bool = False) -> int:
-        """Return the bytes of the arrays that each update frees, which the arena never keeps. With `now`, count only
-        arrays that are allocated at the moment."""
+        """Return the bytes of the arrays that are freed by each update. With `now`, count only those that are
+        allocated at the moment."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_bytes_in_slow_level(self) -> dict[str, int]:
-        """Return the bytes of all arrays that are offloaded, for example to disk, as a dict by kind of memory."""
+        """Return a dict from kind of memory, such as "gradients", to the bytes of all arrays that are offloaded, for
+        example to disk."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
@@ -239,13 +240,13 @@ class Ledger:
 
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield the ledger rows of all arrays of this rank. `windows` says whether the ranks of a host share memory, and
-    `sharers` is the number of ranks that share their full parameters (0 if none do)."""
+    """Yield one ledger row for each array of this rank. `windows` says whether the ranks of a host share memory, and
+    `sharers` is the number of ranks that share one copy of their full parameters (0 if none do)."""
     return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
 
 
 def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield the ledger rows of all arrays of this rank, as if none were offloaded."""
+    """Yield one ledger row for each array of this rank, as if none were offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
         yield from _list_parameter_rows(placement, page, sharers)
@@ -285,8 +286,8 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """Yield the rows of the full gradient and of the reduced gradient shard of a page. If the full gradient is kept,
-    the shard is a view of it: in shared memory at the shard's own offset, because other ranks may be reading the rest,
-    and otherwise at the front."""
+    the shard is a view of it: at the shard's own offset in shared memory, where other ranks may be reading the rest,
+    and at the front otherwise."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -310,8 +311,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """Return the row of a full gradient that is kept on this rank until the update (`no_sync`), for shardings that
-    otherwise free full gradients after use."""
+    """Return the row of an unsharded gradient that `no_sync` keeps on this rank until the update. It is needed for
+    shardings that otherwise free unsharded gradients after use."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -325,7 +326,7 @@ def get_tensor_name(slot: str, parameter: str) -> str:
 
 
 def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
-    """Return what precedes the parameter's name in the checkpoint name of an array: "m", or "replica1/m" if each
+    """Return the prefix before the parameter's name in the checkpoint name of an array: "m", or "replica1/m" if each
     replica has its own array."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return add_replica_prefix(name, replica) if row.owner == "replica" else name
@@ -337,11 +338,11 @@ def add_replica_prefix(name: str, replica: int) -> str:
 
 
 def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
-    """Return the specs of all tensors that a checkpoint of the full model stores, by name and in the same order on all
-    ranks: parameters and running statistics, then the optimizer state of trained parameters.
+    """Return a dict from name to spec for all tensors that a checkpoint of the full model stores, in the same order on
+    all ranks: parameters and running statistics, then the optimizer state of trained parameters.
 
-    `replicas` is the number of replicas with a state of their own, if they train independently; None: the number in
-    the mesh."""
+    `replicas` is the number of replicas that train independently, each with its own optimizer state; None: as many as
+    the mesh has."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
@@ -353,7 +354,7 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
 
 
 def get_state_dtype(placement: Placement, name: str) -> np.dtype:
-    """Return the dtype in which ranks hold the checkpoint tensor `name`."""
+    """Return the dtype in which ranks keep the state that a checkpoint stores as tensor `name`."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
         # names are "m/PARAMETER", or "replica1/m/PARAMETER" if each replica has its own state

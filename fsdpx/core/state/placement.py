@@ -1,5 +1,5 @@
-"""The placement of one rank: everything that is fixed as long as the set of ranks is (model, parameter layout, mesh,
-dtypes, options, synchronization policy)."""
+"""The placement of one rank: everything that stays fixed until the set of ranks changes (model, parameter layout,
+mesh, dtypes, options, synchronization policy)."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ __all__ = [
 
 @dataclass
 class PipelineChoice:
-    """The pipeline schedule that the user chose, and the schedules made from it for each number of microbatches.
+    """The user's choice of pipeline schedule, and the schedule made from it for each number of microbatches.
 
     Attributes
     ----------
     choice : name of the schedule, a function, or the path of a file
     width : number of pipeline ranks
-    stages : number of stages, or the pipeline rank of each stage; None: the schedule decides
+    stages : number of stages, or the pipeline rank of each stage; None if the schedule decides
     """
 
     choice: str | Callable[..., Any]
@@ -90,8 +90,8 @@ class PipelineChoice:
         return home if self.width > 1 else (0,)
 
     def explain_stage_count(self, home: tuple[int, ...]) -> str:
-        """Return a phrase for errors that says how many stages the schedule puts on each rank, if it chose more stages
-        than ranks; otherwise ""."""
+        """If the schedule chose more stages than ranks, return a phrase for error messages that says how many stages
+        each rank has; otherwise return "". `home` is the pipeline rank of each stage."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
@@ -102,13 +102,13 @@ class PipelineChoice:
         return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
     def get_actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
-        """Return the forwards and backwards of a pipeline rank in the order in which it runs them. None without a
-        pipeline, where microbatches run one after another."""
+        """Return the forwards and backwards of a pipeline rank in the order in which it runs them. Return None without
+        a pipeline, where microbatches run one after another."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
     def require_no_deadlock(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
         """Compile the programs of all pipeline ranks for a request, and raise ProgramError if they would deadlock.
-        Raise ConfigError if they need more message tags than MPI has."""
+        Raise ConfigError if they need more message tags than are available."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), has_loss_weight=False)
         if self.width == 1 or bare in self._proved:
             return
@@ -135,7 +135,7 @@ class RecomputeChoice:
     ----------
     every : recompute every k-th unit (group of layers); 0: none
     budget : bytes that activations saved for backward may take on a rank; None: no limit
-    cores : kinds of layers that save fewer activations and recompute the remaining ones themselves
+    cores : kinds of layers that save fewer activations for backward and recompute the missing ones themselves
     """
 
     every: int = 0
@@ -164,7 +164,7 @@ def parse_recompute(choice: Any) -> RecomputeChoice:
 
 @dataclass(frozen=True)
 class StepOptions(StepChoices):
-    """Options of a step in addition to `StepChoices`, on which compiled programs depend.
+    """All options of a step: those of `StepChoices`, on which compiled programs depend, and those below.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class StepOptions(StepChoices):
     schedule : the pipeline schedule as text
     recompute : which units run forward again before their backward
     storage : which state is offloaded, for example to disk, between uses
-    sync_choice : how ranks synchronize; not every step in strategies such as local SGD
+    sync_choice : how ranks synchronize; with strategies such as local SGD, they do not do so in every step
     planned : text that says what strategy="auto" chose and why
     """
 
@@ -215,8 +215,8 @@ class Placement:
     xp : array module, such as `numpy`
     model : layers in the order of execution, as this tensor rank runs them
     layout : layout of the parameters in units (layers gathered together) and pages (flat buffers)
-    stages : the pipeline stages of each pipeline rank
-    pipe : the choice of a pipeline schedule
+    stages : the part of the model that each pipeline rank runs
+    pipe : the pipeline schedule that the user chose
     output_dim : dimension of the model's output that is sharded over the tensor axis; None: not sharded
     """
 
@@ -237,8 +237,8 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
     def list_rows_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks before this rank's group. Their sum is the index of
-        this rank's first sample. `rows` holds the number of samples of each data rank."""
+        """Return the number of samples of each group of data ranks that comes before this rank's group. The sum of
+        these numbers is the index of this rank's first sample. `rows` holds the number of samples of each data rank."""
         return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
 
     @cached_property
@@ -252,7 +252,7 @@ class Placement:
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """The pages (flat parameter buffers) of this pipeline rank with their shards, by page number."""
+        """The pages (flat parameter buffers) of this pipeline rank with their shards, keyed by page number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
@@ -279,8 +279,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if gathered parameters are kept until the update. This is so if the sharding says so or there is only
-        one shard, unless shards are offloaded."""
+        """True if gathered parameters are kept until the update: because the sharding asks for it or there is only one
+        shard, and only if shards are not offloaded."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
@@ -303,8 +303,8 @@ class Placement:
 
     @property
     def counts_loss(self) -> bool:
-        """True if this rank's loss enters the global mean. If all tensor ranks compute the same loss, only that of the
-        first one does."""
+        """True if this rank's loss enters the global mean. If all tensor ranks compute the same loss, only the first
+        tensor rank's loss counts."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
     def get_sample_offset_on_tensor_axis(self, batch: Microbatch) -> int:
@@ -315,28 +315,28 @@ class Placement:
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """The names of the running statistics that the layers of a unit update, by number of the unit. Only units of
-        this rank that have statistics are listed."""
+        """Unit number -> names of the running statistics that the unit's layers update, for those units of this rank
+        that have any."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
 
     @cached_property
     def statistic_ranks(self) -> dict[str, int]:
-        """The pipeline rank that updates a running statistic, by name of the statistic."""
+        """Name of a running statistic -> pipeline rank that updates it."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.statistic_specs}
 
     def get_codec_route(self, page: int) -> CodecRoute:
-        """Return the compression codecs for the gradient of a page (flat parameter buffer). Between replicas that
-        train independently, they compress the change of the parameters instead."""
+        """Return the compression codecs for the gradient of a page (flat parameter buffer). If replicas train
+        independently, the codecs between them compress the change of the parameters instead."""
         return self._codec_routes[page]
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """The compression codecs for the gradient of each page, by page number, bound to the shapes of its tensors."""
+        """Page number -> compression codecs for the page's gradient, bound to the shapes of its tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -348,7 +348,8 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """For each page (flat parameter buffer), the parameters in this rank's shard, as the optimizer updates them."""
+        """Page number -> the parameters in this rank's shard of the page, as the segments that the optimizer updates.
+        Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -358,8 +359,9 @@ class Placement:
     def make_shard_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
-        """Return the parameters in this rank's part of a page, as segments that the optimizer updates. `parts` holds
-        the elements of each rank of `comm`. `alone` says whether this rank holds these parameters in full."""
+        """Return the parameters in this rank's part of a page, as the segments that the optimizer updates. `parts`
+        holds each rank's elements, in the order of `comm`. `alone` says whether this rank holds these parameters in
+        full."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -387,7 +389,7 @@ class Placement:
 
     @cached_property
     def slot_formats(self) -> dict[str, SlotFormat]:
-        """The number format of each optimizer slot (state array such as Adam's "m"), by name."""
+        """Name of an optimizer slot (state array such as Adam's "m") -> its number format."""
         return get_slot_formats(self.optimizer)
 
     def get_slot_dtype(self, slot: str) -> np.dtype:
@@ -396,7 +398,7 @@ class Placement:
         return slot_dtype
 
     def format_page_name(self, page: int) -> str:
-        """Return a name for a page in errors: its first and last parameter, as in "0.weight..2.bias"."""
+        """Return a name for a page in error messages: its first and last parameter, as in "0.weight..2.bias"."""
         return self._page_names[page]
 
     def list_parameters_of_page(self, page: int) -> list[str]:
@@ -409,16 +411,16 @@ class Placement:
         return [first if first == last else f"{first}..{last}" for first, last in ends]
 
     def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
-        """Return the float64 numbers `values` of every rank of `comm` (default: all ranks), in rank order.
-        Collective."""
+        """Gather a list of float64 numbers from every rank of `comm` (default: all ranks). Return these lists in rank
+        order. Collective."""
         rows: list[list[float]] = self.start_all_gather_numbers(values, what, lambda rows: rows, comm).wait()
         return rows
 
     def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
-        """Start to gather `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer returns the
-        result of `use`, which gets the values of each rank. Collective."""
+        """Start to gather `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer calls `use`
+        with a list of every rank's values, and returns its result. Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))
@@ -426,7 +428,7 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # simulated ranks all have the same values, so no table of all ranks is converted
+        if not comm.has_peers:  # simulated ranks all have the same values, so the table need not be converted
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
@@ -436,7 +438,8 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements of its shard of a page this rank reduces itself in an all-reduce over replicas."""
+        """In an all-reduce of a page's gradient shard over replicas, each replica sums one part of the shard. Return
+        the number of elements in this rank's part."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
@@ -448,7 +451,7 @@ def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
 
 
 def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
-    """Return the parameters in a range of a page's elements, as segments that the optimizer updates."""
+    """Return the parameters in a range of a page's elements, as the segments that the optimizer updates."""
     items, start = [], span.start
     for piece in page.find_field_overlaps(span):
         f = page.fields[piece.have]
@@ -460,9 +463,9 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Gather `width` numbers for each parameter of a page from every rank that may hold a part of it. Return one list
-    per rank by parameter name; for a parameter that all tensor ranks hold in full, only the first tensor rank counts.
-    Collective."""
+    """Gather `width` numbers for each parameter of a page from every rank that may hold a part of it. Return a dict
+    from parameter name to one list of numbers per rank. If all tensor ranks hold a parameter in full, only the numbers
+    of the first tensor rank are used, and the others are zero. Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:

@@ -63,11 +63,11 @@ class SampleLayout(Protocol):
         """Convert an array of the caller, such as a target or output gradient, to the layout of the model's output."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
-        """Convert an array of the model to the layout of the caller's arrays. `batched` says whether these have a
-        sample dimension."""
+        """Convert an array of the model to the layout of the caller's arrays. `batched` says whether the caller's
+        arrays have a sample dimension."""
 
     def drop_target_of_other_ranks(self, y: Any) -> Any:
-        """Return only the part of the caller's target that belongs to this rank."""
+        """Return this rank's part of the caller's target."""
 
     def bind_loss(self, loss: Loss) -> Loss:
         """Return the loss adapted to outputs that are split over ranks."""
@@ -124,15 +124,14 @@ class CompleteSamples:
 
 
 class Domain(ABC):
-    """Base class for descriptions of how each sample is split over ranks, for the argument `domain` of `distribute`.
-    `fsdpx.Grid` is such a class. Ranks compare the `repr` of their domains.
+    """Base class for descriptions of how each sample is split over ranks, such as `fsdpx.Grid`. They are passed to
+    `distribute` as the argument `domain`, and must have the same `repr` on all ranks.
 
     Attributes
     ----------
     dims : number of ranks along each split dimension
     excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
-        with this domain
-    """
+        with this domain"""
 
     dims: tuple[int, ...]
     excluded: ClassVar[str] = "`domain`"
@@ -155,7 +154,8 @@ class Domain(ABC):
     @property
     @abstractmethod
     def joined_partition(self) -> FieldPartition | None:
-        """The partition of samples in a single process, if its model differs from a rank's model; otherwise None."""
+        """The partition of the inputs if a single process held complete samples; None if that process can run the
+        model unchanged."""
 
     @abstractmethod
     def take_local(self, array: Any) -> Any:
@@ -166,16 +166,16 @@ class Domain(ABC):
         """Gather the parts of all ranks, and return the unsplit array on every rank. Collective."""
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups | None:
-        """Determine which data ranks hold parts of the same samples; None if each has complete samples of its own.
-        Collective.
+        """Determine which data ranks hold parts of the same samples. Return None if each data rank has complete
+        samples of its own. Collective.
 
         Raise ConfigError or MeshError if these groups do not fit the mesh."""
         return None
 
     @abstractmethod
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """Return the model that each rank runs on its part of a sample, and the partition of its output. `parts` is
-        the partition of the inputs (None: that of this domain).
+        """Return the model that each rank runs on its part of a sample, and the partition of the model's output.
+        `parts` is the partition of the inputs; None: that of this domain.
 
         Raise ConfigError for layers that cannot work on a part of a sample."""
 
@@ -189,7 +189,7 @@ class Domain(ABC):
 
 
 class UnshardedDomain(Domain):
-    """The default without the option `domain`: samples are not split."""
+    """The default if the option `domain` is not given: samples are not split."""
 
     dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
 

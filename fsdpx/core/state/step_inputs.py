@@ -1,4 +1,4 @@
-"""The inputs of a program (its microbatches), and the shapes of the activations that they lead to."""
+"""The inputs of a program (its microbatches), and the shapes of the resulting activations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes"]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The samples that one forward computes on this rank. `row` is the index of the first one in the global batch."""
+    """The samples that this rank processes in one forward pass. `row` is the index of the first sample in the global
+    batch."""
 
     inputs: tuple[Any, ...]
     target: Any
@@ -74,19 +75,19 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """Return the shape of value number `value` (an input or activation) for a microbatch, on tensor rank `tensor`
-        (default: this rank)."""
+        """Return the shape of an input or activation, given by its number `value`, for a microbatch on tensor rank
+        `tensor` (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measuring_memory():  # keep these arrays without data out of the memory count of a dry run
+            with measuring_memory():  # exclude these data-less arrays from the memory count of a dry run
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
     def make_fake_axes_of_tensor_rank(self, tensor: int) -> MeshAxes:
-        """Return mesh axes with fake communicators, as tensor rank `tensor` has them. With these, layers compute their
+        """Return the mesh axes of tensor rank `tensor`, with fake communicators, so that layers can compute their
         output shapes without communication."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)

@@ -1,5 +1,5 @@
-"""The interface for offloading state to a storage level that is slower than memory, such as a disk. Extensions
-implement the levels and transfer the data."""
+"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement it
+and transfer the data."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class StateStorage:
         """Set the counters of transfers to zero."""
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes of each transfer to or from this storage in a step. The result maps the name of an
-        amount, such as "record", to a dict from (its number, microbatch) to bytes, as `TrafficSizes.amounts` does. For
-        activations these are the bytes of the last batch."""
+        """Return the bytes that each single transfer to or from this storage moves. The result is a dict from the kind
+        of item moved, such as "record", to a dict from (item number, microbatch) to bytes, as in
+        `TrafficSizes.amounts`. For activations, these are the bytes of the last batch."""
         return {}
 
     def get_buffer_nbytes(self, slot: Slot) -> int | None:
-        """Return the bytes of memory that an offloaded value needs while it is loaded; None if the value is never
+        """Return the bytes of memory that an offloaded value needs once it is loaded; None if the value is never
         offloaded."""
         return None
 
     def map_array(self, row: Any) -> Any:
-        """Return the array of a ledger row that is offloaded. It is valid as long as it is referenced."""
+        """Return the array of an offloaded ledger row. The array is valid as long as it is referenced."""
         raise AssertionError(f"{row} is in memory")
 
     def close(self) -> None:
@@ -52,7 +52,8 @@ class StateStorage:
 
 
 class StorageLevelChoice(ABC):
-    """Base class for offload options: which state is kept in slower storage than memory between uses."""
+    """Base class for offload options, which say what state is kept outside memory, in slower storage, while it is not
+    in use."""
 
     @abstractmethod
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
@@ -60,24 +61,23 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
-        """Return which program slots (named values) are offloaded between programs, each paired with the slot that
+        """Return which program slots (named values) are offloaded between programs. Each is paired with the slot that
         holds a placeholder in the meantime.
 
         Parameters
         ----------
-        pages : whether a page (flat parameter buffer) is trained, by page number
+        pages : page number -> whether the page (flat parameter buffer) is trained
         units : number of units (groups of layers)
         slots : whether the optimizer has state
 
         Returns
         -------
-        StoredSlots : pairs of slots
-        """
+        StoredSlots : pairs (offloaded slot, placeholder slot)"""
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return the ledger row of an array with the storage level where the array is kept. `row` describes the array
-        as it would be in memory."""
+        """Return a ledger row with the storage level where its array is kept. `row` describes the array as if it were
+        not offloaded."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
@@ -86,7 +86,7 @@ class StorageLevelChoice(ABC):
 
 @dataclass(frozen=True)
 class Memory(StorageLevelChoice):
-    """The default option: everything is kept in memory, and nothing is offloaded."""
+    """The default option: everything is kept in memory."""
 
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         return

@@ -20,16 +20,16 @@ MEAN, EVERY_STEP = Slot("mean"), SyncRules()
 
 
 class SyncChoice:
-    """The way of synchronizing that a strategy implies. In the base class, ranks synchronize in every step.
+    """How the ranks of a strategy synchronize. In this base class, they synchronize in every step.
 
     Attributes
     ----------
     excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
         with this strategy
     replicas : whether replicas train independently, so that the ranks of one replica form a group
-    optimizers : optimizers in addition to the one that updates in each step
+    optimizers : further optimizers, besides the one that updates parameters in each step
     outer_codec : compression codec between replicas, if it differs from the codec within them
-    description : text that must be the same on all ranks
+    description : text that describes this choice, and must be the same on all ranks
     message_prefix : beginning of error messages about excluded options
     """
 
@@ -53,8 +53,8 @@ class SyncChoice:
         return f"{self.excluded} with "
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
-        """Return the sharding strategy of the ranks that synchronize in every step; "" for the strategy that the user
-        chose."""
+        """Return the sharding strategy of the ranks that synchronize in every step; "" to use the strategy that the
+        user chose."""
         return ""
 
     def make_policy(self, placement: Any) -> SyncPolicy:
@@ -66,7 +66,7 @@ SYNCHRONOUS = SyncChoice()
 
 
 def get_sync_choice(strategy: Any) -> SyncChoice:
-    """Return the way of synchronizing that a strategy, or the strategy of that name, implies."""
+    """Return the `SyncChoice` of a strategy, which is given as an object or by name."""
     if isinstance(strategy, SyncChoice):
         return strategy
     return SYNCHRONOUS if not isinstance(strategy, str) or strategy in PRESETS else _make_sync_choice(strategy)
@@ -79,16 +79,16 @@ def _make_sync_choice(name: str) -> SyncChoice:
 
 
 class SyncPolicy:
-    """Decides how and when the ranks of a placement synchronize. The base class does so in every step; strategies
-    override its methods.
+    """Decides how and when the ranks of a placement synchronize. In this base class, they synchronize in every step;
+    strategies override its methods.
 
     Attributes
     ----------
-    is_synchronous : whether all ranks make each step together
+    is_synchronous : whether all ranks take each step together
     own_speed : whether each rank steps at its own speed (asynchronous training)
     owner : which ranks hold the same trained parameters and optimizer state, as in `LedgerRow.owner`
     lasting : kinds of slots (named values) that programs leave filled for later programs
-    about : text about the policy for the description of the run in a checkpoint; None: no text
+    about : text about the policy that a checkpoint stores in its description of the run; None: no text
     """
 
     is_synchronous, own_speed = True, False
@@ -105,12 +105,12 @@ class SyncPolicy:
         return kind
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        """Return what ranks synchronize in step `step`, counted from 1."""
+        """Return the rules that say what ranks synchronize in step `step`. The first step is 1."""
         return EVERY_STEP
 
     def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
-        """Return the different kinds of step between two synchronizations, as (rules, number of such steps). The step
-        that synchronizes comes last."""
+        """Return the kinds of steps in one round, which lasts until all ranks synchronize, as (rules, number of such
+        steps). The step that synchronizes comes last."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
@@ -122,7 +122,7 @@ class SyncPolicy:
         return float(results[MEAN].value)
 
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
-        """Allocate memory that all ranks can access, and yield (key of a ledger row, its array in this memory).
+        """Allocate memory that all ranks can access. For each array in it, yield (key of its ledger row, array).
         Collective."""
         return iter(())
 
@@ -132,14 +132,14 @@ class SyncPolicy:
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
         """Return the name prefixes, such as "m", under which checkpoints store the optimizer state of a parameter.
-        `replicas` is the number of replicas with a state of their own; None: the number in the mesh."""
+        `replicas` is the number of replicas with their own optimizer state; None: as many as the mesh has."""
         return list(self.placement.slot_formats)
 
     def on_created(self, state: Any) -> None:
         """Fill the slots (named values) of this policy in a new state."""
 
     def on_initialized(self, state: Any) -> None:
-        """Called after parameters have got their initial values."""
+        """Called after parameters have received their initial values."""
 
     def on_loaded(self, state: Any) -> None:
         """Called after parameters were set from outside the training step, for example from a checkpoint."""
@@ -148,11 +148,11 @@ class SyncPolicy:
         """Called after a step. `weight` is the loss weight of its samples."""
 
     def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Called after a checkpoint was loaded. `saved` is what `gather_checkpoint_counters` returned when it was
-        saved."""
+        """Called after a checkpoint was loaded. `saved` is what `gather_checkpoint_counters` returned when that
+        checkpoint was saved."""
 
     def gather_checkpoint_counters(self, state: Any) -> dict[str, Any] | None:
-        """Return the counters of this policy that a checkpoint stores besides arrays; None if there are none.
+        """Return the counters of this policy that a checkpoint stores in addition to arrays; None if there are none.
         Collective."""
         return None
 
@@ -161,44 +161,45 @@ class SyncPolicy:
         `where`."""
 
     def require_common_parameters(self, steps: int) -> None:
-        """Raise ConfigError if ranks have different parameters after `steps` steps. For calls that need common
-        parameters."""
+        """Raise ConfigError if ranks have different parameters after `steps` steps. Used by calls that need the same
+        parameters on all ranks."""
 
     def wait_for_last_step(self) -> None:
         """In asynchronous training, wait until all ranks have finished their last step; otherwise do nothing."""
 
     def count_updates(self, name: str, steps: int) -> int:
-        """Return the number of updates that the page (flat buffer) of parameter `name` gets in the first `steps`
+        """Return how many times the page (flat buffer) that contains parameter `name` is updated in the first `steps`
         trainer steps."""
         return steps
 
     @property
     def updates_per_step(self) -> int:
-        """The number of updates of a parameter while all ranks make one step."""
+        """How many times a parameter is updated while each rank takes one step."""
         return 1
 
     def on_parameters_set(self, steps: int) -> None:
-        """Called after all parameters were set. `steps` is the number of steps of the trainer so far."""
+        """Called after all parameters were set. `steps` is the number of trainer steps so far."""
 
     def get_failed_ranks(self) -> list[int]:
         """Return the ranks that have died, if training continues without them."""
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
-        """Return the parameters common to all ranks, by name, if a single rank can read them; otherwise None."""
+        """Return a dict of the parameters that all ranks have in common, if one rank alone can read them; otherwise
+        None."""
         return None
 
     def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
-        """Read the state common to all ranks, for the given kinds of arrays. Return None if ranks have no state that
-        differs from it.
+        """Read the state that all ranks have in common, for the given kinds of arrays. Return None if ranks have no
+        other state than this.
 
-        The returned function is to be called once all ranks have read. It sets this rank's arrays to the common state,
-        and returns a function that restores the rank's own state."""
+        Call the returned function once all ranks have read. It sets this rank's arrays to the common state, and
+        returns a function that restores the rank's own state."""
         return None
 
     def copy_parameters_to_restore(self) -> Callable[[], None] | None:
-        """Copy this rank's parameters, if other ranks can change them, and return a function that restores them;
-        otherwise return None."""
+        """If other ranks can change this rank's parameters, copy them and return a function that restores them.
+        Otherwise return None."""
         return None
 
     def close(self) -> None:

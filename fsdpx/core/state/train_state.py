@@ -1,4 +1,4 @@
-"""The state of a rank that lasts from step to step: parameters, optimizer state, accumulated gradients and counters."""
+"""The state that a rank keeps from step to step: parameters, optimizer state, accumulated gradients and counters."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class TieGroup:
 
     Attributes
     ----------
-    pages : pages with copies of one parameter, beginning with the one of the first layer that uses it; or a single page
+    pages : pages with copies of one parameter, in which the page of the first layer that uses it comes first; or a
+        single page
     ranks : pipeline rank of each page
     comm : communicator of the pipeline ranks that have a copy; None if only one does
     partial : whether to sum over the tensor axis as well
@@ -110,17 +111,17 @@ class FrozenParameters:
     Attributes
     ----------
     frozen : names of the parameters that currently get no gradient and no update
-    missed : number of updates that a parameter had missed when it was last unfrozen, by name. The parameter has had
+    missed : parameter name -> number of updates that the parameter had missed when it was last unfrozen. It has had
         this many fewer updates than other parameters in its page (flat buffer)
     """
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """Start without frozen parameters. `updates` is a function that returns the number of updates so far, from the
-        name of a parameter that was never frozen."""
+        """Start without frozen parameters. `updates` is a function that returns how many updates a parameter, given by
+        name, would have had so far if it had never been frozen."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
-        # number of updates before the freeze, by name of the frozen parameter
+        # name of a frozen parameter -> number of updates before it was frozen
         self._updates_when_frozen: dict[str, int] = {}
 
     def freeze(self, names: Iterable[str]) -> None:
@@ -135,14 +136,14 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def count_missed_updates(self) -> dict[str, int]:
-        """Return the number of updates that each parameter has missed so far, by name, including parameters that are
-        frozen now."""
+        """Return a dict from parameter name to the number of updates that the parameter has missed so far. Includes
+        parameters that are frozen now."""
         now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
-        """Continue from a checkpoint in which parameters have had `updates` updates and missed those in `missed`
-        (number by name). Parameters that are frozen now stay frozen."""
+        """Continue from a checkpoint that was saved after `updates` updates. `missed` maps the name of a parameter to
+        the number of these updates that it missed. Parameters that are frozen now stay frozen."""
         self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
@@ -158,17 +159,17 @@ have more."""
 
 
 class TrainState:
-    """The state of a rank that lasts from step to step.
+    """The state that a rank keeps from step to step.
 
     Attributes
     ----------
     store : the values that programs read and write, by slot (name of a value, such as the gradient of page 3)
     steps : number of updates made so far
-    samples : number of samples of global batches since the last update
+    samples : number of samples in the global batches since the last update
     gradient_source : the call that computed the gradients in the store, "accumulate" or "backward"; "" without
         gradients
     ran : kinds of programs that ran since the last update, the same on all ranks
-    idle : parameters that got no gradient in some backward
+    idle : parameters that received no gradient in at least one backward
     storage : the storage of offloaded arrays
     """
 
@@ -189,7 +190,7 @@ class TrainState:
         self._fill_initial_slots()
 
     def _fill_initial_slots(self) -> None:
-        """Put the arrays that every program expects, such as parameter shards and optimizer state, into the store."""
+        """Fill the store with the arrays that every program expects, such as parameter shards and optimizer state."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
         for row in self.ledger:
@@ -206,12 +207,12 @@ class TrainState:
         self.storage.fill_slots(self)
 
     def view_running_statistic(self, name: str) -> Any:
-        """Return a view of a running statistic in its own shape."""
+        """Return a view of a running statistic in its original shape."""
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_running_statistics(self) -> list[tuple[Any, Any]]:
-        """Copy the running statistics that this rank updates, as (array, copy) pairs, from which `restore_from_copies`
-        can undo a failed step."""
+        """Copy the running statistics that this rank updates. Return (array, copy) pairs, which `restore_from_copies`
+        needs to undo a failed step."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
@@ -222,8 +223,8 @@ class TrainState:
         return Random(self.seed, moment=self.moment)
 
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
-        """Return the numbers of all pages, units or activations of which the store has a value of this kind, such as
-        "grad"."""
+        """Return the numbers of the pages, units or activations for which the store holds a value of this kind, such
+        as "grad"."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def clear_slots(self, kinds: Iterable[str]) -> None:
@@ -233,8 +234,8 @@ class TrainState:
             del self.store[slot]
 
     def pop_values_of_earlier_programs(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
-        """Remove from the store the values that earlier programs left, such as gradients, and return them. Values of
-        the kinds in `keep` stay. `store.update` puts the returned values back."""
+        """Remove the values that earlier programs left in the store, such as gradients, and return them. Values of the
+        kinds in `keep` stay. To put the returned values back, use `store.update`."""
         stored_slots = dict(self.placement.stage.stored_slots)
         stands = {stand.kind for stand in stored_slots.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(keep)
@@ -243,8 +244,8 @@ class TrainState:
         return {slot: self.store.pop(slot) for slot in gone}
 
     def finish_update(self, skipped: bool, scaler: LossScaler, weight: float = 0.0) -> None:
-        """Count an update and free the gradients. `skipped` says whether gradients overflowed, so that nothing was
-        updated, and `weight` is the loss weight of the step's samples."""
+        """Count an update, unless it was skipped, and free the gradients. `skipped` says whether parameters were left
+        unchanged because gradients overflowed, and `weight` is the loss weight of the step's samples."""
         self.steps += not skipped
         self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
@@ -261,8 +262,8 @@ class TrainState:
         return self.freezing.frozen
 
     def count_missed_steps(self) -> dict[str, int]:
-        """Return the number of trainer steps in which a parameter was not updated, by name, for all parameters that
-        missed any."""
+        """Return a dict from parameter name to the number of trainer steps that did not update the parameter.
+        Parameters that missed none are left out."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -272,8 +273,8 @@ class TrainState:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
     def set_counters_from_other_ranks(self, steps: int, value: float, steps_since_change: int) -> None:
-        """Set step count and loss scale to those after an update that only other ranks have made. `value` and
-        `steps_since_change` are the fields of `LossScaler`."""
+        """Set step count and loss scale after an update in which this rank took no part. The arguments come from a
+        rank that did: its step count, and the fields `value` and `steps_since_change` of its `LossScaler`."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, steps_since_change)
 
     def wait_for_transfers(self) -> None:
@@ -291,10 +292,10 @@ class TrainState:
         policy_data: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Continue from the position in training that a checkpoint holds. Random numbers use `seed` from then on.
+        """Continue training from the position stored in a checkpoint. From then on, random numbers use `seed`.
 
-        `scale` holds value and step count of the loss scale, `policy_data` the counters of the `SyncPolicy`, and
-        `missed` the result of `count_missed_steps` when the checkpoint was saved."""
+        `scale` is the loss scale as (value, steps since its last change), `policy_data` holds the counters of the
+        `SyncPolicy`, and `missed` is what `count_missed_steps` returned when the checkpoint was saved."""
         self.discard_after_error()
         self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed
@@ -305,7 +306,7 @@ class TrainState:
             self.scaler = self.scaler.restore_scale(*scale)
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients. Activations kept by a `forward` for its `backward` stay."""
+        """Discard accumulated gradients, but keep the activations that a `forward` saved for its `backward`."""
         self.clear_slots(["grad", "part", "weight"])
         self.samples, self.gradient_source = 0, ""
         self.drop_local_gradients()
@@ -316,22 +317,23 @@ class TrainState:
         self.ran.discard("updated")
 
     def discard_after_error(self) -> None:
-        """Discard everything that a failed program left in the store, including gradients. Parameters are intact."""
+        """Discard everything that a failed program left in the store, including gradients. Parameters are not
+        affected."""
         self.gradient_source = ""
         self.ran.clear()
         self.pop_values_of_earlier_programs(keep=())
 
     def get_or_allocate_until_update(self, key: LedgerKey) -> Any:
-        """Return an array that each update frees, and allocate it on first use. It is kept until the update is
-        finished, because after an error a transfer may still write into it."""
+        """Return an array that is allocated on first use and freed by each update. It is not freed earlier, because
+        after an error a transfer may still be writing into it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]
             self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
     def get_or_create_local_gradient(self, row: LedgerRow) -> Any:
-        """Return the memory of a full gradient that is kept on this rank until the update (`no_sync`). Allocate it on
-        first use."""
+        """Return the array for an unsharded gradient that `no_sync` keeps on this rank until the update. Allocate it
+        on first use."""
         if row.key not in self.ledger.arrays:
             self.ledger.add_row(row, self.arena.get_or_create_buffer(row.key, row.elements, row.dtype, temporary=True))
         return self.ledger.arrays[row.key]
@@ -343,12 +345,12 @@ class TrainState:
             self.arena.drop_buffer(key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes that this rank holds now, as a dict by kind of memory."""
+        """Return a dict from kind of memory, such as "gradients", to the bytes that this rank holds now."""
         bytes_by_kind = self.ledger.count_bytes_by_kind()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
     def get_planned_and_peak_bytes(self) -> dict[str, tuple[int, int]]:
-        """Return (planned bytes, peak bytes so far) for each kind of memory."""
+        """Return a dict from kind of memory, such as "gradients", to (planned bytes, peak bytes so far)."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
         planned_and_most = {kind: (ledger.planned_bytes.get(kind, 0), most) for kind, most in ledger.peak_bytes.items()}
         return planned_and_most | ({"working set": (slab, slab)} if slab else {})

@@ -61,8 +61,7 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
     """Return a cached measurement, decoded by `decode`; None if there is none. If the file is damaged or not trusted,
     warn once and return None, so that the caller measures again.
 
-    `decode` is a function from the stored value to the result, which must raise ValueError or TypeError for an invalid
-    value."""
+    `decode` converts the stored value to the result. It must raise ValueError or TypeError if the value is invalid."""
     file = _get_record_path(kind, key)
     try:
         record = _read_record(file)
@@ -77,8 +76,8 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
-    """Write a measurement to the cache, atomically. If the folder cannot be written, warn once; the next start of a
-    trainer measures again."""
+    """Write a measurement to the cache, atomically. If the folder is not writable, warn once; the next process then
+    has to measure again."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -148,17 +147,17 @@ def agree_on_tuning(
 ) -> Tuning:
     """Return the machine-dependent choices for a job, from a cached or a new measurement. Collective.
 
-    The BLAS library is selected for the whole process. Jobs of all sizes use the same library, so that they give the
-    same bits.
+    The BLAS library is selected for the whole process. Jobs of all sizes use the same library, so that their results
+    are bitwise identical.
 
     Parameters
     ----------
-    world : communicator of all ranks. Ranks that are threads do not measure; simulated ranks use the measurement of
+    world : communicator of all ranks. Ranks that run as threads do not measure; simulated ranks use the measurement of
         real ranks
-    wanted : whether to measure; otherwise return the defaults. With FSDPX_TUNE=again each process measures once more
+    wanted : whether to use a measurement; if False, return the defaults. With FSDPX_TUNE=again, each process measures
+        once even if a measurement is cached
     xp : array module, such as `numpy`
-    count : progress callback (measurements done, total)
-    """
+    count : progress callback (measurements done, total)"""
     imagined = isinstance(world, FakeCommunicator)
     measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
     if not wanted or not measurable:
@@ -185,7 +184,7 @@ _remeasured: set[str] = set()
 
 def load_blas_measurement() -> Measurement | None:
     """Return the cached measurement of this machine: the chosen BLAS library, and the GFLOP/s of each library on one
-    thread. None if nothing was measured."""
+    thread. Return None if none is cached."""
     key = _make_tuning_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
@@ -196,8 +195,8 @@ def load_blas_measurement() -> Measurement | None:
 
 
 def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
-    """Return the BLAS library that rank 0 measured to be fastest, earlier or now. Only rank 0 decides, because
-    measured times differ between ranks. Collective."""
+    """Return the BLAS library that was fastest in rank 0's measurement, which is cached or made now. Only rank 0
+    decides, because measured times differ between ranks. Collective."""
     key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
@@ -212,8 +211,8 @@ def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
 
 
 def _choose_fastest_library(rates: dict[str, float], usual: str) -> str:
-    """Return the fastest library, or the default `usual` unless another one is clearly faster. `rates` holds the
-    GFLOP/s of each library."""
+    """Return the fastest library if it is clearly faster than the default `usual`; otherwise return `usual`. `rates`
+    holds the GFLOP/s of each library."""
     best = max(rates, key=lambda name: rates[name])
     return best if rates[best] > MIN_SPEEDUP * rates.get(usual, 0.0) else usual
 
@@ -224,7 +223,7 @@ def _broadcast_from_rank_0(world: Communicator, own: T) -> T:
 
 
 def _make_tuning_key() -> dict[str, Any]:
-    """Return everything on which the fastest BLAS library depends, as the key of the cached measurement."""
+    """Return the key of the cached measurement: everything on which the fastest BLAS library depends."""
     return {
         "machine": platform.node(),
         "processor": read_cpuinfo_field("model name") or platform.processor(),
@@ -234,7 +233,7 @@ def _make_tuning_key() -> dict[str, Any]:
 
 
 def _parse_library_record(value: dict[str, Any]) -> str:
-    """Return the chosen library from a cached value. Raise ValueError for a value that no measurement writes."""
+    """Return the chosen library from a cached value. Raise ValueError if no measurement can have written this value."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(
         type(rate) is float for rate in rates.values()

@@ -1,6 +1,6 @@
-"""The layout of a model's parameters: units (layers that are gathered, computed and reduced together, as an FSDP unit
-is), pages (flat buffers that hold the parameters of a unit), and pipeline stages, which the user chooses or which are
-balanced by cost."""
+"""The layout of a model's parameters: units (layers that are gathered, computed and reduced together, like an FSDP
+unit), pages (flat buffers that hold the parameters of a unit), and pipeline stages (chosen by the user or balanced by
+cost)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelSpread:
     ----------
     starts, home : the first node of each stage, and the pipeline rank of each stage
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks
-    partial : names of the parameters of whose gradients each tensor rank computes only a summand
+    partial : names of the parameters for which each tensor rank computes only a summand of the gradient
     copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank, so that the
         gradients are added in the same order for every split of the model
     """
@@ -81,8 +81,8 @@ class ModelSpread:
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes (layer calls) that run together, with one gather and one reduction. Inputs and outputs are
-    numbers of activations, as in `LayerList`.
+    """Consecutive nodes (layer calls) that run together, with one gather and one reduction. `inputs` and `outputs` hold
+    activation numbers, as in `LayerList`.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ class Unit:
 
     index: int
     nodes: tuple[Node, ...]
-    pages: tuple[int, ...]  # numbers of the pages that hold its parameters
+    pages: tuple[int, ...]  # indices of the pages that hold its parameters
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stage: int = 0
@@ -110,12 +110,12 @@ class ModelLayout:
 
     Attributes
     ----------
-    specs : specs of the full parameters, by canonical name
-    ties : the name under which a page stores a tied parameter, by alias
-    aliases : canonical name in the model, by alias
+    specs : canonical name of a parameter -> spec of the full parameter
+    ties : alias of a tied parameter -> name under which a page stores it
+    aliases : alias of a tied parameter -> its canonical name in the model
     inputs, outputs : names of the model's inputs, and numbers of the activations that are its outputs
-    twins : groups of pages with copies of the same tied parameter, beginning with the page of the first layer that uses
-        it
+    twins : groups of pages with copies of the same tied parameter; each group starts with the page of the first layer
+        that uses the parameter
     """
 
     units: tuple[Unit, ...]
@@ -137,24 +137,24 @@ class ModelLayout:
 
     @property
     def names(self) -> dict[str, str]:
-        """The canonical name of a parameter, by each of its names."""
+        """Every name of every parameter -> the parameter's canonical name."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
-        """Return the canonical names of the trainable parameters of which any name matches a pattern (fnmatch). Raise
-        ConfigError about the argument `argument` if no parameter matches."""
+        """Return the canonical names of the trainable parameters whose name or alias matches `pattern` (fnmatch). If
+        no parameter matches, raise a ConfigError that names the argument `argument`."""
         require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
     def list_trainable_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
-        """Return for each page (flat parameter buffer) whether it has a parameter that is trained. `frozen` holds the
+        """Return, for each page (flat parameter buffer), whether any of its parameters is trained. `frozen` holds the
         canonical names of the parameters that are frozen now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def find_constant_values(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
         """Return the numbers of the activations that need no gradient. `frozen` holds the canonical names of the
-        parameters that are frozen now, and `wanted` the numbers of the inputs whose gradient the caller wants."""
+        parameters that are frozen now, and `wanted` the numbers of the inputs for which the caller wants a gradient."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
@@ -163,12 +163,12 @@ class ModelLayout:
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
-        """The specs of the running statistics, by canonical name."""
+        """Canonical name -> spec, for all running statistics."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property
     def tied_copy_pages(self) -> frozenset[int]:
-        """The numbers of the pages that hold copies of a tied parameter of an earlier page."""
+        """The indices of the pages that hold a copy of a tied parameter from an earlier page."""
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
@@ -189,7 +189,7 @@ def lay_out_model(
 
     Layers are grouped until a unit has `group_bytes` bytes of parameters, with `itemsize` bytes per element.
     Parameters that match a name pattern (fnmatch) in `frozen` are not trained and get separate pages. `codec_rule`
-    returns the compression rule of a parameter, see `CodecRuleFunction`."""
+    returns the compression rule for the gradient of a parameter; see `CodecRuleFunction`."""
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs_with_frozen(model, frozen)
@@ -206,9 +206,9 @@ def lay_out_model(
         """Return the properties that parameters in one page must share: (not trainable, gradient is a summand, name if
         it needs its own page, compression rule, whether it must be separate from sharded parameters).
 
-        A tied parameter that several units use has its own page. The page is gathered for each of these units, and its
-        full gradient lives from the first of them to the last. Other parameters in the same page would have to live as
-        long."""
+        A tied parameter that several units use gets its own page. That page is gathered for each of these units, and
+        its full gradient is kept from the first of them to the last. Other parameters in the page would have to be
+        kept just as long."""
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -241,8 +241,8 @@ def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts from the alias of a tied parameter to its name: one for aliases that use the same page as the
-    parameter, and one for aliases that get a copy of it."""
+    """Return two dicts from the alias of a tied parameter to its name: one for aliases that share the parameter's
+    page, and one for aliases that get their own copy."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -262,7 +262,8 @@ def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -
 def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
-    """Split the parameters of a unit into pages, as sorted pairs (properties that its parameters share, names)."""
+    """Split the parameters of a unit into pages. Return sorted pairs (properties that the parameters of a page share,
+    their names)."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
@@ -270,7 +271,7 @@ def _group_parameters_by_page_kind(
 
 
 def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Return all names of each parameter (its own and its aliases), by canonical name."""
+    """Return a dict from each parameter's canonical name to all its names: that one and its aliases."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
@@ -291,7 +292,7 @@ def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> 
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """Return for each node the names of the parameters that no earlier node uses, without running statistics."""
+    """Return, for each node, the names of the parameters that no earlier node uses, excluding running statistics."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -303,8 +304,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes, numbered from `start`, until the weights of a group reach `limit`. A smaller rest is
-    added to the last group."""
+    """Group consecutive nodes, numbered from `start`, until the weights of a group add up to `limit`. Remaining nodes
+    that do not reach it join the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -322,8 +323,8 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return the index of the last node that reads an activation, by number of the activation. Model outputs count as
-    read after all nodes."""
+    """Return a dict from activation number to the index of the last node that reads the activation. Model outputs
+    count as read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -362,8 +363,8 @@ def parse_stages_option(
     """Parse the option `stages`. Return (stages as a list, their number), or for a mapping (stages as a list, pipeline
     rank of each stage). Return (None, None) if the option is not set.
 
-    A layer that no pattern of a mapping matches is on the rank of the layer before it. A single pipeline rank always
-    has one stage."""
+    A layer that matches no pattern of a mapping is on the same rank as the layer before it. A single pipeline rank
+    always has one stage."""
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
@@ -412,7 +413,7 @@ def _parse_stage_mapping(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Return whether a pattern matches the path of a node's layer, or of a layer that contains it."""
+    """Return whether a pattern matches the path of a node's layer, or of a layer around it."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -423,12 +424,12 @@ def split_into_stages(
     costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
-    """Return the index of the first node of each of `count` pipeline stages. Errors give `why` as the reason for this
-    number.
+    """Return the index of the first node of each of `count` pipeline stages. Error messages give `why` as the reason
+    for this number of stages.
 
     `stages` holds the path of the first layer of each stage, or the number of layers of each stage; None: split so
-    that costs are balanced. `costs` holds the costs of layers by path pattern; the cost of a layer that no pattern
-    matches is the number of elements of its weight matrices."""
+    that costs are balanced. `costs` maps a path pattern to the cost of a layer. A layer that matches no pattern costs
+    the number of elements of its weight matrices."""
     nodes = model.nodes
     require_enough_layers(model, count, why)
     if stages is None:
@@ -449,8 +450,8 @@ def split_into_stages(
 
 
 def require_enough_layers(model: LayerList, count: int, why: str) -> None:
-    """Raise ConfigError if the model has fewer layers than `count`, the number of pipeline stages. The error gives
-    `why` as the reason for this number."""
+    """Raise ConfigError if the model has fewer layers than `count`, the number of pipeline stages. The error message
+    gives `why` as the reason for this number of stages."""
     nodes = model.nodes
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
@@ -464,8 +465,8 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
     """Split a sequence of costs into `count` non-empty runs, so that the most expensive run is as cheap as possible.
     Return the start index of each run.
 
-    The method is a bisection over the cost of that run, with runs filled from the left (chains-on-chains partitioning,
-    Pinar and Aykanat 2004)."""
+    Bisects over the cost of the most expensive run, and fills runs from the left up to that cost (chains-on-chains
+    partitioning, Pinar and Aykanat 2004)."""
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
@@ -480,7 +481,7 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
 
 
 def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
-    """Return the start indices of runs that cost at most `limit` each, filled from the left."""
+    """Fill runs from the left so that each costs at most `limit`, and return their start indices."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
         if total + cost > limit * (1 + 1e-12) and i > starts[-1]:
