@@ -1,8 +1,7 @@
 """Check arguments against the type hints of a function, so that a wrong argument raises a ConfigError that names it.
 
-A function's own checks are more specific, so they run first. The hints are checked after the function has returned, or
-after it has raised an error that is not meant for users.
-"""
+A function's own checks are more specific, so they run first. The hints are checked only after the function has
+returned, or has raised an error other than an FsdpxError."""
 
 from __future__ import annotations
 
@@ -34,16 +33,15 @@ MAX_ARRAY_INTEGER = 2**64
 def wrap_with_argument_check(
     function: Callable[P, T], name: str = "", when: Literal["after", "failed"] = "after"
 ) -> Callable[P, T]:
-    """Wrap a function, or an `__init__`, to raise ConfigError for an argument that does not fit its type hint.
+    """Wrap a function, or an `__init__`, so that an argument that does not fit its type hint raises ConfigError.
 
     Parameters
     ----------
     function : the function to wrap
-    name : name of the call in errors (default: the function's own name)
-    when : when to check the hints. "after", for constructors, whose own checks are more specific: after the function
-        has returned, or has raised an error that is not meant for users. "failed", for calls with side effects: only
-        after the function has raised such an error
-    """
+    name : name of the function in error messages (default: its own name)
+    when : when the hints are checked. "after": after the function has returned or failed; this is meant for constructors,
+        whose own checks give more specific errors. "failed": only after it has failed; this is meant for calls with side
+        effects. An FsdpxError does not count as a failure and is passed on"""
     label = name or function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
@@ -74,8 +72,8 @@ def require_valid_arguments(
 
 
 def wrap_constructor_with_argument_check(cls: type) -> None:
-    """Replace the constructor of a class of fsdpx by one that checks its arguments. Classes of users and inherited
-    constructors are left unchanged."""
+    """Make the constructor of an fsdpx class check its arguments against their type hints. User-defined classes and
+    inherited constructors are left unchanged."""
     if "__init__" in vars(cls) and cls.__module__.startswith("fsdpx."):
         cls.__init__ = wrap_with_argument_check(cls.__init__, cls.__name__)  # type: ignore[misc]
 
@@ -83,8 +81,8 @@ def wrap_constructor_with_argument_check(cls: type) -> None:
 def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError for an integer argument of at least `MAX_ARRAY_INTEGER`, since a loop up to such a number
-    would take forever."""
+    """Raise ConfigError for an integer argument whose magnitude is `MAX_ARRAY_INTEGER` or more, since a loop up to
+    such a number would take forever."""
     for name, value in [*zip(_get_hints_and_positional_names(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
@@ -99,9 +97,8 @@ def _require_fitting_arguments(
 ) -> None:
     """Raise ConfigError for the first argument that does not fit its type hint.
 
-    `error` is the exception that the call has raised, or None. After an exception, one-element arrays do not count as
-    numbers, because not all code accepts them in place of a number.
-    """
+    `error` is the exception that the call has raised, or None. If the call has failed, a 0-d array does not count as a
+    number, because it may have caused the failure: not all code accepts an array in place of a number."""
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
@@ -112,24 +109,23 @@ def _require_fitting_arguments(
 
 @cache
 def _get_hints_and_positional_names(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the type hints of the parameters, by name, and the names of the positional parameters in order."""
+    """Return name -> type hint for the parameters, and the names of the positional parameters in order."""
     named = inspect.signature(function).parameters.values()
     positional = [one.name for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     single = [one.name for one in named if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     try:
         hints = get_type_hints(function)
-    except NameError:  # a hint may contain a name that only type checkers import
+    except NameError:  # a hint may use a name that is imported only under TYPE_CHECKING
         hints = {}
     return {name: hints[name] for name in single if name in hints}, positional
 
 
 def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
-    """Return whether a value fits a type hint. NumPy scalars count as numbers, a list may stand for a tuple, and True
-    is not a number.
+    """Return whether a value fits a type hint. NumPy scalars count as numbers, bools do not, and a list may stand for
+    a tuple.
 
-    If `failed` is true, the call has already failed with this value. Then a one-element array does not count as a
-    number, and an object of a user's class does not count as a stand-in for an fsdpx class.
-    """
+    If `failed` is true, the call has already failed with this value. In that case a 0-d array does not count as a
+    number, and an object of a user-defined class is not accepted in place of an fsdpx object."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits_hint(value, one, failed) for one in inner)
@@ -140,7 +136,7 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
             value = value.item()
         return _PLAIN[origin](value)
     if origin in _SEQUENCES and isinstance(value, str):
-        # whether a string may replace a tuple of strings is left to the function's own check
+        # a string is also a Sequence[str]; the function's own check decides whether to accept one
         return origin not in (tuple, list) and inner == (str,)
     if origin in _SEQUENCES:
         return _is_sequence(value, origin) and all(
@@ -184,7 +180,7 @@ def _is_sequence(value: Any, collection_type: Any) -> bool:
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return (element, type hint) pairs for a tuple or list. Return no pairs if the sequence is too long to be
+    """Return (element, type hint) pairs for the elements of a collection. Return no pairs if it is too long to be
     checked."""
     if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()

@@ -34,10 +34,10 @@ _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": 
 
 
 def to_python_number(value: Any) -> Any:
-    """Convert a NumPy scalar, or a 0-d array or tensor, to a Python number, which does not affect dtype promotion.
+    """Convert a NumPy scalar, or a 0-d array or tensor, to a Python number, which unlike them does not affect dtype
+    promotion.
 
-    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged.
-    """
+    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged."""
     if value.__class__ in _PYTHON:
         return value
     if isinstance(value, dict):
@@ -48,18 +48,17 @@ def to_python_number(value: Any) -> Any:
 
 
 def convert_fields_to_python_numbers(owner: Any) -> None:
-    """Convert all fields of a dataclass in place to Python numbers by `to_python_number`, before they are checked."""
+    """Apply `to_python_number` to all fields of a dataclass in place, before the fields are checked."""
     for field in fields(owner):
         object.__setattr__(owner, field.name, to_python_number(getattr(owner, field.name)))
 
 
 def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, prefix: str, other_field: str) -> T:
-    """Return `value` itself if it is a `config_class`. If `value` is a folder, return `config_class(value)`. Otherwise
-    raise ConfigError.
+    """Return `value` itself if it is an instance of `config_class`. If `value` is a folder, return
+    `config_class(value)`. Otherwise raise ConfigError.
 
-    `prefix`, for example "trace={}", begins the error message. `other_field` is another field of the class, which the
-    message names.
-    """
+    The error message begins with `prefix`, for example "trace={}", and mentions `other_field`, another field of the
+    class, as an example."""
     if isinstance(value, str | PathLike):
         return config_class(value)
     if not isinstance(value, config_class):  # type: ignore[arg-type]
@@ -76,7 +75,7 @@ def parse_byte_count(value: Any, what: str) -> int:
 
     Raise ConfigError for anything else. `what` is the name of the option in the error.
     """
-    with suppress(TypeError):  # the value is not an integer, or is an array of several numbers
+    with suppress(TypeError):  # raised if the value is not an integer, or is an array of several numbers
         if not isinstance(value, bool) and operator.index(value) >= 0:
             return operator.index(value)
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
@@ -102,11 +101,11 @@ class Sharding:
 
     Parameters
     ----------
-    replica, shard : widths of the two data-parallel mesh axes; None: as many ranks as the other axis leaves
-    full_params : "use" frees gathered parameters as soon as their unit has run, "step" keeps them until the update
-    full_grads : "use" reduces the gradients of each microbatch, "step" reduces the sum over all microbatches
-    prefetch : maximum number of units that are gathered ahead of the running one, and of reduces in flight
-    """
+    replica, shard : widths of the two data-parallel mesh axes; None: all ranks that the other axis leaves over
+    full_params : "use" frees gathered parameters as soon as their layers have run, "step" keeps them until the update
+    full_grads : "use" reduces gradients after each microbatch, "step" reduces only their sum over all microbatches
+    prefetch : maximum number of units (groups of layers) whose parameters are gathered ahead of use, and maximum number of
+        gradient reductions in flight"""
 
     replica: int | None = 1
     shard: int | None = None
@@ -144,11 +143,10 @@ name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
-    """Return the `Sharding` that a name or a `Sharding` stands for on `ranks` ranks, with widths such that replica *
-    shard == ranks.
+    """Convert a strategy name or a `Sharding` to a `Sharding` whose widths are both set, with replica * shard ==
+    ranks.
 
-    For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least its square root.
-    """
+    For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least sqrt(ranks)."""
     if isinstance(strategy, str) and strategy in PRESETS:
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
@@ -157,7 +155,7 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
         if isinstance(strategy, str):
             unknown = f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)"
             raise ConfigError(unknown + did_you_mean(strategy, known))
-        # enum members of other libraries, such as PyTorch, have a `name`
+        # an enum member of another library, such as PyTorch, has a `name`
         hint = did_you_mean(getattr(strategy, "name", type(strategy).__name__), ())
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard
@@ -176,14 +174,13 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class TraceConfig:
-    """Options of a trace of training, passed as `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
+    """Options for a trace of training, passed as `distribute(trace=TraceConfig("runs/x/trace", steps=20))`.
 
     Parameters
     ----------
     folder : folder for the files rank-00000.json.gz and so on, one per rank
-    steps : number of recent programs to keep and write. Each step is a program, and each accumulation of gradients is
-        another program
-    """
+    steps : number of most recent programs to keep in the trace. A training step is one program, and so is each call of
+        `accumulate`"""
 
     folder: str | PathLike[str]
     steps: int = 100
@@ -198,7 +195,7 @@ class TraceConfig:
 
         Parameters
         ----------
-        given : a `TraceConfig`, or a folder, which leaves the other fields at their defaults
+        given : a `TraceConfig`, or a folder; with a folder, all other fields have their defaults
 
         Returns
         -------
@@ -206,38 +203,36 @@ class TraceConfig:
 
         Raises
         ------
-        ConfigError : `given` is neither
-        """
+        ConfigError : `given` is neither"""
         return get_config_or_make_from_folder(cls, given, "trace={}", "steps")
 
 
 @dataclass(frozen=True, repr=False)
 class Precision:
-    """The dtypes of computation, parameters, gradients, statistics and optimizer state, by name. Raises ConfigError
-    for invalid values.
+    """The dtypes used for computation, parameters, gradients, statistics and optimizer state. Raises ConfigError for
+    invalid values.
 
     Gradients of parameters are accumulated in float32 (float64 if `compute` is float64). They are sums over the batch,
     not means, so a smaller loss scale than in other libraries suffices.
 
     Parameters
     ----------
-    compute : format of computation in layers, and of their outputs and saved activations: "float32", "float64", "bf16"
-        (or "bfloat16"), "fp16" ("float16")
-    param : format in which the all-gather sends parameters. None: that of `compute`. Also possible are float32 (float64
-        if compute is) and, unless compute has 16 bits, "bf16" or "fp16"
-    reduce : format to which gradients are rounded for the reduce, which adds in float32: "bf16" or "fp16"; None: not
-        rounded
-    buffers : format of running statistics, "float32" or "float64"; None: float32 (float64 if compute is). 16-bit
-        formats are rejected, because a step changes the statistics by less than the last bit of these formats
-    master : format of the shard that the optimizer updates, and of the optimizer's state; None: float32 (float64 if
-        compute is). "bf16" with compute="bf16" trains in pure 16 bits
-    rounding : how a 16-bit master applies updates smaller than its last bit. None or "stochastic": it is rounded up or
-        down at random, unbiased (Gupta et al. 2015); "kahan": an optimizer slot keeps the rounding error (Kahan 1965;
-        Zamirai et al. 2020)
-    loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
-    initial_scale : initial value of a dynamic scale, which is halved on overflow
-    growth_interval : steps without overflow after which a dynamic scale is doubled
-    """
+    compute : dtype in which layers compute, and of their outputs and saved activations: "float32", "float64", "bf16"
+        (or "bfloat16"), "fp16" (or "float16")
+    param : dtype in which the all-gather sends parameters. None: the same as `compute`. Other choices are float32 (float64
+        if `compute` is float64) and, unless `compute` is a 16-bit dtype, "bf16" or "fp16"
+    reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16";
+        None: no rounding
+    buffers : dtype of running statistics, "float32" or "float64"; None: float32 (float64 if `compute` is float64). 16-bit
+        dtypes are rejected, because a single step changes the statistics by less than their last bit
+    master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; None: float32 (float64
+        if `compute` is float64). "bf16" with compute="bf16" trains in 16 bits throughout
+    rounding : how updates smaller than the last bit of a 16-bit master are applied. None or "stochastic": the result is
+        rounded up or down at random, without bias (Gupta et al. 2015); "kahan": the rounding error is kept as part of the
+        optimizer's state (Kahan 1965; Zamirai et al. 2020)
+    loss_scale : factor by which the loss is multiplied before backward, or "dynamic" (Micikevicius et al. 2018)
+    initial_scale : initial value of the dynamic loss scale, which is halved on overflow
+    growth_interval : number of steps without overflow after which the dynamic loss scale is doubled"""
 
     compute: DtypeName = "float32"
     param: DtypeName | None = None
@@ -276,7 +271,7 @@ class Precision:
             raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
 
     def __repr__(self) -> str:
-        """Return text with only the choices that differ from the defaults."""
+        """Return text that shows only the fields that differ from their defaults."""
         chosen = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
         return f"Precision({', '.join(chosen)})"
 
@@ -316,7 +311,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def resolve_precision(choice: str | Precision | None) -> Precision:
-    """Return the `Precision` that a name stands for, or `choice` itself if it is a `Precision`; None means float32.
+    """Convert the name of a precision to a `Precision`. A `Precision` is returned unchanged, and None means float32.
     Raise ConfigError for an unknown name."""
     if choice is None:
         return PRECISIONS["float32"]
@@ -331,18 +326,18 @@ def resolve_precision(choice: str | Precision | None) -> Precision:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """Options of elastic training, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True takes all
-    defaults.
+    """Options of elastic training, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True uses the
+    default of every option.
 
     Parameters
     ----------
-    copies : number of other ranks that keep a copy of each rank's state, in addition to its replicas; the run survives
-        the simultaneous failure of any `copies` ranks
-    every : steps between two copies; after a failure up to this many steps are repeated (default: as many as make
-        copying take about 1 % of the time)
+    copies : number of other ranks that keep a copy of each rank's state, in addition to data-parallel replicas; the run
+        survives the simultaneous failure of any `copies` ranks
+    every : number of steps between two copies, and so the maximum number of steps to repeat after a failure (default:
+        chosen such that copying takes about 1 % of the time)
     ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks stand by
-    resize : path of a file; when the number in it changes, that many ranks train from the next step on
-    """
+    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the next
+        step on"""
 
     copies: int = 1
     every: int | None = None

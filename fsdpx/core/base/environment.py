@@ -60,16 +60,16 @@ class RendezvousStore:
 
 @dataclass(frozen=True)
 class LauncherInfo:
-    """The launcher that started this process as one of several ranks, and the numbers that it has set (None: not set).
+    """The launcher that started this process as one of several ranks, and the rank and size variables that it set
+    (None: not set).
 
     Attributes
     ----------
     size, rank : number of ranks of the job, and the rank of this process
-    local_size, local_rank : the same on this host
-    variable : name of the environment variable with the rank
+    local_size, local_rank : number of ranks on this host, and the rank of this process among them
+    variable : name of the environment variable that contains the rank
     mpi : whether the ranks use MPI
-    store : where ranks without MPI meet (FSDPX_STORE, or MASTER_ADDR and MASTER_PORT)
-    """
+    store : where ranks without MPI meet (FSDPX_STORE, or MASTER_ADDR and MASTER_PORT)"""
 
     name: str
     size: int | None = None
@@ -87,25 +87,26 @@ class Environment:
 
     Parameters
     ----------
-    check : whether ranks compare each collective before it starts (FSDPX_CHECK=1)
-    node : whether ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
-    tune : whether options that were not given are chosen by measurements (FSDPX_TUNE=0: use the defaults)
+    check : whether ranks check before each collective that all of them make the same call (FSDPX_CHECK=1)
+    node : whether ranks on the same host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
+    tune : whether options that the user has not set are chosen by measurement (FSDPX_TUNE=0: use the defaults)
     retune : whether to measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has
         restarted the job
-    cache : folder of measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache folder)
-    timeout : maximum time in seconds of a wait for other ranks (FSDPX_TIMEOUT; None: the default)
-    start_timeout : maximum time in seconds that the ranks of a host wait for its last rank while MPI starts
+    cache : folder for cached measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache
+        folder)
+    timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT; None: the default)
+    start_timeout : maximum time in seconds that the ranks of a host wait for the last of them while MPI starts
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks, or None
     expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence), or None
-    watch : whether every rank has a watchdog and a flight record (FSDPX_WATCH=0: none has)
-    run : folder of this job, created by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
+    watch : whether every rank has a watchdog and a flight record (FSDPX_WATCH=0: neither)
+    run : folder for the flight records and notes of this job, created by `fsdpx run` (FSDPX_RUN; None: temporary files)
     restart : number of times that `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
-    ulfm : whether the job continues after a rank has failed, with Open MPI (--with-ft ulfm, which sets
+    ulfm : whether Open MPI lets the job continue after a rank has failed (mpiexec --with-ft ulfm, which sets
         OMPI_MCA_mpi_ft_enable)
-    slurm_job : number of the Slurm job (SLURM_JOB_ID)
-    threads : BLAS threads per rank that the user set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS)
-    """
+    slurm_job : ID of the Slurm job (SLURM_JOB_ID)
+    threads : number of BLAS threads per rank that the user has set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS,
+        OMP_NUM_THREADS)"""
 
     check: bool = False
     node: bool = True
@@ -125,15 +126,14 @@ class Environment:
 
     @property
     def job_names(self) -> list[str]:
-        """Names of this job that stay the same after a restart: the folder of `fsdpx run`, and the number of the Slurm
-        job."""
+        """Names that identify this job across restarts: the folder of `fsdpx run`, and the ID of the Slurm job."""
         slurm = [] if self.slurm_job is None else [f"Slurm job {self.slurm_job}"]
         return slurm if self.run is None else [str(self.run.parent), *slurm]
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """The environment variables, with their values as text, that determine which messages ranks exchange. They
-        must be the same on all ranks."""
+        """Name -> value, as text, of the environment variables that determine which messages ranks exchange. They must
+        be the same on all ranks."""
         tune = "again" if self.retune else self.tune
         settings = {
             "CHECK": self.check,
@@ -158,9 +158,9 @@ def _format_setting(value: object) -> str:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return the settings of this process. Raise LaunchError for a variable that cannot be parsed.
 
-    In a Slurm job, the batch script and the daemons of mpiexec have SLURM_ variables as well. They describe ranks only
-    in a job step without PMI_ or OMPI_ variables, which would mean that another launcher runs inside the step.
-    """
+    In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. These variables are taken
+    to describe ranks only in a job step without PMI_ or OMPI_ variables, because those are set if another launcher
+    runs inside the step."""
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
         launcher = LauncherInfo("FSDPX_EXPECT_SIZE", expected)
@@ -188,8 +188,8 @@ def set_rank_variables(
 ) -> None:
     """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, whatever launcher started it.
 
-    Do nothing if these variables, together with FSDPX_STORE, would declare this process a rank without MPI.
-    """
+    Do nothing if fsdpx would then detect a different launcher. Together with FSDPX_STORE, for example, these variables
+    declare a rank without MPI."""
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
@@ -198,8 +198,8 @@ def set_rank_variables(
 
 @contextmanager
 def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Return a context manager that undoes changes of environment variables made inside it, because the environment
-    belongs to the user's program."""
+    """Return a context manager that undoes changes to environment variables made inside its block, because the
+    environment belongs to the user's program."""
     before = dict(environ)
     try:
         yield
@@ -224,18 +224,17 @@ def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the environment variables that must be equal on all hosts, because they select code or
-    affect the bits of results."""
+    """Return the names of the environment variables that must have the same value on all hosts, because they select
+    code or affect results down to the last bit."""
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
 def require_expected_world_size(size: int, environment: Environment, library: str = "MPI") -> None:
-    """Raise LaunchError if MPI's `size` differs from the number of ranks that the launcher started or the user
-    expects.
+    """Raise LaunchError if `size`, the number of ranks according to `library`, differs from the number that the
+    launcher started or the user expects.
 
-    This happens if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its
-    MPI_COMM_WORLD.
-    """
+    They differ if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its own
+    MPI_COMM_WORLD."""
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
         raise LaunchError(
@@ -243,7 +242,7 @@ def require_expected_world_size(size: int, environment: Environment, library: st
             "ranks, or unset FSDPX_EXPECT_SIZE"
         )
     if expected is None and launcher is not None and (launcher.rank or 0) >= size:
-        expected = (launcher.rank or 0) + 1  # the rank only gives a lower bound of the size
+        expected = (launcher.rank or 0) + 1  # the size is unknown, but greater than the rank
     if launcher is None or expected is None or expected == size:
         return
     beside = Path(sys.executable).with_name("mpiexec")
@@ -261,9 +260,9 @@ def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ)
     """Raise LaunchError if environment variables declare this process one of several ranks, but do not say where the
     ranks meet.
 
-    Return a note for the user if this is a single process in a Slurm job with more tasks, else "". SLURM_NTASKS alone
-    does not mean that this process is one of several, because every process of an allocation has it.
-    """
+    Return a note for the user if this is a single process in a Slurm job with several tasks, else "". SLURM_NTASKS
+    alone does not mean that this process is one of several ranks, because it is set for every process of an
+    allocation."""
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
@@ -280,8 +279,8 @@ def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ)
 
 
 def _find_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher that started this process. If launchers are nested, such as torchrun inside of srun, return
-    the innermost one."""
+    """Return the launcher that started this process. If launchers are nested, such as torchrun inside srun, return the
+    innermost one."""
     without_mpi = _find_launcher_without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
     launcher = without_mpi if inside else _find_mpi_launcher(environ) or without_mpi
@@ -307,7 +306,8 @@ def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher that variables of torchrun, `fsdpx run` or the user describe for ranks without MPI."""
+    """Return the launcher of ranks without MPI, as described by the variables that torchrun, `fsdpx run` or the user
+    has set. Return None if there is none."""
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
         return None
@@ -354,7 +354,7 @@ def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables MASTER_ADDR and MASTER_PORT that are missing or invalid."""
+    """Return which of the variables MASTER_ADDR and MASTER_PORT are missing or invalid."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
@@ -368,7 +368,7 @@ def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """Return the number of BLAS threads that the user has set, or None. Invalid values are ignored, as the libraries
+    """Return the number of BLAS threads that the user has set, or None. Invalid values are ignored, as BLAS libraries
     do."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
@@ -393,21 +393,21 @@ def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for traces of training (FSDPX_TRACE), or None. It is used if the script does not set one."""
+    """Return the folder for training traces that is used if the script does not set one (FSDPX_TRACE), or None."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
 def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """Return the folder in which the values of all actions are recorded (FSDPX_RECORD), and the number of steps to
-    record (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
+    """Return the folder in which the values written by every action of a step are recorded (FSDPX_RECORD), and the
+    number of steps to record (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
     if not environ.get("FSDPX_RECORD"):
         return None
     return Path(environ["FSDPX_RECORD"]), _parse_count_variable(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
 
 
 def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return environment variables for a run that records the values that its actions write, for `steps` steps in
-    `folder`."""
+    """Return the environment for a run that records in `folder` what every action writes, during the first `steps`
+    steps."""
     return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
@@ -415,8 +415,7 @@ def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) ->
     """Return the number of ranks for which the scheduler has allocated resources, and the name of the variable that
     says so. Return None if there is no allocation.
 
-    If Slurm sets no number of tasks, one task per node is assumed.
-    """
+    If SLURM_NTASKS is not set, the number is computed from the number of nodes and the tasks per node (default: 1)."""
     if "SLURM_JOB_ID" in environ:
         nodes = _parse_count_variable(environ, "SLURM_NNODES") or 1
         each = _parse_count_variable(environ, "SLURM_NTASKS_PER_NODE") or 1
@@ -459,14 +458,14 @@ def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI). None means to find out by a probe
-    whether MPI accepts them."""
+    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI). None means that a probe decides whether
+    MPI accepts them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 
 
 def get_requested_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return MPI4PY_LIBMPI, the path or name of the MPI library that mpi4py loads, or None."""
+    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI), or None."""
     return environ.get("MPI4PY_LIBMPI")
 
 

@@ -1,8 +1,8 @@
 """Look up extensions by name. The core imports an extension when its name is first used, and knows nothing else about
 it.
 
-Other packages add extensions by entry points, for example a name and `module:attribute` in the group `fsdpx.codec`.
-"""
+Other packages add extensions through entry points. In the group `fsdpx.codec`, for example, an entry point gives the
+name of a codec and its `module:attribute`."""
 
 from __future__ import annotations
 
@@ -135,15 +135,15 @@ def load_extension(kind: str, name: str) -> Any:
 
 
 def list_extensions(kind: str) -> list[str]:
-    """Return the names of all extensions of a kind such as "codec". Those of fsdpx come first, those of other packages
-    last."""
+    """Return the names of all extensions of a kind such as "codec": first those of fsdpx, then those of other
+    packages."""
     return [*EXTENSIONS[kind], *_load_entry_points(kind)]
 
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return the extensions of this kind that installed packages declare, as `module:attribute` by name."""
-    # imported here, because it reads the folders of all packages, which is slow
+    """Return name -> `module:attribute` for the extensions of this kind that installed packages declare."""
+    # imported only when needed, because importing importlib.metadata is slow
     from importlib.metadata import entry_points
 
     return {

@@ -1,11 +1,9 @@
 """Excepthooks and signal handlers that fsdpx installs in the user's process. They also call the user's own hooks and
 handlers, and are removed when they are no longer needed.
 
-Hooks stay installed while they have an owner: a trainer of several processes, or a communicator that the user's
-program has opened. They are removed when the last owner releases them. If the program has since installed a hook on
-top of a hook of fsdpx, the program's hook stays, and the hook of fsdpx only passes calls on to the function that it
-replaced.
-"""
+Hooks stay installed while they have an owner: a trainer that runs on several processes, or a communicator that the
+user's program has opened. They are removed when the last owner releases them. If the program has since installed a
+hook of its own on top, that hook stays, and the hook of fsdpx only passes calls on to the function that it replaced."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that remains if wrappers that are bypassed are removed."""
+    """Unwrap `function` until it is no longer a bypassed wrapper, and return it."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
@@ -65,7 +63,8 @@ class Hook:
         self._link: _HookLink | None = None
 
     def install(self) -> None:
-        """Install the hook so that it is called first, even if the program has installed its own hook over it."""
+        """Install the hook so that it is called first, even if the program has since installed its own hook on top of
+        it."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
@@ -89,9 +88,8 @@ class _Holder:
 
     Attributes
     ----------
-    comm : weak reference to the communicator that ends all ranks; weak so that it can be freed with its owner
-    end : finalizer that runs when the owner is garbage-collected
-    """
+    comm : weak reference to the communicator whose `abort` ends all ranks, so that it can be freed together with its owner
+    end : finalizer that runs when the owner is garbage-collected"""
 
     comm: weakref.ref[Any]
     end: weakref.finalize[Any, Any]
@@ -99,12 +97,13 @@ class _Holder:
 
 _hooks: list[Hook] = []
 _holders: dict[int, _Holder] = {}
-_lock = threading.RLock()  # reentrant, because the garbage collector may run a finalizer in this thread at any time
+_lock = threading.RLock()  # reentrant, because the garbage collector may run a finalizer while this thread holds the lock
 _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Add hooks that are installed while there is an owner. If there is one already, install them at once."""
+    """Add hooks, which are to be installed whenever the hooks have an owner. If they already have one, install the new
+    hooks at once."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
@@ -150,7 +149,8 @@ def _drop_holder_and_unused_hooks(key: int) -> None:
 
 
 def find_communicator_to_abort() -> Any:
-    """Return the communicator whose `abort` ends all ranks, which is that of the newest owner of hooks, or None."""
+    """Return the communicator of the newest owner of the hooks, whose `abort` ends all ranks. Return None if there is
+    none."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
@@ -164,10 +164,10 @@ class _ExceptionHolder:
 
 @contextmanager
 def releasing_hooks_after_block() -> Iterator[None]:
-    """Return a context manager that, at its end, releases the hooks of all owners that were added inside it.
+    """Return a context manager that, at its end, removes all owners of hooks that were added inside its block.
 
-    If an exception leaves the block, the exception owns the hooks instead, so that all ranks end if nobody catches it.
-    """
+    If an exception leaves the block, the exception becomes an owner instead, so that all ranks end if nobody catches
+    it."""
     begun: list[Any] = []
     token = _visit.set(begun)
     try:
@@ -192,7 +192,7 @@ _observers: list[Callable[[int, str], object]] = []
 
 def add_exit_listener(listener: Callable[[int, str], object]) -> None:
     """Register a function that is called as `listener(status, error)` before this rank ends all other ranks. `error`
-    is the name of the exception that is the reason, or ""."""
+    is the name of the exception that made it do so, or ""."""
     _observers.append(listener)
 
 
@@ -200,7 +200,7 @@ def notify_exit_listeners(status: int, error: str = "") -> None:
     """Call the functions registered by `add_exit_listener`. `status` is the exit status of this process, and `error`
     the name of its exception, or ""."""
     for listener in _observers:
-        with suppress(OSError):  # the job must end even if a listener fails because of a full disk
+        with suppress(OSError):  # the job must end even if a listener fails, for example because the disk is full
             listener(status, error)
 
 
@@ -214,15 +214,14 @@ _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix"
 
 @dataclass(frozen=True)
 class SignalHandler:
-    """A handler of a signal that can be restored later.
+    """The handler of a signal, saved so that it can be restored later.
 
     Attributes
     ----------
     number : the signal
     function : the handler known to Python
     record : the system's `struct sigaction`, which begins with the address of the handler. It is needed because Python
-        does not see handlers set by C code. Empty if the system has no `sigaction`
-    """
+        does not see handlers set by C code. Empty if the system has no `sigaction`"""
 
     number: signal.Signals
     function: Any
@@ -237,9 +236,8 @@ class SignalHandler:
     def is_needed_by_program(self) -> bool:
         """Return whether this handler must not be replaced, because the user's program relies on it.
 
-        This is so for HUP if it is ignored (nohup), and for QUIT if C code handles it, such as faulthandler's stack
-        dump.
-        """
+        This is the case for SIGHUP if it is ignored (nohup), and for SIGQUIT if it is handled by C code, such as
+        faulthandler's stack dump."""
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)
@@ -247,12 +245,12 @@ class SignalHandler:
         return self.number.name == "SIGQUIT" and of_c
 
     def call_handler(self, frame: Any) -> None:
-        """Call the handler, if it is a Python function other than Python's default handler of interrupts."""
+        """Call the handler, if it is a Python function other than Python's default SIGINT handler."""
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 
     def restore(self, ours: Any) -> None:
-        """Install this handler again, unless a function other than `ours` is installed now."""
+        """Install this handler again, unless the program has meanwhile replaced `ours` by another function."""
         if signal.getsignal(self.number) != ours:
             return
         signal.signal(self.number, signal.SIG_DFL if self.function is None else self.function)

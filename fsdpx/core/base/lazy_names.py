@@ -10,17 +10,17 @@ __all__ = ["LazyMethod", "make_lazy_attributes"]
 
 
 def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make the functions `__getattr__` and `__dir__` and the list `__all__` of a package from the imports in its
-    source.
+    """Return the functions `__getattr__` and `__dir__` and the list `__all__` for a package, derived from the imports
+    in its source.
 
     Every `from MODULE import NAME as NAME` in its `__init__.py` declares a name; names declared under `if
-    TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a callable subpackage and its type for checkers.
-    If a subpackage and an object in it have the same name (`fsdpx.launch`), the name refers to the subpackage.
+    TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a callable subpackage and its type for type
+    checkers. If a subpackage and an object in it have the same name (`fsdpx.launch`), the name refers to the
+    subpackage.
 
     Parameters
     ----------
-    package : `__name__` of the package
-    """
+    package : `__name__` of the package"""
     module = sys.modules[package]
     homes = _map_names_to_modules(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
     names = sorted(homes)
@@ -39,14 +39,14 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
         inside = getattr(home, name, home)
         imported = (
             import_extension_module(f"{homes[name]}.{name}", full_name) if inside is home else inside
-        )  # the name may be that of a submodule
+        )  # the name may be a submodule's
         return vars(module).setdefault(name, imported)
 
     return import_name, names.copy, names
 
 
 def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
-    """Return the module from which each name is imported that the source of a package declares."""
+    """Return name -> module to import the name from, for all names that the source of a package declares."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -1,4 +1,4 @@
-"""Messages to the user through one logger, and progress reports of slow tasks."""
+"""Messages to the user through one logger, and progress reports for slow tasks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ total."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """A log handler that writes each line with a single call to the current `sys.stderr`, so that lines of several
-    ranks are not mixed."""
+    """A log handler that writes each line with a single call to the current `sys.stderr`, so that lines from different
+    ranks do not get mixed up."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -66,7 +66,7 @@ def log_line(text: str) -> None:
 
 
 def log_on_rank0(who: Any, text: str) -> None:
-    """Log one line of text on rank 0 only. `who` is a trainer's call runner or a communicator, which knows the rank."""
+    """Log one line of text on rank 0 only. `who` is an object with a `rank`, such as a communicator."""
     if who.rank == 0:
         log_line(f"fsdpx: {text}")
 
@@ -97,18 +97,18 @@ def is_stderr_terminal() -> bool:
 def reporting_if_slow(
     enabled: bool, what: str, outcome: Callable[[], str] | None = str
 ) -> Iterator[ProgressCallback]:
-    """Return a context manager that logs the task `what` if it takes longer than `SILENCE_SECONDS`, and its duration
-    at the end.
+    """Return a context manager that logs that the task `what` is running if it takes longer than `SILENCE_SECONDS`,
+    and then also how long it took.
 
-    It yields a function (done, total) by which the task reports its progress. On a terminal, the progress is updated
+    It yields a function (done, total) with which the task reports its progress. On a terminal, the progress is updated
     in place; elsewhere it is printed as a few lines, at intervals that triple each time.
 
     Parameters
     ----------
-    enabled : False: report nothing and start no thread, since a simulated rank may lack the memory for one
+    enabled : whether to report anything. If False, no thread is started either, since a simulated rank may lack the memory
+        for one
     what : name of the task
-    outcome : returns text that is appended to the last line; None: there is no last line, because a result follows
-    """
+    outcome : function that returns text to append to the last line; None: no last line, because a result follows"""
     if not enabled:
         yield lambda *reached: None
         return
@@ -171,9 +171,8 @@ def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
     """Format rows as a text table with a rule below the first row. The first column is left-aligned, all other columns
     are right-aligned.
 
-    If `text` is true, the last column is left-aligned text. If the table would then be wider than `COLUMNS`, this text
-    is placed below each row, so that no cell is broken.
-    """
+    If `text` is true, the last column is left-aligned text. If it would make the table wider than `COLUMNS`, it is
+    placed on lines of its own below each row instead."""
     cut = len(rows[0]) - text
     widths = [max(len(row[i]) for row in rows) for i in range(cut)]
     lines = [_format_row(row[:cut], widths) for row in rows]
@@ -189,8 +188,8 @@ def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
 
 
 def wrap_lines(text: str, columns: int = COLUMNS) -> str:
-    """Wrap text to at most `columns` characters per line. In a line of label and value, the continuation is indented
-    to the column of the value."""
+    """Wrap text to at most `columns` characters per line. If a line consists of a label and a value, its continuation
+    is indented to the column where the value begins."""
     lines = []
     for line in escape_control(text).splitlines():
         label = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
@@ -200,8 +199,8 @@ def wrap_lines(text: str, columns: int = COLUMNS) -> str:
 
 
 def wrap_for_terminal(text: str, stream: TextIO | None = None) -> str:
-    """Wrap text to the width of the terminal, if `stream` (default: standard output) is a terminal or the output of a
-    rank that its launcher forwards. Otherwise return it unchanged."""
+    """Wrap text to the width of the terminal, if `stream` (default: standard output) is a terminal, or if this is a
+    rank whose launcher forwards its output. Otherwise return it unchanged."""
     if (stream or sys.stdout).isatty() or environment.read_environment().launcher is not None:
         return wrap_lines(text, shutil.get_terminal_size().columns)
     return text

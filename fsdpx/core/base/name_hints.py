@@ -1,5 +1,5 @@
-"""Suggestions for unknown names: one table of names from other libraries and their equivalents in fsdpx, for all
-errors."""
+"""Suggestions for unknown names, from a single table that maps names of other libraries to their equivalents in fsdpx.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -151,7 +151,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def make_attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return the AttributeError for a name that a module does not have. It suggests what was probably meant."""
+    """Return the AttributeError for a name that a module does not have, with a suggestion of what was probably meant.
+    """
     hint = "" if name.startswith("_") else did_you_mean(name, known)
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
@@ -171,9 +172,8 @@ def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option or an argument that does not fit its
     type hint. Return the class.
 
-    The error for an unknown option suggests what was probably meant. So does the error for an optimizer that is given
-    parameters, as in PyTorch.
-    """
+    The error for an unknown option suggests what was probably meant. If an optimizer is given parameters, as in
+    PyTorch, the error says to leave them out."""
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
 
@@ -211,8 +211,8 @@ def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "fai
 
 
 def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
-    """Return the name patterns that were passed for `argument` as a tuple. A string is a single pattern. Raise
-    ConfigError for any other value."""
+    """Convert the name patterns given for `argument` to a tuple. A string is a single pattern. Raise ConfigError if
+    they are neither a string nor a list of strings."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):
@@ -229,12 +229,11 @@ def require_pattern_matches(
 
     Parameters
     ----------
-    argument : name of the argument that was given the patterns, for the error
+    argument : name of the argument that contains the patterns, for the error message
     patterns, names : the given patterns, and the existing names
-    what : the kind of object that the names denote, for the error
+    what : the kind of object that has these names, for the error message
     fits : function (name, pattern) that returns whether they match
-    kind : class of the error
-    """
+    kind : class of the error"""
     known = list(names)
     for pattern in patterns:
         if not any(fits(name, pattern) for name in known):

@@ -92,8 +92,8 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
 
 def resolve_open_file(file: BinaryIO, path: Path) -> Path:
-    """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, with which
-    it was opened."""
+    """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, the path
+    with which the file was opened."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
     return (real_path if real_path.exists() else path).resolve()
 
@@ -108,8 +108,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
-    """Return the parsed content of a JSON file. Raise the errors of `read_file`, and ValueError, with file, line and
-    byte, for invalid JSON."""
+    """Return the parsed content of a JSON file. Raise the errors of `read_file`, and a ValueError that names the file,
+    line and byte if the JSON is invalid."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -130,12 +130,13 @@ def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | No
 
 
 def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
-    """Return an error message with the path of a file that could not be read, once, and the reason."""
+    """Return an error message for a file that could not be read. It contains the path, exactly once, and the reason."""
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
 def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
-    """Warn that a file is ignored, once per process and folder. Pass `path` if the error does not contain the path."""
+    """Warn that a file is ignored, at most once per folder in each process. Pass `path` if the error does not contain
+    it."""
     text = f"{error}" if path is None else f"{path}: {error}"
     key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
@@ -144,8 +145,8 @@ def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
 
 
 def _require_safe_file(path: str | os.PathLike[str], status: os.stat_result, max_bytes: int | None, ours: bool) -> None:
-    """Raise `Untrusted` unless this is a regular file of at most `max_bytes` bytes. If `ours` is true, also require
-    that only this user or root can write it."""
+    """Raise `Untrusted` unless `status` is that of a regular file of at most `max_bytes` bytes. If `ours` is true,
+    also require that only this user or root can write it."""
     if stat.S_ISLNK(status.st_mode):
         raise Untrusted(f"{path} is a link, which is not followed here")
     if not stat.S_ISREG(status.st_mode):
@@ -196,7 +197,7 @@ def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
     if isinstance(error, UnicodeDecodeError):
         position, why = error.start, f"0x{data[error.start]:02x} is not UTF-8: {error.reason}"
     elif isinstance(error, json.JSONDecodeError):
-        end = len(data.rstrip())  # report missing text on the last line, not on an empty line after it
+        end = len(data.rstrip())  # if the text ends too early, point to the last line, not to an empty line after it
         position, why = min(len(error.doc[: error.pos].encode()), end), error.msg
     else:
         position = next((found.start() for found in _ESCAPES.finditer(data) if found[1]), 0)
@@ -258,10 +259,9 @@ def make_folder(path: Path, private: bool = True) -> Path:
     Parameters
     ----------
     path : path of the folder
-    private : whether other users are kept out (mode 0700), for example out of the folder of a run. If False, other
-        users may read the folder (at most 0755), for example a cache. An existing cache folder is accepted unchecked,
-        since each file in it is checked when it is read
-    """
+    private : whether to keep other users out (mode 0700), as for the folder of a run. If False, as for a cache, other users
+        may read the folder (at most 0755); an existing folder is then accepted unchecked, since each file in it is checked
+        when it is read"""
     missing = [path] if not os.path.lexists(path) else []
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
