@@ -2,8 +2,8 @@
 optimizer state of the ledger.
 
 `ActivationMeter` tracks the activations that are kept between actions, in real and in dry runs. `HeapRecorder` counts,
-in a dry run only, everything that is alive within each action. Recordings, peaks, dry runs, plans and out-of-memory
-errors use these two classes."""
+in a dry run only, everything that is alive within each action. Recordings, reports of peak memory, dry runs, plans and
+out-of-memory errors use these two classes."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return the current memory of each slot (named value), as a dict from the slot to (bytes by id of a base
-        array)."""
+        """Return a dict from each slot (named value) to the memory that its value holds now, as a dict from the id of
+        a base array to bytes."""
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:
-        """Do not count memory of this arena. Call this before running a program that uses the arena."""
+        """Exclude the memory of this arena from the count. Call this before running a program that uses the arena."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
             self._planned = state, get_arena_storage_ids(arena)
@@ -77,7 +77,8 @@ class ActivationMeter:
                 self.live_bytes -= nbytes
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
-        """Count the memory of the new value in a slot (named value of a program) instead of its old one."""
+        """Count the memory of the new value in a slot (named value of a program) and stop counting that of its old
+        value."""
         self.forget_slot(slot)
         there = self._planned[1]
         self._held[slot] = held = {
@@ -91,7 +92,7 @@ class ActivationMeter:
 
 
 def iterate_storage_ids_and_sizes(value: Any) -> Iterable[tuple[int, int]]:
-    """Yield (id, bytes) of the base array of every array in nested tuples, lists and dicts."""
+    """For every array in nested tuples, lists and dicts, yield (id, bytes) of its base array."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
@@ -108,9 +109,9 @@ class HeapRecorder(Observer):
     Attributes
     ----------
     activations : meter of the activations kept between actions
-    program, action_at_peak : the program and the index of the action during which the heap is largest
+    program, action_at_peak : the program, and the index of the action in it, during which the heap is largest
     slots_at_peak : memory of each slot (named value) before that action
-    batch : bytes of the arrays of the first batch, by id of the array
+    batch : id -> bytes of an array, for all arrays of the first batch
     """
 
     def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
@@ -158,7 +159,7 @@ class HeapRecorder(Observer):
             value = state.store[slot]
             self.activations.count_slot_bytes(
                 slot, value.finish() if isinstance(value, TimedTransfer) else value
-            )  # a value that is still in transfer is replaced by the result of the transfer
+            )  # for a pending transfer, count the array that it will return
 
     @property
     def _bytes_kept_between_programs(self) -> int:
@@ -176,17 +177,17 @@ class HeapRecorder(Observer):
 
     @property
     def peak_activation_bytes(self) -> int:
-        """Bytes of activations at the moment when the heap was largest."""
+        """Bytes of activations at the time when the heap was largest."""
         return self.peak_heap_bytes - self._rows
 
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
-        """For each action of the last program, (peak bytes of activations during it, bytes after it)."""
+        """For each action of the last program, (peak bytes of activations during the action, bytes after it)."""
         arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 
     def get_peak_bytes_by_kind(self) -> dict[str, int]:
-        """Return the bytes at the moment when the heap was largest, by kind of memory."""
+        """Return a dict from kind of memory, such as "gradients", to bytes at the time when the heap was largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes_by_kind(), "activations": self.peak_activation_bytes}
         bytes_by_kind["gradients"] += self._rows - state.ledger.count_bytes_freed_by_update()

@@ -33,7 +33,8 @@ class VerbTimings(NamedTuple):
     calls : number of actions
     nbytes : bytes that this rank sent, received, saved or loaded in these actions
     flown : seconds during which transfers issued by these actions were pending
-    busy : the part of `flown` in which this rank progressed the transfer or waited for it; in the rest it computed
+    busy : the part of `flown` in which this rank progressed transfers or waited for them; in the remaining time it
+        computed
     """
 
     seconds: float = 0.0
@@ -49,8 +50,8 @@ class EngineClock(Observer):
 
     Attributes
     ----------
-    rows : the numbers of a `VerbTimings` by verb, with a separate entry for progressing transfers between actions
-    in_flight : by mesh axis, (seconds during which transfers were pending, seconds of that time in which this rank did
+    rows : verb -> the numbers of its `VerbTimings`; a separate entry counts the progress of transfers between actions
+    in_flight : mesh axis -> (seconds during which transfers were pending, the part of them in which this rank did
         nothing else)
     """
 
@@ -85,7 +86,7 @@ class EngineClock(Observer):
         row[5] += transfer.busy_seconds
 
     def get_timings(self) -> dict[str, VerbTimings]:
-        """Return the total time and bytes so far, by verb."""
+        """Return a dict from verb to the total time and bytes so far."""
         return {
             op: VerbTimings(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()
         }

@@ -40,8 +40,8 @@ def run_unit_forward(
     keep: bool,
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run the forward of a unit's nodes on `values`, a dict from number to activation, to which results are added.
-    With `keep`, return what each node saves for backward; otherwise None for each.
+    """Run the forward of a unit's nodes on `values`, a dict from activation number to array, and add their outputs to
+    it. With `keep`, return what each node saves for backward; otherwise return None for each node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them."""
     saved: list[Any] = []
@@ -66,9 +66,9 @@ def run_unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Run backward of a unit's nodes, last node first: gradients of inputs and of parameters.
+    """Run backward of a unit's nodes, last node first, for the gradients of inputs and of parameters.
 
-    `dvalues` maps the number of an activation to its gradient; input gradients are added to it in place. Activations
+    `dvalues` maps the number of an activation to its gradient; gradients of inputs are added to this dict. Activations
     in `constant` need no gradient."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
@@ -96,8 +96,8 @@ def run_unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the half of backward that computes input gradients. Return for each node what
-    `run_unit_backward_params` needs for the other half."""
+    """Run only the half of backward that computes input gradients. For each node, return what
+    `run_unit_backward_params` needs to compute the parameter gradients."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
@@ -129,7 +129,8 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Add a note to an error that names the layer, and the likely cause if it is known."""
+    """Add a note to an error that names the layer, and the likely cause if it is known. If the layer called a function
+    that the array module lacks, raise ConfigError instead."""
     if is_missing_function_error(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if is_numpy_call_error(error) else ""
@@ -137,8 +138,8 @@ def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
 
 
 def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
-    """Raise ConfigError if an input gradient `dx` has another dtype than the output gradient `dy`. Without this check
-    the mistake would appear in another layer, or not at all."""
+    """Raise ConfigError if an input gradient `dx` and the output gradient `dy` have different dtypes. Without this
+    check, the mistake would show up in another layer, or not at all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
             raise ConfigError(
@@ -150,8 +151,8 @@ def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
 def _accumulate_input_gradients(
     inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]
 ) -> None:
-    """Add a node's input gradients to those that other readers of the same activations have computed."""
-    # fast path: one input, whose gradient has no other contribution yet
+    """Add a node's input gradients to the gradients that other nodes have computed for the same activations."""
+    # fast path: a single input to which no other node has contributed a gradient yet
     if len(inputs) == 1 and inputs[0] not in dvalues:
         if dx is not None and inputs[0] not in constant:
             dvalues[inputs[0]] = dx
@@ -182,7 +183,8 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run the forward of a unit and save only its inputs (activation checkpointing), as a dict by activation number."""
+    """Run the forward of a unit and save only its inputs (activation checkpointing), as a dict from activation number
+    to array."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -273,7 +275,8 @@ def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
     """Return the numbers of a unit's inputs that need a gradient, and a dict from activation number to gradient. The
-    dict holds the gradients of the unit's outputs, and the gradients so far of inputs that other units also read."""
+    dict holds the gradients of the unit's outputs. For inputs that other units also read, it holds the gradients that
+    those units have computed so far."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -292,8 +295,8 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """Return the parameter gradients of each page by name. Gradients in a buffer that is used for the first time are
-    marked, so that layers overwrite them instead of adding."""
+    """Return, for each page, a dict from parameter name to gradient. When a buffer is used for the first time, mark
+    its gradients, so that layers overwrite them instead of adding to them."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(
@@ -307,9 +310,9 @@ def _get_entries_and_mark_blank(
 
 
 def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
-    """Set gradients that no layer wrote to zero. Also check for NaN and Inf if requested, except with a dynamic loss
-    scale, which relies on overflow."""
-    # tied parameters are left out: they may get their gradient in another unit
+    """Zero the gradients that no layer wrote. If the user asked for it, also check for NaN and Inf, except with a
+    dynamic loss scale, where overflow is expected."""
+    # skip tied parameters: they may get their gradient in another unit
     own_views = run.views.own[get_action_target(action)]
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
@@ -321,8 +324,8 @@ def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened:
 
 
 def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return the summed loss of a microbatch, its weight, and the output gradients. Add the weight to that of the
-    step."""
+    """Return the summed loss of a microbatch, its weight, and the output gradients. Add the weight to the total weight
+    of the step."""
     batch, find = run.get_microbatch(action), run.placement.loss
     *have, weight = added
     if batch is None:
@@ -330,7 +333,7 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
     env = run.get_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
-    if not have:  # without trained layers there is no gradient
+    if not have:  # no layer is trained, so no gradient is needed
         return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
@@ -340,8 +343,8 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
-    """Raise ConfigError if a gradient from the loss has another shape or dtype than its output. Without this check a
-    layer would fail later."""
+    """Raise ConfigError if the loss returns a gradient whose shape or dtype is not that of the output. Without this
+    check, a layer would fail later."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
@@ -352,7 +355,8 @@ def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) ->
 
 
 def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Return the summed loss of a microbatch and its weight, without gradients. Add the weight to that of the step."""
+    """Return the summed loss of a microbatch and its weight, without gradients. Add the weight to the total weight of
+    the step."""
     batch = run.get_microbatch(action)
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
@@ -362,8 +366,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
 
 
 def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start backward from output gradients that the caller passes. They are gradients of a mean loss, so their total
-    weight is 1, or 1 in each replica that trains independently."""
+    """Start backward from output gradients that the caller passes. They are taken as gradients of a mean loss, so
+    their total weight is 1, or 1 in each replica if replicas train independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
     dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]
@@ -373,8 +377,7 @@ def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, 
 
 
 def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
-    """Return the output gradients without those of outputs that need no gradient, such as inputs that are also
-    outputs."""
+    """Drop the gradients of outputs that need none, such as inputs that are also outputs, and return the others."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 

@@ -1,5 +1,5 @@
-"""The engine of one rank: the loop that runs programs. Before an action it waits for pending transfers that the action
-needs, between actions it progresses transfers, and it measures time and names the action in errors.
+"""The engine of one rank: the loop that runs programs. Before an action, it waits for pending transfers that the
+action needs; between actions, it progresses transfers. It also measures time, and names the action in errors.
 
 A solver may call a model thousands of times. For programs that predict a few samples on one rank, `DirectPrediction`
 therefore runs only the layers, without the overhead of a program."""
@@ -37,9 +37,9 @@ class Engine:
     Attributes
     ----------
     added_observers : observers added after construction
-    hooks : the methods of all observers, by event
+    hooks : for each event, the observer methods to call
     last_program, batch : the program that ran last, and its batch
-    direct : functions that run only the layers (`DirectPrediction`), by shape and dtype of a small batch
+    direct : (shape, dtype) of a small batch -> function that runs only the layers (`DirectPrediction`)
     """
 
     added_observers: tuple[Observer, ...]
@@ -56,7 +56,7 @@ class Engine:
         self._contexts = LayerContextCache(state)
         # pending transfers, each with the action that started it
         self._in_flight: list[tuple[Action, TimedTransfer]] = []
-        self._sends: list[TimedTransfer] = []  # transfers for which no action waits, so the run waits at its end
+        self._sends: list[TimedTransfer] = []  # no action waits for these transfers, so the run waits at its end
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())
@@ -67,7 +67,7 @@ class Engine:
         return *self._own, *self.added_observers
 
     def add_observer(self, observer: Observer | Callable[[Action], None]) -> Observer:
-        """Add an observer, or a function to call after each action. Return the observer, to pass to
+        """Add an observer, or a function to call after each action. Return the observer, which can be passed to
         `remove_observers`."""
         added = observer if isinstance(observer, Observer) else ActionCallback(observer)
         self._set_observers((*self.added_observers, added))
@@ -86,8 +86,8 @@ class Engine:
         return Executable(self.state, request)
 
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
-        """Run all actions of a program and return its results by slot (name of a value). Collective if the program
-        communicates."""
+        """Run all actions of a program and return a dict of its results, keyed by slot (name of a value). Collective
+        if the program communicates."""
         # with a dynamic loss scale, overflow is expected, and is detected later in the gradients
         overflows = self.state.scaler.dynamic
         statistics = self.state.copy_running_statistics() if feed.training else []
@@ -133,7 +133,7 @@ class Engine:
             self._views = BufferViews(self.placement.layout, state.arena.generation, state.frozen)
         if blas.get_product_threads() != self.placement.product_threads:
             blas.set_product_threads(self.placement.product_threads)
-        if self._contexts.seed != state.seed:  # layer contexts hold the random state of the old seed
+        if self._contexts.seed != state.seed:  # the cached layer contexts hold the random state of the old seed
             self._contexts = LayerContextCache(state)
         work, views, contexts = executable.workspace, self._views, self._contexts
         units: Sequence[Unit] = self.placement.layout.units
@@ -143,8 +143,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Wait for transfers that a failed program left pending, the same on all ranks. Transfers that a later program
-        needs stay pending."""
+        """Wait for the transfers that a failed program left pending, which are the same on all ranks. Leave transfers
+        pending if a later program needs them."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -181,13 +181,13 @@ class Engine:
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
     def annotate_and_report_error(self, error: Exception, words: str) -> None:
-        """Add a note with the rank and the action (`words`) to an error, and report the error to observers."""
+        """Add a note to an error that names the rank and the action (`words`), and report the error to observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _track_transfer(self, action: Action, transfer: TimedTransfer) -> None:
-        """Progress a transfer until it is complete, although no action waits for it."""
+        """Make sure that a transfer is progressed until it is complete, although no action waits for it."""
         if transfer.handle is not COMPLETED:
             self._in_flight.append((action, transfer))
             self._sends.append(transfer)
@@ -203,7 +203,7 @@ class Engine:
             else:
                 pending.append((action, transfer))
         self._in_flight = pending
-        if completed and self._sends:  # free sent arrays before the program ends
+        if completed and self._sends:  # free arrays once they are sent, not only when the program ends
             self._sends = [transfer for transfer in self._sends if id(transfer) not in completed]
 
     def _take_result(self, slot: Slot) -> Any:
@@ -241,8 +241,8 @@ class Engine:
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
-        """Report work outside programs, named `what`, to observers. It began at time `begin` and ends now; this rank
-        wrote or read `nbytes` bytes."""
+        """Report work outside programs, named `what`, to observers. The work began at time `begin` and ends now, and
+        this rank wrote or read `nbytes` bytes."""
         end = perf_counter()
         for outside in self.hooks.on_outside_program:
             outside(what, begin, end, nbytes)
@@ -255,21 +255,21 @@ class Engine:
         self.state.storage.reset_counters()
 
     def drop_stale_views(self) -> None:
-        """Drop cached array views if their memory was freed, or if other parameters are frozen now."""
+        """Drop cached array views if their memory was freed, or if the set of frozen parameters has changed."""
         views, state = self._views, self.state
         if views is not None and (views.generation, views.frozen) != (state.arena.generation, state.frozen):
             self._views = None
 
     def abandon_transfers(self) -> list[Handle]:
-        """Forget pending transfers. Return their handles, because the caller must keep their memory until they
-        complete."""
+        """Forget pending transfers and return their handles. The caller must keep the memory of these transfers until
+        they complete."""
         handles = [transfer.handle for transfer in (*(t for _, t in self._in_flight), *self._sends)]
         self._in_flight.clear()
         self._sends.clear()
         return handles
 
     def close(self) -> None:
-        """Free buffers, shared memory, and the communicators made for this engine. Collective."""
+        """Free buffers, shared memory, and the communicators that were made for this engine. Collective."""
         self.abandon_transfers()
         self._views = None
         self.direct.clear()
@@ -281,14 +281,15 @@ MAX_DIRECT_BYTES = 1 << 16
 
 
 class DirectPrediction:
-    """Function that repeats a prediction without running the program, for inputs of one shape and dtype. It returns
-    the outputs in order, or None if anything else has changed, so that the caller must run the program.
+    """Callable that repeats a prediction without running the program, for inputs of one shape and dtype. It returns
+    the outputs in order, or None if anything else has changed, in which case the caller must run the program.
 
-    It is made after `engine` has run the program `executable` on the array `x`."""
+    It can be made once `engine` has run the program `executable` on the array `x`."""
 
     @classmethod
     def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:
-        """Return a `DirectPrediction` for the last run, or None if that program did more than inference on one rank."""
+        """Return a `DirectPrediction` that repeats the last run, or None if the program did more than inference on one
+        rank."""
         place, ops = engine.placement, {planned.action.op for planned in executable.steps}
         plain = (
             type(x) is np.ndarray and x.nbytes <= MAX_DIRECT_BYTES and len(executable.program.stage.used_inputs) == 1
@@ -303,7 +304,7 @@ class DirectPrediction:
         self.shape, self.dtype = x.shape, x.dtype
         (self.input,), self.outputs = self.program.stage.used_inputs, self.program.stage.outputs
         self.valid = state.seed, state.arena.generation
-        self.store: list[tuple[Any, Any]] = []  # pairs (slot that the layers read, value that it must still hold)
+        self.store: list[tuple[Any, Any]] = []  # pairs (slot that the layers read, value that it must hold)
         self.units: list[tuple[Any, ...]] = []
         for planned in executable.steps:
             if planned.action.op == "E":

@@ -1,4 +1,4 @@
-"""Observers of an engine: objects that are told about each event while programs run."""
+"""Observers of an engine: objects that are notified of each event while programs run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # type checking only: the launcher imports this module, but should not load the engine
+if TYPE_CHECKING:  # the launcher imports this module, but should not load the engine
     from fsdpx.core.comm.calls import TimedTransfer
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Action, Program
@@ -17,10 +17,11 @@ __all__ = ["Hooks", "Observer", "collect_hooks"]
 
 
 class Observer:
-    """Base class for observers of an engine. Override the methods of the events you need; the engine calls only
+    """Base class for observers of an engine. Override the methods for the events you need; the engine calls only
     overridden methods. Add an observer with `Engine.add_observer`.
 
-    Times are those of `perf_counter`. An exception in an observer ends the program, like one in an action."""
+    Times are values of `perf_counter`. An exception in an observer ends the program, as an exception in an action
+    does."""
 
     __slots__ = ()
 
@@ -48,8 +49,8 @@ class Observer:
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Called at the end of an action. `begin`, `ready` and `end` are the times when it began, had all its inputs,
-        and ended. `nbytes` is the number of bytes that this rank sent or received meanwhile."""
+        """Called at the end of an action. `begin`, `ready` and `end` are the times at which the action began, had all
+        its inputs, and ended. `nbytes` is the number of bytes that this rank sent or received in between."""
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
         """Called when a transfer that `action` started is complete."""
@@ -65,7 +66,7 @@ class Observer:
         """Set the counters of this observer to zero."""
 
     def write_files(self) -> None:
-        """Write what was recorded to files. Collective."""
+        """Write to files what was recorded. Collective."""
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class Hooks:
 
 
 def collect_hooks(observers: Sequence[Observer]) -> Hooks:
-    """Collect the methods that these observers override, in the order of the observers."""
+    """Collect the methods that these observers override, in the order of `observers`."""
     hooks_by_event: dict[str, list[Any]] = {name: [] for name in Hooks.__slots__}
     for observer in observers:
         for name, methods in hooks_by_event.items():

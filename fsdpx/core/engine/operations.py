@@ -1,6 +1,6 @@
-"""The operation of each verb (kind of action) on one rank. An operation gets the values of its slots in the order of
-the table of verbs. It returns the values of the slots that it fills, then of the slots to which it adds, each in the
-order of the table.
+"""The operation of each verb (kind of action) on one rank. The table of verbs lists the slots (named values) of each
+verb, and operations use them in the order of that table: an operation gets the values of the slots that it takes,
+reads or adds to, and returns new values for those that it fills, then for those that it adds to.
 
 SEND and RECV are messages between pipeline stages: activations are sent forward to the next reader, gradients
 backward. UPDATE runs the optimizer on parameters. An `Executable` is a compiled program with its memory on one rank;
@@ -63,7 +63,7 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
-        # in a dry run nothing is sent: count what the optimizer would send
+        # a dry run sends nothing, so count what the optimizer would send
         for axis, call, nbytes in run.placement.list_optimizer_transfers(p):
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
@@ -79,8 +79,8 @@ def run_optimizer_on_page(
     lr: float,
     factor: float,
 ) -> bool:
-    """Update a range of a page's elements (flat parameter buffer) with the optimizer. Return False if there was
-    nothing to update. `step` is the number of the trainer's step, counted from 1."""
+    """Update a range of elements of a page (flat parameter buffer) with the optimizer. Return False if there was
+    nothing to update. `step` is the number of the training step, counted from 1."""
     place, counted = run.placement, segments.with_missed_updates(run.missed)
     with preserving_frozen_parameters(run, segments, master, slots):
         return update_parameters(
@@ -92,8 +92,8 @@ def run_optimizer_on_page(
 def preserving_frozen_parameters(
     run: ProgramRun, segments: ShardSegments, master: Any, slots: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Return a context manager that restores frozen parameters and their optimizer state at its end, because weight
-    decay and momentum would change them even without a gradient."""
+    """Return a context manager that restores frozen parameters and their optimizer state on exit, because weight decay
+    and momentum would change them even without a gradient."""
     still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
     kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
     yield
@@ -102,8 +102,8 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send an activation or a gradient to another pipeline stage. The run waits at its end until the message
-    has been sent."""
+    """Start to send an activation or a gradient to another pipeline stage. No action waits for the message; the run
+    does so at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -123,7 +123,7 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
 
 
 def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to receive an activation or a gradient from another pipeline stage, and return the transfer; None if
+    """Start to receive an activation or a gradient from another pipeline stage. Return the transfer, or None if
     nothing is sent."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
@@ -135,7 +135,7 @@ def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Va
 
 def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start to average the loss over all ranks. The transfer runs during backward; the first action that needs the
-    mean waits for it."""
+    mean loss waits for it."""
     return (
         run.placement.start_all_gather_numbers(
             _pack_loss_and_schedule(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
@@ -144,22 +144,23 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """Return the numbers that this rank sends to average the loss: the weight of its gradients, loss sum and weight of
-    each microbatch, and the learning rate and other scheduled values, which must be the same on all ranks."""
+    """Return the numbers that this rank sends to average the loss: the weight of its gradients, the summed loss and
+    the weight of each microbatch, and the scheduled values, such as the learning rate, which must be the same on all
+    ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
-    # this rank computes no loss of its own: another pipeline or tensor rank does
+    # zeros, because another pipeline or tensor rank computes the loss
     if not run.placement.counts_loss or not weight:
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
 
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
-    """Return the mean loss from the numbers that each rank sent. A replica that trains independently may have no
-    samples."""
+    """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
+    that count; a single replica that trains independently may have none."""
     require_same_schedule_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    lr = rows[run.sync_group.rank % len(rows)][-2]  # in asynchronous training there is only this rank's row
+    lr = rows[run.sync_group.rank % len(rows)][-2]  # % because asynchronous training has only this rank's row
     if math.isnan(lr):
-        # the rate is invalid: this raises the same error on all ranks
+        # NaN marks an invalid rate: this call raises the same error on all ranks
         get_learning_rate(run.placement.optimizer, run.step + 1)
     shared = sum_exactly([row[0] for row in rows])
     if len(rows[0]) == 3:
@@ -172,7 +173,8 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 
 def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start the all-gather of a page's shards into full parameters. Each of N ranks sends n - n/N of the n elements."""
+    """Start to all-gather the shards of a page into its full parameters. With N ranks and a page of n elements, each
+    rank sends n - n/N elements."""
     p, place, (master,) = get_action_target(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
     full = run.workspace.get_full_parameter_buffer(p)
@@ -194,7 +196,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Free the values that the action takes: gathered parameters, or data loaded from disk."""
+    """Free the values that the action takes from its slots: gathered parameters, or data loaded from disk."""
     return ()
 
 
@@ -235,9 +237,9 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
 
 
 def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Sum the gradients of tied parameters, in place in all copies on this rank. With n elements per copy on this
-    rank, T tensor ranks and k copies, a rank sends 2 n (T - 1)/T elements over the tensor axis and n (k - own copies)
-    elements to other ranks that have copies."""
+    """Sum the gradients of tied parameters, and store the sum in all copies on this rank. With n elements per copy on
+    this rank, T tensor ranks and k copies, of which c are on this rank, a rank sends 2 n (T - 1)/T elements over the
+    tensor axis and n (k - c) elements to other ranks that have copies."""
     p, description = get_action_target(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:
@@ -250,7 +252,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
         else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    # add in the order of a single process, whose backward reaches later layers first
+    # last copy first, because the backward of a single process reaches later layers first
     for other in reversed(gathered[:-1]):
         total += other
     for own_array in taken:
@@ -274,8 +276,8 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
 def compute_loss_and_gradient_scale(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Compute the mean loss, the gradient norm and the factor for all gradients with a single message. The factor is 1
-    / (weight x loss scale), multiplied by clip / norm if the norm exceeds the clip norm."""
+    """Compute the mean loss, the gradient norm and the factor for all gradients with a single collective. The factor
+    is 1 / (weight x loss scale), multiplied by max_norm / norm if the norm exceeds max_norm, the option `clip_norm`."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
@@ -305,8 +307,8 @@ def _compute_clip_factor(norm: float, max_norm: float) -> float:
 
 def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute the factor for all gradients without communication, for steps that do not need the gradient norm. Each
-    rank checks only its own gradient shards for NaN and Inf. The action reads all gradients, so all their transfers
-    are complete before the first update."""
+    rank checks only its own gradient shards for NaN and Inf. Because this action reads all gradients, the transfers of
+    all gradients are complete before the first update."""
     require_finite_loss(run, read[0], run.sync_group)
     _require_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].gradient_divisor * run.scaler.value)
@@ -326,8 +328,9 @@ def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
     """Return the gradient elements that this rank contributes to sums over all ranks, as (index into the trained
     pages, slice).
 
-    Each element of the model counts once: in the first replica only, on one tensor rank, and not in copies of tied
-    parameters. With reproducible chunks there is one slice per parameter; otherwise adjacent slices are merged."""
+    Each element of the model counts only once, although several ranks may hold it: replicas after the first, tensor
+    ranks with the same element, and copies of tied parameters do not count. With reproducible chunks there is one
+    slice per parameter; otherwise adjacent slices are merged."""
     place = run.placement
     if place.axes.replica.rank > 0 and place.sync_policy.is_synchronous:
         return []
@@ -374,18 +377,18 @@ def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values,
 
 
 def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | None = None) -> None:
-    """Raise NumericsError if the mean loss is NaN or Inf, before anything is updated. `comm` contains the ranks that
-    share the loss; all of them raise the same error, which names a rank whose batch is not finite. With None, only
-    this rank raises."""
+    """Raise NumericsError if the mean loss is NaN or Inf, before anything is updated. If `comm` contains the ranks
+    that averaged this loss, they all raise the same error, which names a rank with NaN or Inf in its batch. If it is
+    None, only this rank raises."""
     if run.feed.batch and not math.isfinite(mean.total):
         _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
-    """Raise NumericsError if one of this rank's gradient shards is NaN or Inf. Other ranks are not told."""
+    """Raise NumericsError if one of this rank's gradient shards has a NaN or Inf. Other ranks are not notified."""
     if run.placement.device.are_finite(totals):
         return
-    # no problem is found if only the squares overflowed and every gradient is finite
+    # there is no problem if every gradient is finite and only their squares overflowed
     problem = _describe_bad_gradient(run, totals)
     if problem and run.sync_group.size > 1:
         problem += (
@@ -397,8 +400,8 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
 
 
 def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
-    """Raise NumericsError about `what`. `origin` says where this rank found NaN or Inf. The ranks of `comm` all call
-    this function and share their origins; with None, only this rank calls it."""
+    """Raise NumericsError about `what`. `origin` says where this rank found NaN or Inf. If `comm` is given, all its
+    ranks must call this function, and they exchange their origins; if it is None, only this rank calls it."""
     origins = [origin] if comm is None else comm.all_gather_data(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
@@ -425,7 +428,7 @@ def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
         page = run.placement.pages[p]
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
-        )  # in asynchronous training each rank has the full gradient
+        )  # 0, because in asynchronous training each rank has the full gradient
         for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]
@@ -487,7 +490,7 @@ class Executable:
 
     Attributes
     ----------
-    producers : name of the action that fills a slot (named value), by slot
+    producers : slot (named value) -> name of the action that fills it
     """
 
     def __init__(self, state: TrainState, request: ProgramRequest) -> None:

@@ -1,5 +1,5 @@
-"""One run of a program: the context of its operations, the memory of its values, and views of parameters in flat
-buffers."""
+"""One run of a program: the context that its operations get, the memory for its values, and views of parameters in
+flat buffers."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ __all__ = [
 
 
 class BufferViews:
-    """Cache of the views of parameters and gradients in flat buffers. The same buffers are used in every step, so
-    views are made only in the first steps.
+    """Cache of the views of parameters and gradients in flat buffers. Every step uses the same buffers, so new views
+    are made only in the first steps.
 
     Attributes
     ----------
-    generation : the views are valid as long as the arena's `generation`, which counts reallocations, has this value
+    generation : value of the arena's `generation`, which counts reallocations; the views are valid until it changes
     frozen : parameters whose gradients are hidden from layers
     own : for each unit, its trainable parameters that no other unit uses
     """
@@ -75,7 +75,7 @@ class BufferViews:
         self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
     def view_as_equal_blocks(self, buffer: Any, size: int) -> list[Any]:
-        """Return views of consecutive blocks of `size` elements of a buffer."""
+        """Split a buffer into consecutive blocks of `size` elements, and return views of them."""
         key = (id(buffer), size)
         cached = self._leaves.get(key)
         if cached is None:
@@ -84,19 +84,19 @@ class BufferViews:
         return cached[1]
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
-        """Return views of the parameters in `buffer`, which holds the elements of a page, by name and in the
-        parameters' shapes."""
-        # the page is part of the key, because pages of equal size can use one buffer alternately
+        """Return a dict from parameter name to a view of `buffer` in the parameter's shape. `buffer` holds the
+        elements of a page."""
+        # the page is part of the key, because pages of equal size may take turns using one buffer
         key = (page.index, id(buffer))
         cached = self._pages.get(key)
         if cached is None:
-            # store the buffer too: while it is alive, its id stays unique
+            # store the buffer too, because its id stays unique only while it is alive
             cached = self._pages[key] = (buffer, page.view_parameters_by_name(buffer))
         return cached[1]
 
     def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
-        """Return the gradients of the parameters in `buffer`, by name. Layers that share a tied parameter get the same
-        object."""
+        """Return a dict from parameter name to the gradient in `buffer`. Layers that share a tied parameter get the
+        same object."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
@@ -105,18 +105,19 @@ class BufferViews:
         return cached[1]
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
-        """Return the parameters of each node (layer call) of a unit, as a dict by the name within the layer. `pages`
-        holds the arrays of each page and then the running statistics, each as a dict by full name."""
+        """Return, for each node (layer call) of a unit, a dict from the parameter's name within the layer to its
+        array. `pages` holds dicts from full name to array: one for each page, followed by those of the running
+        statistics."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
             node_parameters = [Parameters(arrays) for arrays in self._split_per_node(unit, pages)]
-            cached = self._params[key] = (tuple(pages), node_parameters)  # while pages are alive, their ids stay unique
+            cached = self._params[key] = (tuple(pages), node_parameters)  # ids are unique only while pages are alive
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Return the gradients of the trainable parameters for each node (layer call) of a unit, by the name within
-        the layer."""
+        """Return, for each node (layer call) of a unit, a dict from a parameter's name within the layer to its
+        gradient. Only trainable parameters are included."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -139,8 +140,8 @@ class LossMean:
     Attributes
     ----------
     total, weight : sums of loss and loss weight over all samples
-    shared : total weight of the gradients, by which they are divided; 0 if there were no samples
-    rate : the learning rate, which ranks compare in the same message; 0 in a program without an update
+    shared : total weight by which summed gradients are divided; 0 if there were no samples
+    rate : the learning rate, which ranks send together with the loss to compare it; 0 in a program without an update
     """
 
     total: float
@@ -166,7 +167,7 @@ class GradientScale:
     ----------
     factor : factor by which every gradient is multiplied
     norm : global gradient norm before clipping, nan if not computed
-    skip : whether gradients overflowed, in which case nothing is updated
+    skip : whether the update is skipped because gradients overflowed
     rate : this step's learning rate
     scaler : the loss scale from the next step on
     """
@@ -180,7 +181,7 @@ class GradientScale:
 
 class Workspace:
     """The buffers of one program on one rank: temporary memory, and full parameters and gradients that are allocated
-    only while in use."""
+    only while they are in use."""
 
     def __init__(self, state: TrainState, program: Program) -> None:
         self.state, self.program = state, program
@@ -203,22 +204,23 @@ class Workspace:
         return StageMessages(self.placement, self.program.microbatches)
 
     def grow_slab_for_run(self) -> None:
-        """Enlarge the slab (block of memory for short-lived buffers) if this program needs more. Call this before each
-        run."""
+        """Enlarge the slab (block of memory for short-lived buffers) if this program needs a larger one. Call this
+        before each run."""
         self.births.clear()
         self._nothing.clear()
         self.state.arena.grow_slab(self.plan)
 
     def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
-        """Return the slab memory planned for the next use of a page's buffer of this kind, such as "full". Calls must
-        follow the order of the program."""
+        """Return the slab memory that is planned for the next use of a page's buffer of this kind, such as "full".
+        Calls must follow the order of the program."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
     def get_full_parameter_buffer(self, page: int) -> Any:
-        """Return the memory for the gathered parameters of a page, either kept or taken from the slab."""
+        """Return the memory for the gathered parameters of a page: memory that is kept between steps, or a part of the
+        slab."""
         kept = self._full[page]
         if kept is not None:
             return kept
@@ -230,7 +232,8 @@ class Workspace:
         return self.state.get_or_allocate_until_update(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
-        """Return an empty accumulator for the unsharded gradient of a page, in kept memory or in the slab."""
+        """Return an empty accumulator for the unsharded gradient of a page, in memory that is kept between steps or in
+        the slab."""
         place, row = self.placement, self._grads[page]
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
@@ -244,7 +247,8 @@ class Workspace:
         )
 
     def take_next_scratch_buffer(self, kind: str, page: int) -> Any:
-        """Return temporary memory of this kind for an action on a page, as bytes or in the dtype of gradients."""
+        """Return temporary memory of this kind for an action on a page. Its dtype is uint8 for raw data, and otherwise
+        that of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
@@ -253,7 +257,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # taken from the slab: it must be in shared memory if the scratch buffers of other ranks are
+        # an empty view of the slab: if other ranks have scratch buffers in shared memory, this one must be there too
         if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
@@ -266,7 +270,7 @@ Values = tuple[Any, ...]
 
 class LayerContextCache:
     """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). They are
-    made once; later only the training moment changes, and the sequence length if sequences may be sharded."""
+    made once. Later, only the position in training changes, and the sequence length if sequences may be sharded."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
@@ -281,7 +285,7 @@ class LayerContextCache:
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
         """Return the context of the model, and for each unit the contexts of its nodes (layer calls).
 
-        `recomputing` says whether a forward runs again for its backward. `inputs` holds the input arrays of the model.
+        `recomputing` says whether the forward is run again for backward. `inputs` holds the input arrays of the model.
         """
         time = find_sequence_length(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
@@ -302,11 +306,11 @@ class ProgramRun:
     placement : the fixed data of this rank
     feed : inputs of this run
     units : the units (groups of layers) of the model, possibly wrapped by observers
-    ties : groups of pages with copies of a tied parameter, by number of the first page
+    ties : index of a page -> the `TieGroup` whose first page it is
     step, scaler : number of updates made, and the loss scale, when the run began
-    missed : number of updates that a parameter has missed while frozen, by name
+    missed : parameter name -> number of updates that the parameter missed while it was frozen
     track_transfer : function that registers a transfer that no action waits for, with the action that started it; the
-        run waits for these transfers when it ends
+        run waits for all such transfers when it ends
     """
 
     placement: Placement
@@ -323,7 +327,7 @@ class ProgramRun:
 
     @property
     def stage(self) -> Stage:
-        """This rank's pipeline stage, with the parameters that were frozen when the program was compiled."""
+        """This rank's pipeline stage, which reflects the parameters that were frozen when the program was compiled."""
         return self.workspace.program.stage
 
     @property
@@ -372,9 +376,9 @@ def get_action_target(action: Action) -> int:
 def require_same_schedule_values(
     run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
 ) -> None:
-    """Raise ConfigError on all ranks of `comm` if their scheduled values of this step, such as the learning rate,
-    differ. `rows` holds one list of numbers per rank, and `names` maps the index of a number that must be the same to
-    its name."""
+    """Raise ConfigError on all ranks of `comm` if their scheduled values for this step, such as the learning rate,
+    differ. `rows` holds one list of numbers per rank. `names` maps an index into these lists to the name of the value,
+    for each value that must be the same."""
     if len(rows) == 1 or not comm.has_peers:
         return
     for position, name in names.items():
@@ -398,7 +402,7 @@ def require_same_schedule_values(
 
 
 def format_action_label(run: ProgramRun, action: Action) -> str:
-    """Return a phrase that names an action and its page, for errors. Cached."""
+    """Return a phrase that names an action and its page, for error messages. Cached."""
     known = run.workspace.words
     if action not in known:
         known[action] = f"{action} {run.placement.format_page_name(get_action_target(action))}"

@@ -1,5 +1,5 @@
-"""Plan the slab of a rank: one block of memory in which the short-lived buffers of a program get overlapping offsets
-if they are used at different times."""
+"""Plan the slab of a rank: one block of memory for the short-lived buffers of a program, in which buffers that are
+used at different times may overlap."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
 
 
 def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Return this rank's plan, with the largest slab size of any rank if slabs are in shared memory, which ranks
-    allocate together. Collective if slabs are in shared memory."""
+    """Return this rank's plan. If slabs are in shared memory, ranks allocate them together, so the plan gets the
+    largest slab size of any rank. Collective if slabs are in shared memory."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
 def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
-    """Return when each slab buffer of a program is in use, with its bytes on this rank, sorted by start."""
+    """Return when each slab buffer of a program is in use, and its bytes on this rank, in the order of first use."""
     sized = ((life, _count_slot_bytes(state, life.slot)) for life in find_lifetimes(program))
     return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 

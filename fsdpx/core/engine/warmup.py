@@ -1,4 +1,4 @@
-"""Compile the kernels of a trainer before its first step, or load them from the cache, by calling them with small
+"""Compile the kernels of a trainer before its first step, or load them from the cache, by calling each with small
 arrays."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def run_warm_up_calls(
     share: tuple[int, int] = (0, 1),
     count: ProgressCallback = lambda done, total: None,
 ) -> None:
-    """Run warm-up calls. `share` is (index of this rank on its host, number of ranks there): each rank starts at a
-    different call, and later loads the kernels that other ranks have compiled. `count` is a progress callback (calls
-    done, total)."""
+    """Run warm-up calls. `share` is (index of this rank on its host, number of ranks on the host). Each rank starts at
+    a different call, so that it later loads kernels that other ranks have compiled. `count` is a progress callback
+    (calls done, total)."""
     rank, ranks = share
     first = rank * len(calls) // ranks
     count(0, len(calls))
@@ -52,7 +52,7 @@ def run_warm_up_calls(
 
 
 def _warm_up_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
-    """Compile an optimizer's kernels by updating a parameter of one element."""
+    """Compile an optimizer's kernels by updating a parameter that has one element."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
     segments = ShardSegments((ShardSegment("", 0, 1, 0, 1, (1,)),))
     slots = make_zero_slots(np, optimizer, segments, dtype)
@@ -87,7 +87,7 @@ def warm_up_kernels(names: Iterable[str], dtype: Any) -> None:
 
 
 def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
-    """Return the calls, one per kernel, that `warm_up_kernels` makes."""
+    """Return the calls that `warm_up_kernels` makes, one per kernel."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2
     x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
