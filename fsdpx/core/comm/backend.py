@@ -1,9 +1,8 @@
-"""The base class of communication backends. It validates each call, executes it locally if there is only one rank, and
-passes all other calls on to the subclass.
+"""The base class of communication backends. It validates each call and passes it on to the subclass, unless there is
+only one rank and the call can be executed locally.
 
-Arguments are checked before anything is sent, so that an invalid call raises an error and never hangs.
-`FakeCommunicator` is a backend that transfers nothing.
-"""
+Arguments are checked before anything is sent, so that an invalid call raises an error instead of hanging.
+`FakeCommunicator` is a backend that transfers nothing."""
 
 from __future__ import annotations
 
@@ -53,9 +52,8 @@ class Backend(Communicator):
     """Base class of communicators that transfer bytes themselves. A subclass implements `start_transfer`, `split`,
     `close` and `abort`.
 
-    `start_transfer` must implement "send" and "recv". For any other operation that the subclass does not implement, it
-    calls `super().start_transfer(call)`, which builds the operation from point-to-point messages.
-    """
+    The subclass's `start_transfer` must implement "send" and "recv". For any operation that it does not implement, it
+    calls `super().start_transfer(call)`, which builds the operation from point-to-point messages."""
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank
@@ -74,8 +72,9 @@ class Backend(Communicator):
         return self.start_transfer(call) if call.wire is None else self.start_rounded_sum(call)
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call whose arguments have been checked. The communicator has at least two ranks, except for
-        operations that `CALL_SPECS` marks as "move" on one rank. A rank may send a message to itself."""
+        """Start a call whose arguments have been checked. If the communicator has only one rank, the call is a send or
+        a receive, because all other operations have already been executed locally. A rank may send a message to
+        itself."""
         call.tag = self._take_next_tag()
         return COLLECTIVES[call.verb](self, call)
 
@@ -99,8 +98,7 @@ class Backend(Communicator):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank with two all-gathers: first the sizes, then the data. Collective.
 
-        This rank waits as in a call of the user, so that a rank that never arrives is reported.
-        """
+        Both are ordinary calls of this communicator, so a rank that never arrives is reported as in any other call."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -181,8 +179,8 @@ def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here:
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
-    """Raise an error of class `kind` whose message begins with the name of the call and the rank, as all communication
-    errors do."""
+    """Raise an error of class `kind`. Like all communication errors, its message begins with the name of the call and
+    the rank."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
@@ -227,7 +225,7 @@ def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...])
 
 
 def require_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
-    """Raise ShapeError unless `array` has exactly `count` elements, the size of this rank's piece."""
+    """Raise ShapeError unless `array` has exactly `count` elements, which is the number that belongs to this rank."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
@@ -250,8 +248,8 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace the name in `call.wire` by its dtype. Raise ConfigError if values of `dtype` cannot be sent in that
-    dtype."""
+    """Replace the dtype name in `call.wire` by the dtype itself. Raise ConfigError if values of `dtype` cannot be sent
+    in it."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -278,11 +276,11 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
 
 
 def start_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-    """Start a call on GPU or CPU arrays by copying GPU arrays to the host and passing the host arrays to
-    `start_on_host`. Return the handle.
+    """Start a call on arrays that may be on a GPU: copy GPU arrays to the host, pass the host arrays to
+    `start_on_host`, and return the handle.
 
-    Arrays that are already on the host are passed without a copy. Scratch: one host copy of each GPU array.
-    """
+    Arrays that are already on the host are passed without a copy. The scratch memory is one host copy of each GPU
+    array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
             return _start_through_host_copies(call, start_on_host)
@@ -381,8 +379,7 @@ class FakeNodeCommunicator(FakeCommunicator):
     ----------
     rank : number of this rank
     size : number of ranks
-    hosts : number of the host of each rank
-    """
+    hosts : for each rank, the number of the host it runs on"""
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))
@@ -397,7 +394,7 @@ class FakeNodeCommunicator(FakeCommunicator):
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:
-        """Return an array of `nbytes` bytes that has a shape but no memory, in place of an array in shared memory."""
+        """Return a stand-in for an array of `nbytes` bytes in shared memory: it has a shape but no memory."""
         return shapes.empty(nbytes, dtype="uint8")
 
     allocate_node_buffer = allocate_shared

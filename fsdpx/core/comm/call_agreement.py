@@ -26,7 +26,7 @@ from fsdpx.errors import CommTimeout, DesyncError
 __all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
 QUICK_POLLS = range(64)
-"""Polls of the board before a wait also advances other transfers."""
+"""Number of times that a wait polls the board before it also advances other transfers."""
 
 
 class CallSignature(str):
@@ -42,7 +42,7 @@ class CallSignature(str):
     words: memoryview
 
 
-@lru_cache(maxsize=1024, typed=True)  # typed: the roots 0, 0.0 and False need different signatures
+@lru_cache(maxsize=1024, typed=True)  # typed, since the roots 0, 0.0 and False need different signatures
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
@@ -59,8 +59,8 @@ def make_signature(
 class CallAgreement:
     """Compares the calls of all ranks before they start. Creating one is collective.
 
-    Calls are compared in the order in which they are issued, one after the other, which is the same order on all
-    ranks. A record in shared memory is therefore read by all ranks before it is overwritten.
+    Calls are compared one at a time, in the order in which they are issued, which is the same on all ranks. All ranks
+    have therefore read a record in shared memory before it is overwritten.
 
     Attributes
     ----------
@@ -68,8 +68,7 @@ class CallAgreement:
     comm : second communicator of the same ranks, used for the comparison and for the data of asynchronous calls; it is
         closed with this object
     single_host : whether all ranks run on one host with shared memory
-    turn : number of the call that is to be compared next
-    """
+    turn : number of the call to be compared next"""
 
     def __init__(self, base: MessageBackend, comm: MessageBackend, single_host: bool) -> None:
         self.base, self.comm, self.progress = base, comm, comm.progress
@@ -83,9 +82,8 @@ class CallAgreement:
         Collective.
 
         On a single host, a `payload` (contiguous host array with the data of the call) of at most MAX_PAYLOAD_BYTES is
-        exchanged at the same time. In this case the result is the list of all ranks' payloads, by rank, valid until
-        the next call; otherwise it is None.
-        """
+        exchanged at the same time. In this case, return the payloads of all ranks, in rank order; they are valid until
+        the next call. Otherwise return None."""
         if self.turn != self.calls:
             EarlierCallsStage(self, self.calls, call).wait()
         number, board = self._take_next_number(), self.board
@@ -109,8 +107,8 @@ class CallAgreement:
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Return whether all ranks post the same call within a few polls, which is the usual case and is tested
-        without creating a handle."""
+        """Return whether all ranks post the same call within a few polls. This is the usual case, so it is tried
+        first, without creating a handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
@@ -120,8 +118,8 @@ class CallAgreement:
         return True
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
-        """Return a handle at once; call `begin` to start the transfer as soon as all ranks have reached this call. The
-        handle completes with that transfer."""
+        """Return a handle at once, without waiting. When all ranks have reached this call, `begin` is called to start
+        the transfer; the handle is complete when that transfer is."""
         number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
@@ -144,7 +142,7 @@ class CallAgreement:
         self.comm.close()
 
     def gather_desync_error(self, call: CallSignature) -> DesyncError:
-        """Return the error that lists the call of every rank. Collective: all ranks know that their calls differ, so
+        """Return the error that lists the call of every rank. Collective: when calls differ, all ranks notice it, so
         all of them call this method."""
         return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
@@ -159,10 +157,9 @@ class CallAgreement:
 
 
 class AgreementStage(ABC):
-    """Base class of the handles that wait for one step in comparing a call between ranks.
+    """Base class of the handles that wait for one stage of comparing a call between ranks.
 
-    `wait` polls a few times before it also advances other transfers.
-    """
+    `wait` polls only this comparison a few times, and then also advances other transfers between polls."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
@@ -176,7 +173,7 @@ class AgreementStage(ABC):
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        # creating the error waits for other ranks, and every wait calls this test again
+        # `gather_desync_error` below waits for other ranks, and waits call `test` of pending handles again
         alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True
@@ -214,10 +211,10 @@ class EarlierCallsStage(AgreementStage):
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # test earlier calls here, since the caller may never do so
+        while seen < agreement.turn < self.number:  # test earlier calls here, since the caller may never test them
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # `first` raises the error again in its own wait
+                with suppress(DesyncError):  # the caller gets this error when it waits for `first`
                     first.test()
         return True if agreement.turn >= self.number else None
 
@@ -238,7 +235,7 @@ class AgreementInSharedMemory(AgreementStage):
     """Handle of a comparison of the hashes that all ranks have posted in shared memory."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
-        super().__init__(agreement, number + 1, call)  # numbers start at 1, because records are initially 0
+        super().__init__(agreement, number + 1, call)  # posted numbers start at 1, because 0 marks an unused record
         self.board, self.same = board, True
         self.others = list(agreement.others)
         board.post_record(number + 1, call.words)

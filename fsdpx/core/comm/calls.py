@@ -100,7 +100,7 @@ class FlatPartition(NamedTuple):
     even: bool
 
     def get_piece(self, array: Array, rank: int) -> Array:
-        """Return the piece of `rank` as a view of `array`."""
+        """Return the piece that belongs to `rank`, as a view of `array`."""
         start = self.displs[rank]
         return array[start : start + self.counts[rank]]
 
@@ -143,9 +143,8 @@ class Call:
     tag : tag of the message, or of all messages that the collective is built from
     algorithm : algorithm of an all-reduce
     partitions : `counts` as `FlatPartition` objects, set when a backend has checked the call
-    wire : 16-bit dtype in which summands are sent; None: their own dtype
-    shape : shape of the array that the user passed, if the shape must be the same on all ranks
-    """
+    wire : 16-bit dtype in which summands are sent; None to send them in their own dtype
+    shape : shape of the array that the user passed, if the shape must be the same on all ranks"""
 
     verb: str
     arrays: Arrays = ()
@@ -219,7 +218,7 @@ def get_data_pointer(array: Array) -> int:
 def is_in_place(a: Array, b: Array) -> bool:
     """Return whether both arrays start at the same address, in which case the call works in place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
-        # may_share_memory is a cheap test, which is false for most pairs
+        # test may_share_memory first: it is cheap, and false for most pairs
         return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))
     return a is b or get_data_pointer(a) == get_data_pointer(b)
 
@@ -232,10 +231,10 @@ def copy_unless_same(target: Array, source: Array) -> None:
 
 POLLS_BEFORE_YIELD = 2048
 """Number of polls (about a millisecond) after which a rank with a core of its own yields that core."""
-_SPINS_BEFORE_SLEEP = 4096  # these polls take some milliseconds; a longer wait sleeps between polls
+_SPINS_BEFORE_SLEEP = 4096  # so many polls take a few milliseconds; a longer wait sleeps between polls
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
-"""Patience of thread ranks. It is negative, so that a waiting rank sleeps at once. A rank that polled would keep the
-interpreter from the other ranks for 5 ms at a time."""
+"""`polls_before_yield` of ranks that run as threads. It is negative, so that a waiting rank sleeps at once. If it
+polled instead, the other ranks could not run Python code for 5 ms at a time."""
 _SPINS_PER_CLOCK = 256
 _NAP_SECONDS = 50e-6
 
@@ -249,10 +248,9 @@ class Progress:
     Attributes
     ----------
     pending : transfers under way
-    polls_before_yield : number of polls before a wait yields the CPU core. It is small if ranks outnumber cores. It
-        is large if each rank has its own core, because another process that got the core would keep it for
-        milliseconds
-    """
+    polls_before_yield : number of polls before a wait yields the CPU core. It is small if there are more ranks than
+        cores. It is large if each rank has its own core, because another process that got the core would keep it for
+        milliseconds"""
 
     __slots__ = ("pending", "polls_before_yield")
 
@@ -314,7 +312,8 @@ class GeneratorHandle:
 
 
 class HandleWithCallback:
-    """Handle that calls `on_complete` once when the wrapped transfer is complete, and is itself complete after that."""
+    """Handle that calls `on_complete` once, when the wrapped transfer is complete. Only then is the handle itself
+    complete."""
 
     __slots__ = ("_handle", "_on_complete")
 
@@ -339,8 +338,8 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A call of `spin_until` that has lasted so long that it is reported to the watchdog. Its text names the awaited
-    condition."""
+    """A call of `spin_until` that has lasted long enough to be reported to the watchdog. `str()` of this object names
+    the condition that it waits for."""
 
     __slots__ = ("_ready",)
 
@@ -351,7 +350,7 @@ class LongWait:
         owner = getattr(self._ready, "__self__", None)
         if type(owner).__str__ is not object.__str__ and owner is not None:
             return str(owner)
-        inner = getattr(self._ready, "func", self._ready)  # a `partial` has no name, but its function does
+        inner = getattr(self._ready, "func", self._ready)  # a `partial` has no name of its own
         return str(inner.__qualname__).partition(".<locals>")[0]
 
 
@@ -412,7 +411,7 @@ def spin_until(
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # this wait was nested in another one, which continues
+        if deadline is not None and outer is not None:  # an outer wait is still in progress
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)
@@ -424,9 +423,8 @@ class TimedTransfer:
     Attributes
     ----------
     issued_at, completed_at : times at which the transfer began and at which this rank saw its end
-    busy_seconds : part of that time in which this rank advanced the transfer or waited for it; during the rest, the
-        transfer overlapped with computation
-    """
+    busy_seconds : the part of that time that this rank spent advancing the transfer or waiting for it; during the
+        rest, the transfer overlapped with computation"""
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 
@@ -452,8 +450,8 @@ class TimedTransfer:
         return done
 
     def _record_end(self, begin: float) -> bool:
-        """Record that the transfer ends now, and count the time since `begin` as busy. Return False if the end was
-        recorded before."""
+        """Record that the transfer ends now, and count the time since `begin` as busy. Return False if the end had
+        already been recorded."""
         under_way = self.completed_at == 0.0
         if under_way:
             self.completed_at = perf_counter()

@@ -50,12 +50,11 @@ class CallSpec(NamedTuple):
     arrays : names of the arrays
     partitioned : names of the arrays that are divided among the ranks, one for each entry of `call.counts`
     at_root : name of the array that only the root passes
-    peer : meaning of `call.root`
-    reduces : whether values of the ranks are combined
-    same_size : whether arrays have the same number of elements on all ranks
-    on_one_rank : what the call does if there is a single rank: "copy" the first array to the second, "nothing", or
-        "move": the call is passed to the backend like any other
-    """
+    peer : name of the argument that `call.root` holds, such as "root" or "dest"; "" if there is none
+    reduces : whether the operation combines the values of all ranks
+    same_size : whether arrays must have the same number of elements on all ranks
+    on_one_rank : how the call is executed if there is only one rank: "copy" copies the first array to the second,
+        "nothing" does nothing, and "move" passes the call to the backend like any other"""
 
     arrays: tuple[str, ...] = ("send", "recv")
     partitioned: tuple[str, ...] = ()
@@ -96,7 +95,7 @@ CALL_SPECS = {
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     """Return the number of bytes that this rank sends or receives in a call if the algorithm is optimal.
 
-    Let n be the size of the full array in bytes, and own the size of this rank's piece:
+    Let n be the size of the full array in bytes, and own the size of this rank's piece of it:
 
     - all_gather, reduce_scatter, all_to_all: n - own
     - all_reduce: 2 (n - own), where own is a piece of the balanced partition
@@ -104,8 +103,7 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
     - gather, scatter: n - own at the root, own elsewhere
     - barrier, and any call on a single rank: 0
 
-    The elements of a sum are counted in the dtype in which they are sent.
-    """
+    The elements of a sum are counted in the dtype in which they are sent."""
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
         return 0
@@ -123,7 +121,7 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
 
 
 def get_common_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of a call that must be equal on all ranks, by name. Element counts are taken from
+    """Return {name: value} of the arguments of a call that must be equal on all ranks. Element counts are taken from
     `call.partitions` if the call has been checked, else from `call.counts`."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
@@ -150,7 +148,7 @@ def get_common_arguments(call: Call) -> dict[str, Any]:
 
 
 def describe_call(call: Call) -> str:
-    """Return text with the name of a call and its arguments that must be equal on all ranks."""
+    """Return text with the name of a call and those of its arguments that must be equal on all ranks."""
     return call.name + "".join(f", {key} {value}" for key, value in get_common_arguments(call).items())
 
 
@@ -161,19 +159,18 @@ EVEN_COUNTS: AllCounts = (None,)
 class Communicator(ABC):
     """An ordered group of ranks that exchange flat arrays.
 
-    Every operation returns a `Handle` at once and allocates no scratch memory other than stated. All ranks of the
-    communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
-    one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64 or bool,
-    in the native byte order; MAX and MIN are not defined for complex numbers. `what` names the action and the tensor
-    in errors. Arrays that only `root` needs are None elsewhere. `counts` is the number of elements that belong to each
-    rank; the default is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in rank
-    order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything
-    is sent.
+    Every operation returns a `Handle` at once, and allocates scratch memory only where its docstring says so. All
+    ranks of the communicator issue the same collectives in the same order, with the same dtype and element counts.
+    Arrays are one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64
+    or bool, in the native byte order; MAX and MIN are not defined for complex numbers. `what` names the action and the
+    tensor in errors. Arrays that only `root` needs are None elsewhere. `counts` is the number of elements that belong
+    to each rank; the default is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in
+    rank order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before
+    anything is sent.
 
-    The optimal algorithms to which the methods refer are those of Patarasu and Yuan (2009) and Chan et al. (2007). A
-    new backend inherits `fsdpx.core.comm.Backend`; a wrapper around another communicator inherits
-    `fsdpx.core.comm.CommunicatorWrapper`.
-    """
+    The optimal algorithms mentioned in the methods are those of Patarasu and Yuan (2009) and Chan et al. (2007). A new
+    backend inherits `fsdpx.core.comm.Backend`; a wrapper around another communicator inherits
+    `fsdpx.core.comm.CommunicatorWrapper`."""
 
     rank: int
     size: int
@@ -188,15 +185,15 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator, unless an exception is propagating: then the other ranks would not reach the
-        collective `close`, and the job ends instead."""
+        """Close the communicator, unless an exception is propagating. In that case the other ranks would not reach the
+        collective `close`; the exception ends the job instead."""
         if kind is None:
             (self.leave or self.close)()
 
     @property
     def has_peers(self) -> bool:
-        """Whether other ranks exist to exchange values with. On a fake communicator this is False, and gathers return
-        this rank's value for all ranks."""
+        """Whether there are other ranks to exchange values with. On a fake communicator this is False, and gathers
+        return this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
@@ -259,7 +256,7 @@ class Communicator(ABC):
 
         With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. The
         scratch memory is n bytes for 16-bit arrays, and zero otherwise. With `wire`, it is zero if `counts` are all
-        equal, else the size of `send` in that dtype.
+        equal, else the size that `send` would have in the dtype `wire`.
 
         Parameters
         ----------
@@ -269,9 +266,9 @@ class Communicator(ABC):
         op : reduction operation
         counts : elements of each rank, the same on all ranks (default: the balanced partition)
         what : names the action and the tensor in errors
-        wire : 16-bit float dtype in which the summands of a SUM of float32 or float64 are sent: they are rounded to it,
-            and added in rank order in the dtype of `send`, which is undefined afterwards (default: summands are sent in
-            their own dtype)
+        wire : 16-bit float dtype in which the summands of a SUM of float32 or float64 are sent. They are rounded to
+            it, and added in rank order in the dtype of `send`. The content of `send` is undefined afterwards (default:
+            summands are sent in their own dtype)
 
         Returns
         -------
@@ -281,8 +278,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype, layout, operation or wire format, before anything is sent
-        """
+            for a wrong size, dtype, layout, operation or wire format, before anything is sent"""
         all_counts = EVEN_COUNTS if counts is None else (tuple(counts),)
         return self._issue_call("reduce_scatter", (send, recv), op, 0, all_counts, what, wire=wire)
 
@@ -297,8 +293,8 @@ class Communicator(ABC):
         ----------
         buf : summand of this rank, overwritten with the result; the same number of elements on all ranks
         op : reduction operation
-        algorithm : "library", the backend's own (n bytes of scratch memory for 16-bit arrays), or "ring" (n/N bytes;
-            not for 16-bit arrays)
+        algorithm : "library", the backend's own algorithm, which needs n bytes of scratch memory for 16-bit arrays; or
+            "ring", which needs n/N bytes and does not support 16-bit arrays
         what : names the action and the tensor in errors
         wire : see `reduce_scatter`; here the sum is rounded as well
 
@@ -310,13 +306,12 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout, operation, algorithm or wire format, before anything is sent
-        """
+            for a wrong dtype, layout, operation, algorithm or wire format, before anything is sent"""
         return self._issue_call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
         """Copy `buf` from rank `root` to all other ranks. Collective. With an optimal algorithm, each rank sends or
-        receives the size of `buf` once.
+        receives `buf.nbytes` bytes.
 
         Parameters
         ----------
@@ -332,13 +327,12 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout or rank number, before anything is sent
-        """
+            for a wrong dtype, layout or rank number, before anything is sent"""
         return self._issue_call("broadcast", (buf,), SUM, root, (), what)
 
     def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
         """Reduce `send` over the ranks into the root's `recv`. Collective. With an optimal algorithm, each rank sends
-        or receives the size of `send` once.
+        or receives `send.nbytes` bytes.
 
         Parameters
         ----------
@@ -356,8 +350,7 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong size, dtype, layout, operation or rank number, before anything is sent
-        """
+            for a wrong size, dtype, layout, operation or rank number, before anything is sent"""
         return self._issue_call("reduce", (send, recv), op, root, (), what)
 
     def gather(
@@ -442,13 +435,13 @@ class Communicator(ABC):
         return self._issue_call("all_to_all", (send, recv), SUM, 0, counts, what)
 
     def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Start to send `buf` to rank `dest`. Messages with the same source, destination and tag arrive in order.
+        """Start sending `buf` to rank `dest`. Messages with the same source, destination and tag arrive in order.
 
         Parameters
         ----------
         buf : elements to send
         dest : rank that receives
-        tag : 0 <= tag < 16384, the same in the receive
+        tag : 0 <= tag < 16384; the matching receive must use the same tag
         what : names the action and the tensor in errors
 
         Returns
@@ -459,18 +452,17 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout, rank number or tag, before anything is sent
-        """
+            for a wrong dtype, layout, rank number or tag, before anything is sent"""
         return self._issue_call("send", (buf,), SUM, dest, (), what, tag)
 
     def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Start to receive a message of exactly `buf.size` elements from rank `source`.
+        """Start receiving a message of exactly `buf.size` elements from rank `source`.
 
         Parameters
         ----------
         buf : array that receives the elements
         source : rank that sends
-        tag : 0 <= tag < 16384, the same in the send
+        tag : 0 <= tag < 16384; the matching send must use the same tag
         what : names the action and the tensor in errors
 
         Returns
@@ -481,12 +473,11 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout, rank number or tag, at once
-        """
+            for a wrong dtype, layout, rank number or tag, at once"""
         return self._issue_call("recv", (buf,), SUM, source, (), what, tag)
 
     def barrier(self, *, what: str = "") -> Handle:
-        """Start a barrier, which is complete when every rank has issued it. Collective.
+        """Start a barrier. Its handle is complete when every rank has started it. Collective.
 
         Parameters
         ----------
@@ -495,8 +486,7 @@ class Communicator(ABC):
         Returns
         -------
         Handle
-            handle of the barrier
-        """
+            handle of the barrier"""
         return self._issue_call("barrier", (), SUM, 0, (), what)
 
     @abstractmethod
@@ -516,12 +506,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Return a communicator of `ranks`, in that order. Collective, blocking: all ranks call it, each with its own
-        group.
+        """Return a communicator of `ranks`, in that order. Collective, blocking: all ranks call it, each with the
+        group that it joins.
 
         Parameters
         ----------
-        ranks : ranks of this communicator, each once, this rank among them
+        ranks : distinct ranks of this communicator, including this rank
 
         Returns
         -------
@@ -531,8 +521,7 @@ class Communicator(ABC):
         Raises
         ------
         ConfigError
-            if a rank does not exist or is named twice, or this rank is missing
-        """
+            if a rank does not exist or is listed twice, or if this rank is missing"""
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -551,8 +540,8 @@ class Communicator(ABC):
     def all_gather_data(self, value: Any) -> list[Any]:
         """Return every rank's `value`, in rank order, on every rank. Collective, blocking.
 
-        Ranks use this call to exchange information about their work. It never executes anything that another rank
-        sends.
+        Ranks use this call to exchange information about their work. Unlike `all_gather_object`, it never executes
+        code that another rank has sent.
 
         Parameters
         ----------
@@ -561,8 +550,7 @@ class Communicator(ABC):
         Returns
         -------
         list
-            the value of each rank
-        """
+            the value of each rank"""
         return [unpack(data) for data in self.all_gather_bytes(pack(value))]
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -584,8 +572,8 @@ class Communicator(ABC):
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window: memory of each rank that all other ranks read and write without its
-        participation. Collective.
+        """Return a one-sided window: each rank contributes a part of the memory, and all ranks can read and write
+        every part without any action by its owner. Collective.
 
         Parameters
         ----------
@@ -599,8 +587,7 @@ class Communicator(ABC):
         Raises
         ------
         ConfigError
-            on a backend without one-sided operations
-        """
+            on a backend without one-sided operations"""
         able = "backend='node' or 'mpi', gloo inside one host, or thread ranks (fsdpx.spawn)"
         raise ConfigError(f"a window on {self!r}, which has no one-sided operations: use {able}")
 
@@ -622,9 +609,8 @@ class CommunicatorWrapper(Communicator):
     """Base class of communicators that pass all calls on to another communicator, `comm`. Override `issue` to observe,
     delay or change calls.
 
-    `split` and `subgroup` wrap the new group in the same class; override `wrap_group` if its constructor takes more
-    than the group.
-    """
+    `split` and `subgroup` wrap the new group in the same class; override `wrap_group` if its constructor has other
+    parameters besides the group."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -668,7 +654,7 @@ class CommunicatorWrapper(Communicator):
 
 
 def unwrap_communicator(comm: Any) -> Any:
-    """Return the innermost communicator, without wrappers that count or check calls."""
+    """Return the innermost communicator, without the wrappers that count or check calls."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm
@@ -685,12 +671,11 @@ class SurvivorCommunicator(Communicator):
     """A communicator that reports when ranks die and lets the remaining ranks continue (Bland et al. 2013, user-level
     failure mitigation).
 
-    A call that needs a dead rank raises RankLost, either when it is issued or in `test` and `wait`. Other calls may
-    complete, so ranks learn of a death in different calls. A rank that learns of a death recovers in three steps. It
-    calls `revoke`, so that ranks that wait for this rank learn of the death as well. It calls `agree_on_flags`, which
-    all living ranks reach, and then `shrink`. It continues with the new communicator and creates its subgroups from
-    it.
-    """
+    A call that needs a dead rank raises RankLost, either when it is issued or in `test` and `wait`. Calls that do not
+    need it may complete, so each rank may learn of a death in a different call. A rank that learns of a death recovers
+    in three steps. First it calls `revoke`, so that ranks that are waiting for this rank learn of the death as well.
+    Then it calls `agree_on_flags`, which all living ranks reach, and finally `shrink`. It continues with the
+    communicator that `shrink` returns, and creates its subgroups again from that."""
 
     survives: bool
     """True if the other ranks live on when one dies. If not, a death ends the job, and RankLost only states the
@@ -701,8 +686,7 @@ class SurvivorCommunicator(Communicator):
         """Invalidate this communicator and all of its subgroups that contain this rank, on every rank.
 
         From then on, every call on them raises RankLost, including calls under way; only `agree_on_flags` and `shrink`
-        still work. Local: it waits for no other rank, and any rank may call it at any time.
-        """
+        still work. Not collective: it waits for no other rank, and any rank may call it at any time."""
 
     @abstractmethod
     def agree_on_flags(self, flags: int) -> int:
@@ -716,9 +700,9 @@ class SurvivorCommunicator(Communicator):
     def shrink(self) -> SurvivorCommunicator:
         """Return a new communicator of the living ranks, in rank order. Collective over the living ranks, blocking.
 
-        A rank that dies while the communicator is being created is detected by the next call on it. The new
-        communicator has its own `progress`, so that its waits do not advance transfers left over from the old one.
-        """
+        If a rank dies while the communicator is being created, the next call on the communicator detects the death.
+        The new communicator has its own `progress`, so that its waits do not advance transfers left over from the old
+        one."""
 
     @abstractmethod
     def get_failed_ranks(self) -> tuple[int, ...]:
@@ -726,14 +710,14 @@ class SurvivorCommunicator(Communicator):
 
 
 def can_survive(comm: Communicator) -> bool:
-    """Return whether the other ranks of `comm` continue when one of them dies. This needs a `SurvivorCommunicator` and
-    a launcher that does not end the job."""
+    """Return whether the other ranks of `comm` continue when one of them dies. This requires a `SurvivorCommunicator`,
+    and a launcher that does not end the job when a rank dies."""
     return isinstance(comm, SurvivorCommunicator) and comm.survives
 
 
 def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
-    """Return the error of the call `call_text`, which cannot complete because `ranks` have died. If `ranks` is empty,
-    the error says that another rank has revoked the communicator."""
+    """Return the error for the call described by `call_text`, which cannot complete because `ranks` have died. If
+    `ranks` is empty, the error says that another rank has revoked the communicator."""
     if not ranks:
         return RankLost(f"{call_text}: another rank has revoked this communicator because a rank has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -762,7 +746,7 @@ def _is_complete_or_failed(handle: Handle) -> bool:
 
 @dataclass(slots=True)
 class CallCount:
-    """Number of calls, and number of bytes that this rank sends or receives in them with an optimal algorithm."""
+    """Number of calls, and number of bytes that this rank would send or receive in them with an optimal algorithm."""
 
     calls: int = 0
     bytes: int = 0
@@ -775,8 +759,7 @@ class TrafficCounters:
     Attributes
     ----------
     total : number of bytes so far, over all axes and operations
-    tallies : numbers that layers count themselves, such as tokens per expert, by path of the layer
-    """
+    tallies : numbers that layers count themselves, such as tokens per expert; the key is the path of the layer"""
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)
@@ -797,7 +780,7 @@ class TrafficCounters:
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """Return the number of calls and bytes of this axis and operation; None stands for all of them."""
+        """Return the number of calls and bytes of one axis and operation. None means all axes, or all operations."""
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 
@@ -807,7 +790,7 @@ class TrafficCounters:
         return TrafficCounters(table, self.total, {name: list(numbers) for name, numbers in self.tallies.items()})
 
     def get_counts_since(self, earlier: TrafficCounters) -> TrafficCounters:
-        """Return the counts added since the snapshot `earlier`, without entries that have no new calls."""
+        """Return the counts added since the snapshot `earlier`. Entries without new calls are left out."""
         later = TrafficCounters()
         for (axis, verb), count in self.table.items():
             before = earlier.table.get((axis, verb), CallCount())
@@ -828,8 +811,8 @@ class TrafficCounters:
 
 
 class CountingCommunicator(CommunicatorWrapper):
-    """A communicator that counts its calls and their bytes (see `count_moved_bytes`) under the name of a mesh axis.
-    Calls on a single rank are not counted."""
+    """A communicator that counts its calls and their bytes (see `count_moved_bytes`) under the name of a mesh axis. It
+    does not count calls if it has only one rank."""
 
     def __init__(self, comm: Communicator, axis: str, counters: TrafficCounters) -> None:
         super().__init__(comm)

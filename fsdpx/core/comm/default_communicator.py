@@ -1,4 +1,5 @@
-"""The default communicator of the process, or of each thread rank of `spawn`, and the rank and size of this process."""
+"""The default communicator of the process, or of each rank that `spawn` runs as a thread, and the rank and size of
+this process."""
 
 from __future__ import annotations
 
@@ -25,15 +26,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """The communicator that the functional API uses if none is passed, with what belongs to it.
+    """The communicator that the functional API uses if none is passed, with its related data.
 
     Attributes
     ----------
     local_rank : number of this rank on its host
-    owned_communicators : communicators to close together with it
-    of_thread : whether it belongs to a thread rank of `spawn`
-    agreement : compares the calls of the functional API between ranks; None if the communicator does so itself
-    """
+    owned_communicators : communicators to close together with `comm`
+    of_thread : whether it belongs to a rank that `spawn` runs as a thread
+    agreement : compares the calls of the functional API between ranks; None if the communicator does so itself"""
 
     comm: Communicator
     local_rank: int
@@ -63,20 +63,21 @@ def set_default(default: DefaultCommunicator | None) -> None:
 
 
 def record_script_communicator(comm: Communicator) -> None:
-    """Record that the script passes its own communicator, for `pop_script_rank_and_size`."""
+    """Record that the script passes its own communicator, so that `pop_script_rank_and_size` can return its rank and
+    size."""
     opened = get_default()
     if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
         _script_communicator[:] = [(comm.rank, comm.size)]
 
 
 def pop_script_rank_and_size() -> tuple[int, int] | None:
-    """Return the rank and size that `record_script_communicator` recorded, and clear the record; None if there is
-    none."""
+    """Return the rank and size that `record_script_communicator` recorded, and clear the record. Return None if
+    nothing is recorded."""
     return _script_communicator.pop() if _script_communicator else None
 
 
 def format_comm_argument(comm: Any) -> str | None:
-    """Return the argument `comm=` as text that ranks can compare. None stands for the default communicator, even if it
+    """Return the argument `comm=` as text that ranks can compare. Return None for the default communicator, even if it
     was passed explicitly."""
     opened, comm = get_default(), to_mpi4py(comm)
     require_valid_intracomm(comm)
@@ -84,14 +85,14 @@ def format_comm_argument(comm: Any) -> str | None:
 
 
 def to_mpi4py(comm: Any) -> Any:
-    """Convert an object with a `tompi4py()` method, such as `PETSc.Comm`, to its mpi4py communicator; return any other
-    object unchanged."""
+    """Convert an object with a `tompi4py()` method, such as a `PETSc.Comm`, to an mpi4py communicator. Return any
+    other object unchanged."""
     return comm.tompi4py() if hasattr(comm, "tompi4py") else comm
 
 
 def require_valid_intracomm(comm: Any) -> None:
-    """Raise ConfigError if `comm` is an intercommunicator or MPI.COMM_NULL, which MPI returns to ranks outside of a
-    new communicator."""
+    """Raise ConfigError if `comm` is an intercommunicator or MPI.COMM_NULL, which ranks outside of a new communicator
+    get from MPI."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
     if not comm:
@@ -117,7 +118,7 @@ class RankInfo(NamedTuple):
     ----------
     rank, size : rank of this process among `size` ranks
     local_rank : number of this process on its host; None if unknown
-    world : text that says which ranks these are
+    world : text that says among which ranks, such as "all ranks that the launcher started"
     """
 
     rank: int
@@ -128,11 +129,10 @@ class RankInfo(NamedTuple):
 
 def get_rank_info() -> RankInfo:
     """Return the rank and size in the communicator that `fsdpx.init()` opened. Before `fsdpx.init()`, return the rank
-    and size in MPI's world if MPI is initialized, else the numbers that the launcher has set.
+    and size in MPI_COMM_WORLD if MPI is initialized, else the numbers that the launcher has set.
 
     Raises LaunchError if environment variables say that this process is one of several ranks but not which one, and
-    ConfigError if the launcher does not set rank and size.
-    """
+    ConfigError if the launcher does not set rank and size."""
     opened = get_default()
     if opened is not None:
         world = "a thread rank of fsdpx.spawn" if opened.of_thread else "the communicator of fsdpx.init()"
@@ -164,8 +164,8 @@ _compared_arguments: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", d
 
 @contextmanager
 def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
-    """Return a context manager. When a communicator is opened inside it, ranks check that they all pass the same
-    `choices`. Yields the arguments as text, by name."""
+    """Return a context manager that yields {name: text of the value} for `choices`. When a communicator is opened
+    inside the context, ranks check that they all pass the same `choices`."""
     words = {name: repr(value) for name, value in choices.items()}
     token = _compared_arguments.set({**words, **_compared_arguments.get()})
     try:
@@ -175,5 +175,5 @@ def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
 
 
 def get_compared_arguments() -> Mapping[str, str]:
-    """Return the arguments registered by `comparing_arguments`, as text by name."""
+    """Return the arguments registered by `comparing_arguments`, as {name: text of the value}."""
     return _compared_arguments.get()

@@ -1,8 +1,7 @@
 """Detect ranks that diverge: a communicator that compares each collective between ranks, and a comparison of settings.
 
-Settings are compared in the first exchange of the ranks, before any setting takes effect. A function registers its
-arguments with `comparing_arguments`, and a communicator that is opened inside that context compares them.
-"""
+Settings are compared when ranks first exchange data, before any setting takes effect. A function registers its
+arguments with `comparing_arguments`, and a communicator that is opened inside that context compares them."""
 
 from __future__ import annotations
 
@@ -26,12 +25,11 @@ _FINGERPRINT_TAG = 7
 class CheckedCommunicator(CommunicatorWrapper):
     """A communicator that compares each collective between ranks before it starts, on a separate channel.
 
-    Ranks exchange a fingerprint with the operation, `what`, the dtype, the element count, the reduction and the root,
-    as far as every rank knows them. If fingerprints differ, every rank raises DesyncError with the call of each rank.
-    If a rank does not arrive within `timeout` seconds, the other ranks raise DesyncError with its number. Sends and
-    receives are not checked. The exchange blocks, so calls that would otherwise overlap run one after the other. Costs
-    256 bytes per peer and call.
-    """
+    Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root;
+    whatever only some ranks know is left out. If fingerprints differ, every rank raises DesyncError with the call of
+    each rank. If a rank does not arrive within `timeout` seconds, the other ranks raise DesyncError with its number.
+    Sends and receives are not checked. The exchange blocks, so calls that would otherwise overlap run one after the
+    other. It costs 256 bytes per peer and call."""
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
         super().__init__(comm)
@@ -104,8 +102,8 @@ class CheckedCommunicator(CommunicatorWrapper):
 
 
 def _encode_fingerprint(call: str) -> np.ndarray:
-    """Return the text `call` as a fixed number of bytes; the end of a long text is replaced by a hash of the full
-    text."""
+    """Return the text `call` as an array of a fixed number of bytes. If the text is too long, its end is replaced by a
+    hash of the full text."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:
         data = (
@@ -147,10 +145,8 @@ def require_same_settings(
     """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error names the ranks and
     the settings that differ. Collective.
 
-    `settings` are values as text, by name; a setting that a rank lacks counts as different. `arguments` are the
-    arguments of the call that this rank makes, as text by name; only arguments that the calls of all ranks have are
-    compared.
-    """
+    `settings` and `arguments` map names to values as text. A setting that only some ranks have counts as different.
+    `arguments` are those of the function that this rank is calling; only arguments that all ranks pass are compared."""
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
     names = dict.fromkeys(name for one in every_setting for name in one)

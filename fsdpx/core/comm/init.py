@@ -1,9 +1,9 @@
-"""Open the communicator of all ranks, with the backend of a given name or around a communicator of the user.
+"""Open the communicator of all ranks, either with the backend of a given name or around a communicator that the user
+passes.
 
 The table `BACKENDS` is the registry; a new backend is one more entry. `spawn` runs a function on ranks that are
-threads. If ranks are processes, a failing rank ends the entire job as long as a communicator opened here, or a
-trainer, exists. The first uncaught exception in any thread is printed before the job is aborted.
-"""
+threads. If ranks are processes, a failing rank ends the entire job as long as a trainer or a communicator opened here
+exists. The first uncaught exception in any thread is printed before the job is aborted."""
 
 from __future__ import annotations
 
@@ -96,12 +96,11 @@ def _print_exception_and_end_all_ranks(
     begun: threading.Lock, script_hook: Callable[[], object] | None, kind: type[BaseException],
     error: BaseException | None, trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
-    """Print the exception and end all ranks; only the first call has an effect. The script's own hook `script_hook`
-    runs first.
+    """Run the script's own hook `script_hook`, then print the exception and end all ranks. Only the first call has an
+    effect.
 
-    An error that all ranks raise together is printed once, because the other ranks wait for rank 0 to print it and to
-    end them.
-    """
+    An error that all ranks raise together is printed only once: the other ranks give rank 0 time to print it and to
+    end them."""
     comm = hooks.find_communicator_to_abort()
     if not begun.acquire(blocking=False):
         return
@@ -120,7 +119,7 @@ def _print_exception_and_end_all_ranks(
 
 
 def _run_script_hook(script_hook: Callable[[], object]) -> int:
-    """Run an excepthook of the script, ignoring its exceptions, so that the job ends in any case. Return the exit
+    """Run an excepthook of the script and ignore its exceptions, so that the job ends in any case. Return the exit
     status that the hook requests, or 0."""
     try:
         script_hook()
@@ -132,8 +131,8 @@ def _run_script_hook(script_hook: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Return whether the other ranks probably raise the same error. This is so for errors in options, batches and
-    calls, which all ranks check or agree on."""
+    """Return whether the other ranks probably raise the same error. This is the case for errors in options, batches
+    and calls, because all ranks check them or agree on them."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
     )
@@ -152,10 +151,9 @@ class CommunicatorRequest(NamedTuple):
 
     Attributes
     ----------
-    comm : communicator of another library that is to be used, or None
+    comm : communicator of another library to use, or None
     rank, size : rank and size of a fake communicator
-    device_map : GPU of each local rank, for backends that use GPUs
-    """
+    device_map : GPU of each local rank, for backends that use GPUs"""
 
     settings: environment.Environment
     comm: Any = None
@@ -165,13 +163,13 @@ class CommunicatorRequest(NamedTuple):
 
 
 class BackendOpener(NamedTuple):
-    """The entry of one backend in `BACKENDS`, as functions of a request.
+    """The entry of one backend in `BACKENDS`: functions that take a `CommunicatorRequest` or a communicator.
 
     Attributes
     ----------
-    open : opens the communicator
-    adopts : returns whether the backend can use this communicator of another library
-    suits : returns whether the backend is the default for a request; the first one in `BACKENDS` that suits is used
+    open : opens the communicator that was requested
+    adopts : returns whether the backend can use a given communicator of another library
+    suits : returns whether the backend can be the default for a request; the first one in `BACKENDS` that suits is used
     """
 
     open: Callable[[CommunicatorRequest], Communicator]
@@ -190,12 +188,12 @@ def open_world(
     ----------
     backend : "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
         that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory
-        inside them; "nccl", MPI, and NCCL for arrays of GPUs; "local", a single rank (for several, use `fsdpx.spawn`);
+        inside them; "nccl", MPI, and NCCL for GPU arrays; "local", a single rank (for several, use `fsdpx.spawn`);
         "fake", a rank that transfers nothing. Default: "node" if an MPI launcher started this process ("mpi" with
         FSDPX_NODE=0 and where ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a
         similar launcher did, else "local"
-    comm : communicator to use instead of opening one: an mpi4py communicator, which is duplicated, or a `Communicator`,
-        which is returned itself
+    comm : existing communicator to use instead of opening one. An mpi4py communicator is duplicated; a `Communicator`
+        is returned as it is
     rank, size : rank and size of a fake communicator
     device_map : the GPU of each local rank, for "nccl"
 
@@ -207,10 +205,9 @@ def open_world(
     Raises
     ------
     ConfigError
-        for an unknown backend, arguments that do not fit it, or a missing library
+        for an unknown backend, arguments that the backend does not accept, or a missing library
     LaunchError
-        if MPI has another number of ranks than the launcher started, or if ranks do not arrive
-    """
+        if MPI does not have the number of ranks that the launcher started, or if ranks do not arrive"""
     if comm is not None:
         return adopt_communicator(comm, backend, device_map)
     if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
@@ -254,14 +251,14 @@ def get_backend_name() -> str:
 
 
 def find_node_communicator(comm: Any) -> NodeCommunicator | None:
-    """Search `comm` and the communicators that it wraps for a `NodeCommunicator`; return None if there is none."""
+    """Return `comm` without its wrappers if it is a `NodeCommunicator`, else None."""
     comm = unwrap_communicator(comm)
     return comm if hasattr(comm, "allocate_node_buffer") else None
 
 
 def find_message_backend(comm: Any) -> MessageBackend | None:
-    """Search `comm`, its wrappers and node communicators for the backend that sends messages between processes. Return
-    None if ranks are not processes."""
+    """Return the backend inside `comm` (below wrappers and a `NodeCommunicator`) that sends messages between
+    processes. Return None if ranks are not processes."""
     comm = unwrap_communicator(comm)
     comm = getattr(comm, "carrier", comm)
     return comm if isinstance(comm, MessageBackend) else None
@@ -271,13 +268,13 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     """Return a new communicator of the same ranks that keeps working when some of them die. `comm` stays usable.
     Collective.
 
-    `fsdpx.core.comm.can_survive` returns whether the new communicator does survive deaths. This needs Open MPI 5
-    started with `mpiexec --with-ft ulfm`, or thread ranks started by `spawn(survive=True)`.
+    Surviving deaths requires Open MPI 5 started with `mpiexec --with-ft ulfm`, or ranks started as threads by
+    `spawn(survive=True)`. `fsdpx.core.comm.can_survive` returns whether this is the case.
 
     Parameters
     ----------
-    comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, even one in shared
-        memory: the new communicator only sends messages, because shared memory does not outlive its ranks
+    comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx. It may use shared
+        memory, but the new communicator only sends messages, because shared memory does not outlive its ranks
 
     Returns
     -------
@@ -287,8 +284,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     Raises
     ------
     ConfigError
-        for a communicator whose ranks cannot die, such as a fake one
-    """
+        for a communicator whose ranks cannot die, such as a fake one"""
     comm = default_communicator.to_mpi4py(comm)
     given = (
         _open_or_reuse_world()
@@ -315,7 +311,8 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
 
 
 def _open_or_reuse_world() -> Communicator:
-    """Return the default communicator, or open a message-only communicator of all ranks of this job."""
+    """Return the default communicator. If there is none, open a communicator of all ranks of this job that only sends
+    messages."""
     opened = default_communicator.get_default()
     launcher = environment.read_environment().launcher
     return opened.comm if opened else open_world("mpi" if launcher is not None and launcher.mpi else None)
@@ -354,7 +351,7 @@ def open_local(request: CommunicatorRequest) -> Communicator:
 
 def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator:
     """Open a communicator of all MPI ranks, or of the ranks of an mpi4py communicator. If `shared` is true and there
-    are several ranks, ranks of one host communicate in shared memory."""
+    are several ranks, ranks on the same host communicate through shared memory."""
     from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
     with guarding_mpi_start() if request.comm is None else nullcontext():
@@ -375,11 +372,10 @@ def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
 
 
 def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """Return the world communicator around the connected backend `carrier`. Collective.
+    """Return the communicator of all ranks, built on the connected backend `carrier`. Collective.
 
     Installs excepthooks, checks that settings are the same on all ranks, and divides the cores of a host among its
-    ranks. If `shared` is true and there are several ranks, ranks of one host communicate in shared memory.
-    """
+    ranks. If `shared` is true and there are several ranks, ranks on the same host communicate through shared memory."""
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
@@ -395,8 +391,8 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
 
 def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
-    """Raise ConfigError if MPI cannot be loaded, and LaunchError if it has another number of ranks than the launcher
-    started."""
+    """Raise ConfigError if MPI cannot be loaded, and LaunchError if its number of ranks is not the number that the
+    launcher started."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -407,7 +403,7 @@ def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
 
 
 def parse_mpi_library_name(text: str) -> str:
-    """Return the name of an MPI library from the text of `Get_library_version()`, whose first line it is."""
+    """Return the name of an MPI library, which is the first line of the text returned by `Get_library_version()`."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
@@ -433,23 +429,24 @@ def spawn(
     fn: Callable[[Communicator, Unpack[Ts]], T], size: int, *args: *Ts,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
 ) -> list[T]:  # fmt: skip
-    """Run `fn(comm, *args)` on ranks that are threads of this process; return the result of each rank, by rank.
+    """Run `fn(comm, *args)` on `size` ranks, each a thread of this process, and return the results in rank order.
 
-    The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. If a
-    rank returns while others wait for it in a call, DesyncError is raised at once; it names both sides. Inside `fn`,
-    the functional API (`fsdpx.all_reduce` and others) uses the communicator of its rank.
+    The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. If
+    a rank returns while others are waiting for it in a call, DesyncError is raised at once; it names the ranks that
+    returned and those that wait. Inside `fn`, the functional API (`fsdpx.all_reduce` and others) uses the communicator
+    of its rank.
 
     Parameters
     ----------
     fn : function of a communicator and `args`, called once on each rank
     size : number of ranks
     args : further arguments of `fn`, the same objects on all ranks
-    timeout : seconds that a rank may wait for others before CommTimeout is raised, which names the ranks that have not
-        arrived and shows in a note where they are. None: FSDPX_TIMEOUT, or half an hour. The run itself has no time
-        limit
+    timeout : number of seconds that a rank may wait for others before CommTimeout is raised. The error names the ranks
+        that have not arrived, and a note shows where they are. None: FSDPX_TIMEOUT, or half an hour. The run as a
+        whole has no time limit
     delays : seed of random sleeps of up to 2 ms before each communication, for tests (default: no sleeps)
-    survive : whether a rank that raises `RankDied` dies without ending the others, whose communicators are then
-        survivors; its result is None. If all ranks die, the first death is raised here
+    survive : if true, a rank that raises `RankDied` dies without ending the others, and its result is None. The ranks
+        get communicators that survive such deaths. If all ranks die, the first death is raised here
 
     Returns
     -------
@@ -463,8 +460,7 @@ def spawn(
     CommTimeout
         if a rank waited too long for others
     DesyncError
-        if ranks called different collectives, or one returned while others waited for it
-    """
+        if ranks called different collectives, or one returned while others were waiting for it"""
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
     require_valid_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
@@ -501,7 +497,7 @@ def spawn(
             for thread in threads:
                 thread.start()
             late = _join_and_find_unfinished_threads(threads, world)
-    except BaseException as stop:  # such as Ctrl-C in an interactive session: ranks end at their next call
+    except BaseException as stop:  # such as Ctrl-C in an interactive session: each thread ends at its next call
         world.record_failure(stop)
         raise
     if failures:
@@ -518,7 +514,8 @@ def spawn(
 
 
 class _NamedExits:
-    """A context manager inside which a call of `os._exit` first prints the thread rank that made it."""
+    """A context manager inside which `os._exit` first prints which rank has called it, if that rank runs as a thread.
+    """
 
     def __init__(self) -> None:
         self._hook, self._lock, self._inside = (
@@ -558,8 +555,8 @@ _exits_named = _NamedExits()
 
 
 def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for the threads of all ranks and return the threads that still run. After a failure, wait at most
-    _GRACE_SECONDS more."""
+    """Wait for the threads of all ranks and return those that are still running. After a failure, wait at most
+    _GRACE_SECONDS longer."""
 
     def is_over() -> bool:
         return len(world.dead | world.returned) == len(threads)
