@@ -47,19 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except FsdpxError as error:
         if _has_connected_to_ranks():
-            raise error.with_traceback(None) from None  # the job's excepthook prints the error and ends all ranks
+            raise error.with_traceback(None) from None  # the excepthook of the job prints the error and ends all ranks
         return _print_error_on_first_rank(f"fsdpx {args.command}: {error}")
     except KeyboardInterrupt:
         if _has_connected_to_ranks():
             raise
-        return 128 + 2  # the exit status for SIGINT; whoever pressed Ctrl-C needs no message
-    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
+        return 128 + 2  # the exit status for SIGINT; users who press Ctrl-C need no message
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # the exit status for SIGPIPE, which Windows does not define
 
 
 def _expand_path(text: str) -> Path:
-    """Expand ~ in a path, like `fsdpx.core.base.safe_files.expanduser`. That module is not imported here, so that
+    """Expand ~ in a path, as `fsdpx.core.base.safe_files.expanduser` does. That module is not imported here, so that
     starting a job stays fast."""
     return Path(os.path.expanduser(text))
 
@@ -67,8 +67,8 @@ def _expand_path(text: str) -> Path:
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that reports a mistake in one line, without listing all options as argparse does.
 
-    `options` is a function that adds the options of a command. It is imported only for the requested command, since a
-    launcher need not import training code."""
+    `options` is a function that adds the options of a command. It is imported only for the requested command, because
+    a launcher should not have to import training code."""
 
     def __init__(self, *args: Any, options: Options | None = None, **more: Any) -> None:
         super().__init__(*args, **{**more, "allow_abbrev": False})
@@ -98,8 +98,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(_print_error_on_first_rank(line))
 
     def _suggest_option(self, word: str) -> str:
-        """Return a suggestion such as "; did you mean '--steps'?" for a mistyped option, or "". It names the options
-        that begin with the text `word`, or a similar option."""
+        """Return a suggestion such as "; did you mean '--steps'?" for the mistyped option `word`, or "". It names the
+        options that begin with `word`, or a similar option."""
         from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
@@ -151,7 +151,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _import_command(function: str) -> Callable[..., Any]:
-    """Import and return the function that the text "module:function" names in fsdpx/launch."""
+    """Import a function given as "module:function", with the module in fsdpx/launch, and return the function."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(import_module(f"fsdpx.launch.{module}"), name)
     return found
@@ -166,8 +166,8 @@ def _has_connected_to_ranks() -> bool:
 
 
 def _print_error_on_first_rank(line: str) -> int:
-    """Print an error, and return exit status 2. If the ranks have not connected yet, all of them meet the same error,
-    so only the first rank prints it."""
+    """Print an error, and return exit status 2. Only the first rank prints, because all ranks meet the same error as
+    long as they have not connected to each other."""
     from fsdpx.core.base import environment
     from fsdpx.core.base.messages import wrap_for_terminal
 
@@ -175,7 +175,7 @@ def _print_error_on_first_rank(line: str) -> int:
     if launcher is None or not launcher.rank:
         print(wrap_for_terminal(line, sys.stderr), file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # let the first rank print, because a launcher ends all ranks once one has ended
+        time.sleep(1)  # give the first rank time to print: a launcher ends all ranks as soon as one exits
     return 2
 
 
@@ -237,7 +237,7 @@ def _add_run_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--print-sbatch", dest="print_batch", action="store_const", const="slurm", help="the same for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", nargs="?", help="script.py")
-    # there may be no arguments
+    # the script may be called without arguments
     p.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script").required = False
 
 

@@ -41,8 +41,8 @@ def escape_control(text: str) -> str:
 
 
 def install_hint(*extras: str) -> str:
-    """Return the command that installs one of these extras, for an error message. It names the folder of fsdpx's
-    sources, because fsdpx is not in any package index."""
+    """Return the command that installs one of these extras, for an error message. The command names the folder of
+    fsdpx's sources, because fsdpx is not in any package index."""
     commands = " or ".join(f"pip install '.[{extra}]'" for extra in extras)
     return f"{commands} in the folder of fsdpx's sources"
 
@@ -59,7 +59,7 @@ _BETWEEN = {"contextlib", "fsdpx", "functools", "importlib", "numba"}
 
 def warn(text: str, kind: type[Warning] = RuntimeWarning) -> None:
     """Issue a warning that points to the line of the user's program that called fsdpx. Modules of `fsdpx.examples`
-    count as programs."""
+    count as user programs."""
     frame = sys._getframe(1)
     name = frame.f_globals.get("__name__", "")
     while frame.f_back and name.partition(".")[0] in _BETWEEN and not name.startswith("fsdpx.examples."):
@@ -86,7 +86,7 @@ class MeshError(ConfigError):
 
 
 class ShapeError(ConfigError):
-    """Raised for an array or a layer whose shape does not match that of the next one."""
+    """Raised for an array or a layer whose shape does not fit the next one."""
 
 
 class LaunchError(ConfigError):

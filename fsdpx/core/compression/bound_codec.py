@@ -24,9 +24,9 @@ class BoundCodec(NamedTuple):
     ----------
     memory : arrays that the codec keeps between steps, such as error feedback
     scratch : bytes that the codec may use until its handle is complete
-    error_norms : two Euclidean norms over a sample of the elements, for reports: of the last gradient plus the error
-        fed back into it, and of the error that remained
-    what : name of the gradient in errors
+    error_norms : two Euclidean norms for reports, over a sample of the elements: the norm of the last gradient plus
+        the error fed back into it, and the norm of the error that remained
+    what : name of the gradient in error messages
     """
 
     codec: Codec
@@ -37,7 +37,8 @@ class BoundCodec(NamedTuple):
     what: str
 
     def add_and_clear_kept_error(self, grad: Any) -> None:
-        """Add the kept error feedback to a gradient and clear it. This replaces a reduce if there is only one rank."""
+        """Add the kept error (error feedback) to a gradient, then set that error to zero. Called instead of a reduce
+        if there is only one rank."""
         if self.memory:
             self.codec.add_and_clear_kept_error(grad, self.memory)
 
@@ -53,8 +54,8 @@ class BoundCodec(NamedTuple):
             return self.codec.reduce_all(self.comm, grad, self.scratch, self.memory, what=self.what)
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
-        """Return a context manager that sets `error_norms` around a call of the codec. GPU arrays are not measured,
-        because that would mean waiting for the device."""
+        """Return a context manager that sets `error_norms` around a call of the codec. It does nothing for GPU arrays,
+        because measuring them would mean waiting for the device."""
         error = self.memory.get("error")
         return (
             self._record_error_norms(grad, error)

@@ -26,8 +26,8 @@ memory is zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):
-    """Base class of gradient codecs. A codec sums a flat gradient over a communicator, usually in compressed form.
-    Inherit from this class to write a codec."""
+    """Base class of gradient codecs. A codec sums a flat gradient over a communicator, usually in compressed form. To
+    write a codec, inherit from this class."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -46,8 +46,8 @@ class Codec(ABC):
 
         Parameters
         ----------
-        shapes : shapes of the tensors in order. Of a sharded tensor, the complete rows form one shape, and the
-            incomplete rows before and after them are vectors
+        shapes : shapes of the tensors in order. If only part of a tensor is in this shard, its complete rows count as
+            one tensor, and an incomplete row before or after them as a vector
 
         Returns
         -------
@@ -61,7 +61,7 @@ class Codec(ABC):
 
         Parameters
         ----------
-        shapes : shape of each parameter, by name
+        shapes : maps parameter names to shapes
 
         Returns
         -------
@@ -74,8 +74,8 @@ class Codec(ABC):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        """Start to sum `grad` over the ranks, so that each rank gets its own part of the sum in `out`, and return the
-        handle. Collective.
+        """Start to sum `grad` over the ranks, with each rank receiving its own part of the sum in `out`, and return
+        the handle. Collective.
 
         Parameters
         ----------
@@ -84,7 +84,7 @@ class Codec(ABC):
         counts : number of elements of each rank's part
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
         memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
-        what : names the gradient in errors
+        what : name of the gradient in error messages
 
         Returns
         -------
@@ -93,7 +93,7 @@ class Codec(ABC):
 
     @abstractmethod
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        """Start to sum `grad` over the ranks in place, with the full sum on every rank, and return the handle.
+        """Start to sum `grad` over the ranks in place, with every rank receiving the full sum, and return the handle.
         Collective.
 
         Parameters
@@ -101,7 +101,7 @@ class Codec(ABC):
         grad : n elements, flat; holds the sum when the handle is complete
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
         memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
-        what : names the gradient in errors
+        what : name of the gradient in error messages
 
         Returns
         -------
@@ -155,8 +155,8 @@ class Codec(ABC):
         return
 
     def warm_up(self, dtype: Any) -> None:
-        """Compile or load the CPU kernels for gradients of `dtype`, so that the first step need not wait. The base
-        class has no kernels.
+        """Compile or load the CPU kernels for gradients of `dtype`, so that the first step need not wait for them. The
+        base class has no kernels.
 
         Parameters
         ----------
@@ -190,13 +190,13 @@ class Codec(ABC):
 
         Returns
         -------
-        Mapping : number of elements of each array, in the dtype of the gradient, by name of the array
+        Mapping : maps the name of each array to its number of elements; the arrays have the dtype of the gradient
         """
         return {}
 
     def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
-        """Add the kept error feedback to the gradient and clear it. This replaces `reduce` if there is no other rank.
-        Only arrays whose reshard rule is "sum" are added and cleared.
+        """Add the kept error (error feedback) to the gradient, then set that error to zero. Called instead of `reduce`
+        if there is no other rank. Only arrays whose reshard rule is "sum" are added and cleared.
 
         Parameters
         ----------
@@ -215,8 +215,8 @@ class NoCompression(Codec):
 
     Parameters
     ----------
-    algorithm : algorithm of all-reduces: "library", the backend's own (default), or "ring", our own, which is faster
-        than that of some libraries from a few MiB on
+    algorithm : algorithm of all-reduces: "library", the backend's own (default), or "ring", the ring algorithm of
+        fsdpx, which is faster than some libraries for gradients of more than a few MiB
     """
 
     elementwise = True
@@ -237,12 +237,12 @@ class NoCompression(Codec):
 
 
 class Cast16(Codec):
-    """Codec that sends gradients in 16 bits, which halves the traffic. The owner of each part adds the contributions
-    in float32 in rank order.
+    """Codec that sends gradients in 16 bits, which halves the traffic of float32. The owner of each part adds up the
+    contributions in float32 and in rank order.
 
-    Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent: the rank
-    that adds reads the other ranks' gradients from shared memory and rounds them as it reads. If all ranks' parts have
-    the same size, the send and receive buffers reuse the memory of the gradient.
+    Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent: the
+    owner reads the other ranks' gradients from shared memory and rounds them as it reads. If all ranks' parts have the
+    same size, the send and receive buffers reuse the memory of the gradient.
 
     Parameters
     ----------

@@ -66,16 +66,16 @@ class CodecRoute(NamedTuple):
     replica: Codec
 
     def bind_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
-        """Return the codecs for a flat gradient that consists of tensors of known shapes. `whole` are the shapes in
-        the full gradient, `mine` those in this rank's shard."""
+        """Return the codecs for a flat gradient that consists of tensors of these shapes: `whole` lists the shapes in
+        the full gradient, and `mine` those in this rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
         """Yield the arrays that the codecs keep between steps for one gradient.
 
-        `sizes` maps each mesh axis over which the gradient is summed to its number of elements. If `single_rank` is
-        true, there is only one rank on these axes, and arrays whose reshard rule is "reset" are not kept.
-        """
+        `sizes` maps each mesh axis over which the gradient is summed to the number of elements that are summed over
+        it. If `single_rank` is true, these axes have only one rank, and arrays whose reshard rule is "reset" are not
+        kept."""
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)
             for name, elements in codec.memory_sizes(size).items():
@@ -109,8 +109,8 @@ class CodecRules:
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """Build the rules from the `compression` option. `make` returns the codec for a name or a codec; it is called
-        with None for parameters that match no pattern."""
+        """Build the rules from the `compression` option. `make` converts a codec or the name of one to a codec; it is
+        called with None for parameters that match no pattern."""
 
         def make_route(one: SingleChoice | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
@@ -163,7 +163,8 @@ class CodecRules:
 
     @property
     def rounding_codec(self) -> str:
-        """Text for errors that names the first codec that rounds or compresses gradients; "" if there is none."""
+        """Phrase for error messages that names the first codec that rounds or compresses gradients; "" if there is
+        none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 
     def make_warm_up_calls(self, dtype: Any) -> list[Callable[[], None]]:
@@ -171,8 +172,8 @@ class CodecRules:
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
-        """Yield what codecs tell users about their parameters (`Codec.get_user_note`). `shapes` are pairs (rule
-        number, shapes of that rule's parameters by name)."""
+        """Yield the notes of the codecs for users about their parameters (`Codec.get_user_note`). `shapes` are pairs
+        of a rule number and a dict from the names of that rule's parameters to their shapes."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):
@@ -194,9 +195,8 @@ def _describe_codec(codec: Codec) -> str:
 
 
 def make_codec(choice: str | Codec | None, reduce: str, compute: str) -> Codec:
-    """Return the gradient codec with the name `choice`; return `choice` itself if it is a codec. None stands for the
-    codec that the precision implies: 16-bit if the dtype `reduce` has fewer bytes than `compute`, else no compression.
-    """
+    """Return the gradient codec named `choice`, or `choice` itself if it is a codec. None stands for the codec that
+    the precision implies: 16-bit if the dtype `reduce` is narrower than `compute`, else no compression."""
     if choice is None:
         return NoCompression() if parse_dtype(reduce).itemsize >= parse_dtype(compute).itemsize else Cast16(reduce)
     if isinstance(choice, str):

@@ -38,11 +38,11 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
     Returns
     -------
-    dict : choice by name; `agree_on_choices` compares the choices as text
+    dict : maps names to choices, which `agree_on_choices` compares as text
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # compared first: a different strategy also gives a different mesh
+        "strategy": placement.sharding,  # compared before the mesh: a different strategy also gives a different mesh
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),
@@ -71,8 +71,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 
 def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
-    """Return one line with a checksum for each layer or loss that has array attributes, such as masks, whose values
-    its repr does not show."""
+    """Return a line of text for each layer or loss that has array attributes, such as masks. It contains a checksum of
+    these arrays, because their values do not appear in the repr."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
@@ -87,7 +87,8 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
     Parameters
     ----------
     world : communicator of all ranks
-    choices : dict from the name shown in errors to the choice; the names and their order are the same on every rank
+    choices : maps the name of each choice, as shown in errors, to the choice; names and order are the same on every
+        rank
     """
     everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):

@@ -1,4 +1,4 @@
-"""Make a session from a recipe and a communicator. All ranks compare their choices before they exchange any other
+"""Make a session from a recipe and a communicator. All ranks compare their options before they exchange any other
 data."""
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def assemble_session(
                 place.formats.gradients
             )
             run_warm_up_calls(calls, _get_local_rank_and_size(world), count)
-    # in a dry run, arrays hold no data, so no random numbers are drawn
+    # in a dry run arrays have no data, so there is nothing to initialize
     state = allocate_state(place, initial and place.device.holds_data)
     observer = None if watch is None else watch(place.axes)
     shapes = [(page.rule, {f.name: f.shape for f in page.fields}) for page in place.layout.pages if page.trainable]
@@ -116,7 +116,7 @@ def assemble_session(
 
 
 def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerList:
-    """Return the unsharded model as a list of layers in the order of execution, as it would run on a single process."""
+    """Return the unsharded model, as it would run on a single process, as a list of layers in execution order."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, placement.formats.compute
     return memoize(
         ("ordered", model, samples.joined_partition, dtype),
@@ -140,7 +140,7 @@ def _get_local_rank_and_size(world: Communicator) -> tuple[int, int]:
 
 
 class TrainingRanks(NamedTuple):
-    """The ranks that train and what depends on them: array namespace, mesh axes, sharding, machine-dependent choices,
+    """The ranks that train, and what depends on them: array namespace, mesh axes, sharding, machine-dependent choices,
     and synchronization policy."""
 
     xp: Any
@@ -151,7 +151,7 @@ class TrainingRanks(NamedTuple):
 
 
 class RankModel(NamedTuple):
-    """The model as this rank runs it after tensor parallelism (`planned`), its layers in the order of execution
+    """This rank's model after tensor parallelism has been applied (`planned`), its layers in execution order
     (`ordered`), and the layout of samples."""
 
     planned: TensorParallelModel
@@ -177,8 +177,8 @@ class ReductionChoices(NamedTuple):
 
 
 class LaidOutModel(NamedTuple):
-    """The pipeline schedule, and the layout of the parameters in pipeline stages, FSDP units and pages (flat parameter
-    buffers)."""
+    """The pipeline schedule, and the layout of the parameters: their pipeline stages, FSDP units and flat buffers
+    (pages)."""
 
     pipe: PipelineChoice
     layout: ModelLayout
@@ -190,8 +190,8 @@ def assemble_placement_and_model(
     """Return this rank's placement, the model that this tensor rank runs, and the configured number of microbatches
     per step. Collective.
 
-    The placement is made in this order: ranks, number formats, model, gradient reduction, pages (flat parameter
-    buffers). At the end all ranks compare their choices, before they exchange any other data."""
+    The placement is made in this order: ranks, number formats, model, gradient reduction, flat parameter buffers
+    (pages). Then all ranks compare their choices, before they exchange any other data."""
     ranks = _set_up_device_and_mesh(recipe, world, tuning)
     with sharing_errors(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
@@ -318,13 +318,13 @@ def _choose_gradient_reduction(recipe: Recipe, ranks: TrainingRanks, formats: Pr
 def _lay_out_stages_and_pages(
     recipe: Recipe, ranks: TrainingRanks, formats: Precision, model: RankModel, reducing: ReductionChoices
 ) -> LaidOutModel:
-    """Return the pipeline schedule, and the layout of the parameters in pipeline stages, FSDP units and flat buffers
-    (pages)."""
+    """Return the pipeline schedule, and the layout of the parameters: their pipeline stages, FSDP units and flat
+    buffers (pages)."""
     axes, ordered = ranks.axes, model.ordered
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no PathLike here
-    # checked first, because no schedule can be made with too few layers
+    # checked first, because a model with too few layers has no schedule
     require_enough_layers(ordered, axes.pipe.size, "")
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
@@ -377,7 +377,8 @@ def _make_step_options(
     reducing: ReductionChoices,
     pages: LaidOutModel,
 ) -> StepOptions:
-    """Return the options that a training step depends on. Raise ConfigError if two options exclude each other."""
+    """Return the options that a training step depends on. Raise ConfigError if two of the options cannot be combined.
+    """
     training, distribution, runtime = recipe.training, recipe.distribution, recipe.runtime
     recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)

@@ -1,6 +1,6 @@
-"""Agreement of ranks on calls and batches. Every collective call of a trainer begins with a small all-gather in which
-ranks compare which method they call. A batch is checked on each rank, compared with the batches of the other ranks,
-and split into microbatches."""
+"""Make ranks agree on calls and batches. Every collective call of a trainer begins with a small all-gather in which
+ranks compare which method they have called. A batch is checked on each rank, compared with the batches of the other
+ranks, and split into microbatches."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ VALUE_COUNT = len(VALUE_COLUMNS)
 
 class CallRecord(NamedTuple):
     """What a rank reports about its call: the name of the call, a description of its arguments, and the class and text
-    of an error, if it met one. From these records all ranks raise the same error."""
+    of its error, if any. All ranks use these records to raise the same error."""
 
     call: str
     features: str = ""
@@ -69,8 +69,8 @@ class CallRecord(NamedTuple):
 
 
 def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """Gather four integers of each rank, and return them as an int64 array of shape (ranks, 4). Collective: one
-    all-gather of 32 bytes per rank; a single rank gets only its own integers."""
+    """Gather four integers from each rank, and return them as an int64 array of shape (ranks, 4). Collective: one
+    all-gather of 32 bytes per rank; none if there is only one rank."""
     if not comm.has_peers:
         return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)
@@ -81,8 +81,8 @@ def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndar
 
 
 def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
-    """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some make another call, and
-    ConfigError if `values`, the arguments to compare, differ between ranks. Collective."""
+    """Wait until all ranks have reached `call`. On all ranks, raise DesyncError if some ranks have made a different
+    call, and ConfigError if `values`, the arguments to compare, differ between ranks. Collective."""
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_rows_of_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
@@ -94,9 +94,9 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
     """Raise an FsdpxError on all ranks if any rank raises one in the block. The block must not communicate.
     Collective.
 
-    `call` is the name of the collective call that follows. Ranks without an error learn of it when that call begins,
-    so no message is sent if there is no error. With `agree_at_end`, for blocks that no call follows, the ranks compare
-    at the end of the block instead."""
+    `call` is the name of the collective call that follows. Ranks without an error learn of errors on other ranks when
+    that call begins, so that no message is sent if there is no error. If no call follows the block, pass
+    `agree_at_end`: ranks then report errors to each other at the end of the block."""
     if not comm.has_peers:
         yield
         return
@@ -116,7 +116,7 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
 
 def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
     """Return the elementwise maximum of `values`, a 1-d array of an 8-byte dtype, over all ranks. Ranks also compare
-    their calls as in `agree_on_call`, and up to three values need no further message. Collective."""
+    their calls as in `agree_on_call`; up to three values travel in the same message. Collective."""
     if values.size > VALUE_COUNT:
         agree_on_call(comm, call)
         maxima = np.array(values)
@@ -130,7 +130,7 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
 
 def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int]) -> np.ndarray:
     """Gather the integers `values` of all ranks, together with a hash of `call`. Raise DesyncError on all ranks if
-    some make another call."""
+    some ranks have made a different call."""
     table = all_gather_row(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
         all_gather_and_check_call_records(comm, CallRecord(call))
@@ -138,8 +138,8 @@ def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int
 
 
 def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
-    """Return the call records of all ranks if all make the same call without an error. Otherwise raise the same error
-    on all ranks. Collective; called once a cheaper comparison of hashes has shown a difference."""
+    """Return the call records of all ranks if all have made the same call without an error. Otherwise raise the same
+    error on all ranks. Collective; called only after a cheaper comparison of hashes has shown a difference."""
     everyone: list[CallRecord] = comm.all_gather_data(own_record)
     raise_first_error(everyone)
     if any(one.call != own_record.call for one in everyone):
@@ -148,8 +148,8 @@ def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord
 
 
 def raise_first_error(records: Sequence[CallRecord]) -> None:
-    """Raise the error of the lowest rank that reports one, with "rank N: " in front of its text. Do nothing without
-    errors."""
+    """Raise the error of the lowest rank that reports one, with "rank N: " in front of its text. Do nothing if no rank
+    reports an error."""
     for rank, record in enumerate(records):
         if record.kind is not None:
             raise add_rank_to_error(record.kind(record.text), rank)
@@ -162,7 +162,7 @@ def add_rank_to_error(error: FsdpxError, rank: int) -> FsdpxError:
 
 
 def describe_different_calls(calls: dict[int, str]) -> str:
-    """Return the error text for ranks that make different calls. `calls` holds the name of the call for each rank."""
+    """Return the error text for ranks that made different calls. `calls` maps each rank to the name of its call."""
     called = format_calls_by_rank(calls)
     return f"ranks called different methods: {called}. All ranks make the same calls, in the same order"
 
@@ -181,12 +181,12 @@ class DuplicateBatchDetector:
     """Warns if all data ranks train on the same samples, which is usually a mistake in sharding the data. The detector
     stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Empty batches, and batches in which all samples are equal, are ignored: they may be intended, or come from an idle
-    rank.
+    Empty batches, and batches in which all samples are equal, are ignored, because they may be intended or come from
+    an idle rank.
 
     Attributes
     ----------
-    may_have_duplicates : True as long as the data ranks may have the same samples
+    may_have_duplicates : True while the detector is still checking
     """
 
     def __init__(self, axes: MeshAxes) -> None:
@@ -194,10 +194,10 @@ class DuplicateBatchDetector:
         self.may_have_duplicates, self._same = self._size > 1, 0
 
     def count_duplicates_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
-        """Count the samples of a batch that is equal on all data ranks, and warn as soon as there are too many.
+        """If the batch is equal on all data ranks, add its samples to the count of duplicates, and warn as soon as
+        there are too many.
 
-        `equal_on_all_ranks` says whether the batch is equal on all data ranks. It must be the same on every rank, so
-        that all ranks make the same decision."""
+        Every rank must pass the same `equal_on_all_ranks`, so that all ranks make the same decision."""
         if not equal_on_all_ranks:
             self.may_have_duplicates = False
         elif any(bool((a != a[:1]).any()) for a in arrays):
@@ -221,7 +221,7 @@ class LocalBatch:
 
     Attributes
     ----------
-    inputs, target : arrays whose dim 0 is samples
+    inputs, target : arrays with samples along dim 0
     rows : number of samples of each data rank, in rank order
     row : index of this rank's first sample in the global batch
     """
@@ -238,8 +238,9 @@ class LocalBatch:
 
 
 def prepare_inputs(placement: Placement, x: Any) -> tuple[Any, ...]:
-    """Return the model's inputs as a tuple of arrays on this rank's device. `x` is an array, a tuple, or a dict by
-    input name. Floats are converted to the compute dtype, and so are integers unless the model uses them as indices."""
+    """Return the model's inputs as a tuple of arrays on this rank's device. `x` is an array, a tuple, or a dict keyed
+    by input name. Floats are converted to the compute dtype, and so are integers unless the model uses them as
+    indices."""
     names = placement.layout.inputs
     given = [
         to_device_array(placement, a, name) for name, a in zip(names, list_inputs_in_order(placement, x), strict=True)
@@ -269,7 +270,7 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Convert an input to the dtype that the layers which read it expect. Raise DataError if the model computes in
+    """Convert an input to the dtype that the layers reading it expect. Raise DataError if the model computes in
     float16 and an integer is too large for it."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
@@ -280,8 +281,8 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
 
 
 def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
-    """Return the target on this rank's device, split like the model's output. Raise DataError unless it has `samples`
-    samples, as many as the inputs."""
+    """Return the target on this rank's device, partitioned like the model's output. Raise DataError unless it has
+    `samples` samples, the same number as the inputs."""
     layout = placement.sample_layout
     target = layout.to_model_output(layout.drop_target_of_other_ranks(to_device_array(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
@@ -299,8 +300,8 @@ def _format_array_name(name: str) -> str:
 
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
-    """Return the error `problem` about a dtype. If `x` or `y` was converted before the check, add the dtype that the
-    caller passed."""
+    """Return `problem`, an error about the dtype of `x` or `y`. If that array was converted before the check, also
+    name the dtype that the caller passed."""
     text, _, dtype = str(problem).rpartition("whole numbers, got ")
     given = getattr(y if "labels" in text else x, "dtype", None)
     known = not text or given is None or str(given) == dtype
@@ -309,7 +310,7 @@ def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
 
 def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
     """Return `value` as an array on this rank's device, in native byte order and with floats converted to the compute
-    dtype. Error messages call it `name`, which is the name of an input, or TARGET."""
+    dtype. `name` is what error messages call the array: the name of an input, or TARGET."""
     compute = placement.formats.compute
     if value.__class__ is np.ndarray and placement.xp is np:  # fast path: the array can be used as it is
         dtype = value.dtype
@@ -339,7 +340,8 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
 
 
 def require_batch_usable_on_device(placement: Placement, x: Any, y: Any) -> None:
-    """Raise DataError unless this rank's device can use the arrays of the batch where they are."""
+    """If this rank computes on a GPU, raise DataError unless all arrays of the batch are on the host, or all on that
+    GPU."""
     if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
@@ -357,19 +359,19 @@ def agree_on_batch(
     """Check that all ranks make the same call with matching batches. Return the number of samples of each data rank,
     and whether the checksum of the samples is the same on all data ranks. Raise the same error on all ranks if one of
     them met an error or if the descriptions of their batches differ. Collective: one all-gather of 32 bytes per rank;
-    texts are sent only for an error.
+    texts are sent only if there is an error.
 
     Parameters
     ----------
     axes : the mesh axes of this rank
     call : name of the call
-    features : description of the batch (shapes, dtypes), and after DIGEST_SEPARATOR a checksum of its samples. The
+    features : description of the batch (shapes, dtypes), then DIGEST_SEPARATOR and a checksum of its samples. The
         description must be the same on all ranks, the checksum only on ranks with the same data rank. LOADER_ENDED
         means that this rank has no batch
     rows : number of samples of this rank
     error : error that this rank met in its batch, or None
     comm : the ranks that agree (default: all ranks). If replicas train independently, these are the ranks of one
-        replica, and the other replicas are assumed to have as many samples
+        replica, and the other replicas are assumed to have the same numbers of samples
     """
     comm = comm or axes.world
     if not comm.has_peers and error is not None:
@@ -415,8 +417,8 @@ def split_into_microbatches(
     placement: Placement, batch: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
     """Split this rank's samples into microbatches, in the order in which their gradients are added. Every rank gets
-    the same number of microbatches; those without samples are None. The split is as even as possible if `evenly` is
-    True, and otherwise follows the order of gradient accumulation."""
+    the same number of microbatches, in which None stands for a microbatch without samples. The split is as even as
+    possible if `evenly` is True, and otherwise follows the order of gradient accumulation."""
     bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank
@@ -432,6 +434,7 @@ def split_into_microbatches(
 def make_largest_microbatch_shapes(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
-    """Return a microbatch of arrays without data, with as many samples as the largest microbatch of any rank."""
+    """Return a microbatch of arrays that have a shape but no data, with as many samples as the largest microbatch of
+    any rank."""
     most = placement.accumulation.count_rows_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

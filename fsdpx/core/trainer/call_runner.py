@@ -1,5 +1,5 @@
-"""Call runners: they run the methods of a trainer on the ranks that take part, and compare calls and arguments between
-ranks. A call runner also holds state that must survive a change of ranks, such as a background save."""
+"""Call runners, which run the methods of a trainer on the ranks that take part, and compare calls and arguments
+between ranks. A call runner also holds state that must survive a change of ranks, such as a background save."""
 
 from __future__ import annotations
 
@@ -137,8 +137,7 @@ class LastUpdate:
     Attributes
     ----------
     loss : global mean loss
-    norm : global gradient norm, which a step computes for clipping, a dynamic loss scale, or elastic ranks; otherwise
-        nan
+    norm : global gradient norm; nan unless the step needs it for clipping, a dynamic loss scale, or elastic ranks
     lr : learning rate
     skipped : True if the update was skipped
     """
@@ -150,18 +149,18 @@ class LastUpdate:
 
     @classmethod
     def from_loss_and_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
-        """Make the record from the global mean loss and from `scale`, the scaling of the gradients that the program
-        computed."""
+        """Make the record from the global mean loss and from `scale`, which has the gradient norm and the learning
+        rate and says whether the update was skipped."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
 class CallRunner(ABC):
-    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks and everything that they do
-    together besides training. A trainer has its call runner as `trainer.call_runner`.
+    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks and is responsible for all
+    their collective operations other than training. A trainer's call runner is `trainer.call_runner`.
 
     Parameters
     ----------
-    session : session of the ranks that train now
+    session : session of the ranks that are currently training
 
     Attributes
     ----------
@@ -215,12 +214,13 @@ class CallRunner(ABC):
 
     @property
     def has_own_speed(self) -> bool:
-        """True in asynchronous training, where each rank steps at its own speed, so that `step` is not collective."""
+        """True in asynchronous training, in which each rank steps at its own speed, so that `step` is not collective.
+        """
         return self.placement.sync_policy.own_speed
 
     @property
     def is_in_sync(self) -> bool:
-        """True if the last step synchronized all ranks; in local training only some steps do."""
+        """True if the last step synchronized all ranks; in local training, only some steps do so."""
         return self.placement.sync_policy.is_sync_step(self.session.state.steps)
 
     @abstractmethod
@@ -230,7 +230,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         effect : effect of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
-        name : name of the call, which ranks compare and errors show
+        name : name of the call, compared between ranks and shown in errors
         function : makes the call on this rank
         given, options : arguments of `function`
 
@@ -245,7 +245,7 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        x : the model's inputs: an array, a tuple, or a dict by name; dim 0 is samples
+        x : the model's inputs: an array, a tuple, or a dict keyed by name; samples are along dim 0
         y : the target; None if the program takes no target
         kind : kind of the program that will run, such as "step" or "predict"
         training : run layers such as dropout in training mode
@@ -266,7 +266,7 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        output : an array, or a tuple of arrays; dim 0 is this rank's samples
+        output : an array, or a tuple of arrays, with this rank's samples along dim 0
 
         Returns
         -------
@@ -303,12 +303,11 @@ class CallRunner(ABC):
 
     @abstractmethod
     def agree_on_end_of_batches(self) -> None:
-        """Tell the other ranks that this rank's data loader has no more batches. Collective: called in place of
-        `step`.
+        """Tell the other ranks that this rank's data loader has no more batches. Collective: called instead of `step`.
 
         Raises
         ------
-        DataError : on all ranks, if some ranks have another batch
+        DataError : on all ranks, if some ranks still have a batch
         """
 
     @abstractmethod
@@ -340,8 +339,8 @@ class CallRunner(ABC):
             raise ConfigError(f"{call}: this trainer is closed")
 
     def sharing_errors(self, call: str) -> AbstractContextManager[None]:
-        """Return a context manager that raises an error about the arguments of one rank on all ranks, as
-        `batch.sharing_errors` does. With elastic ranks, or if each rank steps at its own speed, the context manager
+        """Return a context manager for checks of arguments: if a check fails on one rank, all ranks raise the error,
+        as in `batch.sharing_errors`. With elastic ranks, or if each rank steps at its own speed, the context manager
         does nothing.
 
         Parameters
@@ -357,7 +356,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         call : name of the call
-        arguments : argument values by name; they are compared as text
+        arguments : maps names to argument values, which are compared as text
         """
         if self.fixed and not self.has_own_speed:
             batches.agree_on_call(self.world, call, {name: str(value) for name, value in arguments.items()})
@@ -371,14 +370,14 @@ class CallRunner(ABC):
 
         Raises
         ------
-        DesyncError : on all ranks, if some make another call
+        DesyncError : on all ranks, if some ranks have made a different call
         """
         self.require_open(call)
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
         """In asynchronous training, wait until all ranks have finished their last step; otherwise return at once.
-        `fit` ends with this wait, and collective calls begin with it. It does not wait for dead ranks."""
+        `fit` ends with this wait, and collective calls begin with it. Dead ranks are not waited for."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 
@@ -472,7 +471,7 @@ class CallRunner(ABC):
             with reporting_block_time(self.session.engine, WAITING):
                 self.background_save.wait()
         except RankLost:
-            raise  # keep the save: the code that recovers from the loss of a rank decides what to do with it
+            raise  # keep the background save: the code that recovers from a lost rank decides what to do with it
         except BaseException:
             self.background_save = None
             raise
@@ -484,7 +483,7 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        weights : "parameters": the parameters common to all ranks; "average": their average over time
+        weights : "parameters" for the parameters common to all ranks, or "average" for their average over time
         """
         require_valid_weights_choice(weights)
         if weights == "parameters":

@@ -29,13 +29,13 @@ array with one value per sample, which is averaged, or (sum, count)."""
 
 
 class MetricSums:
-    """Accumulates each metric over the batches of one validation.
+    """Accumulates each metric over the batches of one validation run.
 
     Parameters
     ----------
-    functions : metrics by name
-    placement : the trainer's placement. With `domain`, a metric function gets this rank's part of the fields and
-        returns (sum, count) over its cells
+    functions : maps names to metrics
+    placement : the trainer's placement. If it partitions fields (option `domain`), a metric function gets this rank's
+        part of the fields and returns (sum, count) over its cells
     """
 
     def __init__(self, functions: Mapping[str, Metric], placement: Placement) -> None:
@@ -45,7 +45,7 @@ class MetricSums:
 
     def add_batch(self, output: Any, target: Any) -> None:
         """Add the metrics of one batch. If a metric raises an error, keep the error; `all_gather_means` raises it on
-        all ranks. Collective if a metric is a loss and fields are partitioned (`domain`)."""
+        all ranks. Collective if a metric is a loss and fields are partitioned (option `domain`)."""
         if not self._layout.has_complete_samples:
             target = self._layout.drop_target_of_other_ranks(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
@@ -60,8 +60,9 @@ class MetricSums:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
     def _compute_loss_sum_and_weight(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
-        """Return the summed loss of a batch and its weight, which is the number of samples or whatever else the loss
-        counts. With `domain`, ranks first check together that the loss accepts the arrays of every rank."""
+        """Return the summed loss of a batch and its weight, which is the number of samples or of whatever else the
+        loss counts. If fields are partitioned (option `domain`), ranks first check together that the loss accepts the
+        arrays of every rank."""
         placement, problem = self._placement, None
         y, t = (to_device_array(placement, a) for a in (output, target))
         loss = self._layout.bind_loss(loss)
@@ -78,7 +79,7 @@ class MetricSums:
         return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
-        """Return the mean of each metric over the samples of all ranks, as a dict by name; every rank gets the same
+        """Return a dict from name to the mean of each metric over the samples of all ranks; every rank gets the same
         values. Collective.
 
         Parameters
@@ -109,7 +110,8 @@ def to_host_output(output: Any) -> Any:
 
 def _convert_to_sum_and_count(value: Any, is_sharded: bool) -> tuple[float, float]:
     """Return (sum, count) for the `value` that a metric function returned: an array with one value per sample, or
-    (sum, count) itself. With `is_sharded`, which is True with `domain`, only (sum, count) is allowed."""
+    (sum, count) itself. Only (sum, count) is allowed if `is_sharded`, which means that fields are partitioned over
+    ranks."""
     if isinstance(value, tuple) and len(value) == 2:
         return float(value[0]), float(value[1])
     if is_sharded:
@@ -136,9 +138,9 @@ class CallbackList:
 
     Parameters
     ----------
-    trainer, history : arguments of every call
+    trainer, history : arguments with which callbacks are called
     own : loggers of `fit`, which are called first
-    given : callback of the user, or several of them
+    given : the user's callback, or several callbacks
     """
 
     def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
@@ -171,7 +173,7 @@ class CallbackList:
 
 
 def _check_callback(callback: Any) -> Any:
-    """Return a callback of the user as an object with methods; a function becomes the method `on_step_end`. Raise
+    """Return the user's callback as an object with methods; a function becomes the method `on_step_end`. Raise
     ConfigError if the callback would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
@@ -187,7 +189,7 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 @dataclass(frozen=True)
 class FitLimits:
     """The stopping criteria passed to `fit`. A run ends for one of the reasons STEPS, EPOCHS, PATIENCE and STOP; the
-    reason "" means that it goes on."""
+    reason "" means that the run continues."""
 
     epochs: int | None
     steps: int | None
@@ -212,11 +214,11 @@ class FitLimits:
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 
     def find_end_reason_of_earlier_run(self, history: FitHistory, epochs: int, earlier_reason: str) -> str:
-        """Return the reason if a resumed run ends without another step; "" if training continues.
+        """Return why a resumed run ends without another step, or "" if training continues.
 
         `history` is the history of the earlier run, `epochs` the number of epochs that it completed, and
-        `earlier_reason` why it ended. The latter is "" if that run was interrupted, so that its last validation may be
-        missing."""
+        `earlier_reason` why it ended. An `earlier_reason` of "" means that the run was interrupted; its last
+        validation may then be missing."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
         if earlier_reason and self.epochs is not None and epochs >= self.epochs:
@@ -231,8 +233,8 @@ class FitLimits:
         return history.steps % self.every == 0 or history.steps == self.steps
 
     def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
-        """Return why the run ends after this validation step, or "" if it goes on. All ranks get the same result.
-        Collective, except in asynchronous training without `patience` and `stop`."""
+        """Return why the run ends after this validation step, or "" if the run continues. All ranks get the same
+        result. Collective, except in asynchronous training without `patience` and `stop`."""
         # without `patience` and `stop`, every rank ends after the same number of steps, so no message is needed
         if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""

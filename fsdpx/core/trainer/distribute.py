@@ -89,42 +89,44 @@ def distribute(
         trainer holds only parameters, for `predict`, `generate` and, with a loss, `evaluate`
     strategy : {strategies} or `fsdpx.Sharding(...)`; replicas that train independently and synchronize now and then:
         "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); ranks at their own speed: "async" or
-        `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto": the fastest strategy
-        that a plan finds; it needs `batch`, and also takes `memory` and `machine` (docs: planning)
+        `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the fastest strategy
+        that a plan finds, which needs `batch` and also takes `memory` and `machine` (docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator` (default: that of `fsdpx.init()`)
-    microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline rank:
-        Huang et al. 2019)
+    microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline
+        rank: Huang et al. 2019)
     seed : seed of initialization and dropout; the random numbers do not depend on mesh or strategy
-    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits, with a float32 shard), "bf16-true" (all but
-        sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
-    clip_norm : largest global gradient norm; larger gradients are scaled down to it (default: no clipping)
+    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits, with a float32 shard), "bf16-true" (all
+        but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
+    clip_norm : maximum global gradient norm; larger gradients are scaled down to it (default: no clipping)
     compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
-        `fsdpx.HierarchicalCompression(codec)`, only between replicas; or a dict from name pattern to one of these, in
-        which the first matching pattern applies (docs: compression)
+        `fsdpx.HierarchicalCompression(codec)`, to compress only between replicas; or a dict from name pattern to one
+        of these, in which the first matching pattern applies (docs: compression)
     reproducible_chunks : split the global batch into this many equal parts, so that results are bit-identical on any
         number of ranks
     frozen : name patterns of parameters that are not trained
     schedule : pipeline schedule: {schedules}, a function, or the path of a text file
     stages : how the pipeline splits the model: the path of the first layer of each stage, or the number of layers of
         each stage; or a dict from path pattern to pipeline rank, `{"0": 0, "blocks.*": 1}` (docs: schedules)
-    recompute : units whose forward is recomputed in backward (activation checkpointing): "all", every k-th unit, those
-        that a memory budget such as "512MiB" needs, or only "attention"
+    recompute : units whose forward is recomputed in backward (activation checkpointing): "all"; a number k, for every
+        k-th unit; a limit on activation memory such as "512MiB", for as many units as it requires; or "attention", for
+        attention only
     tensor_plan : dict from path pattern to how a layer is sharded over the tensor axis (default: the model's own plan)
     sequence : what the tensor axis shards besides weights: "parallel": the sequence in norms and dropout; "ulysses" or
-        "ring": the sequence in all layers; "samples": the samples, and of the parameters only experts (docs: tensor)
+        "ring": the sequence in all layers; "samples": the samples, while of the weights only experts are sharded
+        (docs: tensor)
     elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
     average : average of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for
         `evaluate(weights="average")`
     offload : what to keep on disk instead of in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
         offload)
-    domain : a `fsdpx.Grid`: each rank holds a part of every field, as it does in a solver; batches and predictions are
-        such parts (docs: fields)
-    runtime : `fsdpx.RuntimeOptions(...)`, rarely set options: device, checks, traces, and values that replace measured
-        ones
+    domain : a `fsdpx.Grid`: each rank holds a part of every field, as in a solver; batches and predictions consist of
+        these parts (docs: fields)
+    runtime : `fsdpx.RuntimeOptions(...)`, with rarely set options: device, checks, traces, and values to use instead
+        of measured ones
     rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they replace those of `runtime`. With
-        strategy="auto" also `batch`, shapes and dtypes of inputs and targets of the full global batch, or such arrays;
-        `memory`, bytes that a rank may use, "16GiB"; and `machine`, as for `fsdpx.plan`
+        strategy="auto" also `batch`, the inputs and targets of a full global batch, or only their shapes and dtypes;
+        `memory`, the bytes that a rank may use, such as "16GiB"; and `machine`, as for `fsdpx.plan`
 
     Returns
     -------
@@ -159,7 +161,7 @@ def distribute(
 
 for _name, _values in (("strategies", PRESETS), ("codecs", list_codec_names()), ("schedules", SCHEDULES)):
     _text = ", ".join(f'"{value}"' for value in _values)
-    # generated, so that the docstring lists the names that exist
+    # filled in here, so that the docstring lists every name that exists
     distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)
 
 PLAN_OPTIONS = ("batch", "memory", "machine")
@@ -168,7 +170,7 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 
 
 def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `options` that are fields of `recipe_part`, a dataclass such as `TrainingChoices`."""
+    """Return the entries of `options` that are fields of `recipe_part`, a dataclass such as `TrainingChoices`."""
     return {field.name: options[field.name] for field in fields(recipe_part) if field.name in options}
 
 
@@ -182,8 +184,8 @@ def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
 def _apply_plan(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, plan_options: Mapping[str, Any]
 ) -> Recipe:
-    """Return the recipe with the options that the planner chose, or unchanged without a planner. Raise ConfigError for
-    planner options if there is no planner. Collective."""
+    """Return the recipe with the options that the planner chose. Without a planner, return it unchanged, and raise
+    ConfigError if there are options for a planner. Collective."""
     if plan is not None:
         return plan(recipe, world, **plan_options)
     for name, value in plan_options.items():
@@ -204,8 +206,8 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = None, **options: Any) -> Session:
-    """Return the session that runs a recipe on this rank. If memory is too small, now or in a later step, raise
-    OutOfMemory with a list of options that need less. Collective.
+    """Return the session that runs a recipe on this rank. If memory runs out, now or in a later step, raise
+    OutOfMemory with a list of options that need less memory. Collective.
 
     Parameters
     ----------
@@ -224,7 +226,7 @@ def make_session(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
 
 
 def _explain_memory_error(recipe: Recipe, world: Communicator, *about: Any) -> OutOfMemory:
-    """Call `explain_memory_error`, which is imported only once an error has occurred."""
+    """Call `explain_memory_error`, whose module is imported only when an error has occurred."""
     from fsdpx.core.trainer.out_of_memory import explain_memory_error
 
     return explain_memory_error(recipe, world, *about)
@@ -239,8 +241,8 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 
 
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
-    """Make an uncaught exception on this rank end all ranks that are processes, as long as the trainer exists. Return
-    the trainer."""
+    """For as long as the trainer exists, let an uncaught exception on this rank end all ranks, if the ranks are
+    processes. Return the trainer."""
     if (carrier := find_message_backend(world)) is not None:
         hooks.install_hooks_for_owner(trainer, carrier, beyond_scope=True)
     return trainer
@@ -269,8 +271,9 @@ def _open_world_and_agree_on_arguments(
     """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
     arguments.
 
-    Ranks compare the arguments over `open_comm`, or if it is None in the first message on the new communicator. In
-    both cases they do so before the arguments are validated, so that an error on all ranks is printed only once."""
+    Ranks compare the arguments over `open_comm` if there is one, and otherwise in the first message on the new
+    communicator. In both cases they do so before the arguments are validated, so that an error that all ranks meet is
+    printed only once."""
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")
@@ -300,8 +303,9 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
     """Return an open communicator on which ranks can compare their arguments; None if there is none, or if some of its
     ranks may have died.
 
-    If `comm` has as many ranks as were started, it has the ranks of the default communicator. Ranks then use the
-    default communicator, even if only some of them pass a communicator."""
+    If the size of `comm` is the number of ranks that were started, its ranks are those of the default communicator.
+    The default communicator is then returned, so that ranks can compare even if only some of them pass a communicator.
+    """
     if isinstance(comm, FakeCommunicator):  # a fake communicator has no other processes to compare with
         return None
     opened, size = defaults.get_default(), None if comm is None else getattr(comm, "size", None)
