@@ -1,9 +1,8 @@
 """Ranks that are threads of one process: the reference backend.
 
-Threads synchronize in collectives, which wait for all ranks; in messages, which wait for the other side; and in votes
-of the living ranks. The thread that arrives last copies the data of all ranks directly from array to array. Reductions
-are in rank order.
-"""
+Threads synchronize in three ways: in collectives, which wait for all ranks; in messages, which wait for the sender or
+receiver on the other side; and in votes, which wait for all living ranks. The thread that arrives last copies the data
+of all ranks directly from array to array. Reductions are in rank order."""
 
 from __future__ import annotations
 
@@ -36,20 +35,20 @@ _LONG_POLL_SECONDS = 0.2
 
 
 class RankDied(BaseException):
-    """Raise this exception in a thread rank to make it die like a killed process. With `spawn(survive=True)`, the
-    other ranks continue and get RankLost; otherwise the death ends them like any other error."""
+    """Raise this exception in a rank that runs as a thread to make it die like a killed process. With
+    `spawn(survive=True)`, the other ranks continue and get RankLost; otherwise the death ends them like any other
+    error."""
 
 
 class ThreadWorld:
-    """The shared state of all thread ranks of one call of `spawn`: one lock, and the first failure, which ends all
+    """The state shared by all ranks (threads) of one call of `spawn`: one lock, and the first failure, which ends all
     ranks.
 
     Attributes
     ----------
     timeout : longest time that a rank waits, in seconds
     survive : whether the other ranks continue when a rank raises `RankDied`, which is then not a failure
-    dead, returned : ranks that have died, and ranks whose function has returned
-    """
+    dead, returned : ranks that have died, and ranks whose function has returned"""
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_SECONDS, survive: bool = False) -> None:
         self.condition = threading.Condition()
@@ -98,18 +97,18 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
-        """Return the error of a call that can never complete because one of the `missing` ranks has returned; None if
-        none has. `waiting` are the ranks that have made the call."""
+        """Return the error for a call that can never complete because at least one of the `missing` ranks has
+        returned. Return None if none of them has. `waiting` are the ranks that have made the call."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.raise_if_failed()  # raise the failure of a rank first, because it explains the error better
+        self.raise_if_failed()  # if a rank has failed, raise that instead: it explains the error better
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
 
     def complete_events_and_wake_ranks(self, *events: ThreadCollective | ThreadMessage) -> None:
-        """Mark collectives or messages as complete, and wake the thread ranks that wait for them."""
+        """Mark collectives or messages as complete, and wake the ranks that are waiting for them."""
         with self.condition:
             for event in events:
                 event.done = True
@@ -129,7 +128,7 @@ class ThreadWorld:
 
 
 class ThreadGroup:
-    """State of one communicator that its thread ranks share: incomplete collectives, unmatched messages and undecided
+    """The state of one communicator, shared by its ranks: incomplete collectives, unmatched messages and undecided
     votes."""
 
     def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
@@ -154,28 +153,27 @@ class ThreadGroup:
             self.world.condition.notify_all()
 
     def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if the communicator is revoked or one of the ranks in `needs`, which the call waits for, has
-        died. The caller holds the lock."""
+        """Raise RankLost if the communicator has been revoked, or if one of the ranks in `needs`, for which the call
+        waits, has died. The caller holds the lock."""
         self.world.raise_if_failed()
         lost = self.get_failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
             raise make_rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
-        """Return the error of a collective or message that can never complete because a rank that it waits for has
-        returned, else None. The caller holds the lock."""
+        """Return the error for a collective or message that waits for a rank whose function has returned, so that it
+        can never complete. Return None if there is no such rank. The caller holds the lock."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
         return self.world.find_returned_rank_error(missing, waiting, event.name)
 
     def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
-        """Return the error of a collective or message that can never complete because of a death or a revocation, else
-        None. The caller holds the lock.
+        """Return the error for a collective or message that can never complete because of a death or a revocation.
+        Return None if it still can. The caller holds the lock.
 
         A copy that has begun is completed even if the communicator is revoked, unless the rank that copies dies.
-        Otherwise a rank would see a transfer fail while another thread still writes to its arrays.
-        """
+        Otherwise a rank would see a transfer fail while another thread is still writing to its arrays."""
         lost = self.get_failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
@@ -194,14 +192,13 @@ class ThreadGroup:
 
 
 class ThreadCollective:
-    """State of one collective that the thread ranks share.
+    """State of one collective, shared by the ranks that take part in it.
 
     Attributes
     ----------
     given : what each rank passed, in rank order
     needs : ranks without which the collective cannot complete
-    moving : whether all ranks have arrived and the last one is copying the data
-    """
+    moving : whether all ranks have arrived and the last one is copying the data"""
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
@@ -226,7 +223,7 @@ class ThreadCollective:
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return an error if `rank` makes a different call than the ranks that arrived before it, else None."""
+        """Return an error if the call of `rank` differs from that of the ranks that arrived before it, else None."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -243,12 +240,12 @@ class ThreadCollective:
 
 
 class ThreadMessage:
-    """The send or the receive of a message between two thread ranks.
+    """One side (the send or the receive) of a message between two ranks.
 
     Attributes
     ----------
-    needs : set with the rank of the other side; while the data is being copied (`moving`), with the rank that copies
-    """
+    needs : the rank without which the message cannot complete, as a set: the rank on the other side or, while the data
+        is being copied (`moving`), the rank that copies"""
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
@@ -274,7 +271,7 @@ class ThreadMessage:
         return {self.rank}
 
     def find_mismatch(self, target: ThreadMessage) -> DesyncError | None:
-        """Return an error if send and receive pass arrays of different size or dtype, else None."""
+        """Return an error if the send and the receive pass arrays of different sizes or dtypes, else None."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
             return None
@@ -297,7 +294,7 @@ class Vote(ThreadCollective):
 
 
 class ThreadTransfer:
-    """The handle of one rank that takes part in a collective or a message."""
+    """The handle that one rank gets for a collective or a message that it takes part in."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
@@ -342,7 +339,7 @@ def execute_all_gather(calls: Sequence[Call]) -> None:
 
 
 def execute_reduce_scatter(calls: Sequence[Call]) -> None:
-    # an in-place call overwrites the start of its `send`, which has been read by then
+    # an in-place call overwrites the start of its `send`, but only after that has been read
     for rank, call in enumerate(calls):
         parts = [call.partitions[0].get_piece(other.arrays[0], rank) for other in calls]
         reduce_in_rank_order_into(parts, call.op, [call.arrays[1]])
@@ -408,13 +405,13 @@ def _require_same_size(call: Call, source: int, part: Array, dest: int, count: i
 
 
 class LocalCommunicator(Backend, SurvivorCommunicator):
-    """The communicator of one thread rank. With `spawn(survive=True)`, it keeps working when other ranks die.
+    """The communicator of a rank that runs as a thread. With `spawn(survive=True)`, it keeps working when other ranks
+    die.
 
     A collective completes when the last rank arrives; that rank copies the data of all ranks. Reductions are in rank
     order. A send completes only when its receive is posted, so code that relies on buffered sends fails here. For
     tests, the random number generator `delays` adds sleeps of up to 2 ms before each call, so that ranks arrive in
-    varying orders.
-    """
+    varying orders."""
 
     def __init__(
         self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
@@ -478,7 +475,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            # read `returned` before calling `missing()` again: a rank may act and return between two calls
+            # in the opposite order, a rank that acts and returns in between would look as if it never acted
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
                 error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
@@ -490,8 +487,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         """Do nothing: the shared state is freed when no rank refers to it anymore."""
 
     def abort(self, code: int = 1) -> None:
-        """End all thread ranks of this `spawn`: raise `Aborted` at once in this rank, and in the other ranks when they
-        next wait."""
+        """End all ranks of this `spawn`: raise `Aborted` at once in this rank, and in the other ranks when they next
+        wait."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
         self._group.world.record_failure(error)
         raise error
@@ -524,7 +521,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return LocalCommunicator(survivors, rank, Progress(self.progress.polls_before_yield), self._delays)
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Vote in the next decision of this communicator, wait until all living ranks have voted, and return the
+        """Vote on the next joint decision of this communicator, wait until all living ranks have voted, and return the
         result of `decide`."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
@@ -536,7 +533,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             vote.add_arrival(self.rank, given)
         deadline = world.compute_deadline()
         while True:
-            with suppress(RankLost):  # ignored here: waiting for that transfer will raise it
+            with suppress(RankLost):  # ignored here: it is raised again by the wait for that transfer
                 self.progress.advance_transfers()
             with world.condition:
                 if group.decide_if_all_voted(number, vote, decide):

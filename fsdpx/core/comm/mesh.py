@@ -87,7 +87,8 @@ class Mesh:
 
         Parameters
         ----------
-        text : axis=width pairs separated by commas, and domain=2x2; axes that are left out have their default width
+        text : comma-separated axis=width pairs, optionally with a pair such as domain=2x2; axes that are left out have
+            their default width
 
         Returns
         -------
@@ -97,8 +98,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            for any other text
-        """
+            for any other text"""
         widths: dict[str, Any] = {}
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
@@ -299,8 +299,8 @@ class Mesh:
 
 
 def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
-    """Return the number of ranks along each of 1 to 3 dims as a tuple. Raise MeshError, which names the option `name`,
-    if `widths` is anything else."""
+    """Return `widths`, the number of ranks along each of 1 to 3 dims, as a tuple. If `widths` is anything else, raise
+    a MeshError that names the option `name`."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
         raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
@@ -318,11 +318,10 @@ class MeshAxes:
     world : all ranks
     group : ranks that train in lockstep: all ranks, or those of one replica if replicas train independently (local SGD)
     parts : data ranks among which this rank's samples are divided
-    domain : for each dim that is divided, the ranks of `parts` along that dim
-    samples : data ranks that hold the same part of other samples
+    domain : for each dim along which samples are divided, the ranks of `parts` along that dim
+    samples : data ranks that hold the same part as this rank, but of different samples
     counters : counts of calls and bytes, by axis
-    groups : the sets of ranks that share samples; None if samples are not divided
-    """
+    groups : the groups of ranks that share samples; None if samples are not divided"""
 
     mesh: Mesh
     coordinates: MeshCoordinates
@@ -342,8 +341,8 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """Names of the axes over which gradients are summed: "shard" and "replica", if they have several ranks; at
-        least "shard"."""
+        """Names of the axes over which gradients are summed: those of "shard" and "replica" that have several ranks,
+        or "shard" if neither has."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
@@ -358,12 +357,12 @@ class MeshAxes:
 
     @property
     def uncounted_world(self) -> Communicator:
-        """A communicator of all ranks whose traffic is not counted, for messages that are not part of training."""
+        """A communicator of all ranks that does not count its traffic, for messages that are not part of training."""
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
         """Return a new communicator of `ranks`, which are ranks of the world. Its traffic is counted under `name`, and
-        the caller closes it. Collective: all ranks call it, each with its own group."""
+        the caller closes it. Collective: all ranks call it, each with the group that it joins."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
@@ -378,11 +377,10 @@ class SampleGroups(NamedTuple):
 
     Attributes
     ----------
-    axis : name under which messages between these ranks are counted
+    axis : name under which messages between the ranks of a group are counted
     dims : number of ranks along each dim that is divided
     own_ranks : world ranks that hold parts of this rank's samples; the last dim varies fastest
-    members : the world ranks of every group on this data axis, in the order of `own_ranks`
-    """
+    members : the world ranks of every group on this data axis, in the order of `own_ranks`"""
 
     axis: str
     dims: tuple[int, ...]
@@ -406,7 +404,7 @@ def connect_axes(
 
     Parameters
     ----------
-    mesh : mesh, whose open axis is resolved here for the ranks of `comm`
+    mesh : mesh; if the width of one axis is None, it is chosen so that all ranks of `comm` are used
     comm : communicator of all ranks of the mesh
     check : whether ranks exchange a fingerprint of each collective before it starts
     local : whether replicas train independently (local SGD), so that `group` is one replica
@@ -420,8 +418,7 @@ def connect_axes(
     Raises
     ------
     MeshError
-        if the mesh does not fit the number of ranks
-    """
+        if the mesh does not fit the number of ranks"""
     mesh = mesh.resolve_open_axis(comm.size)
     counters, place = TrafficCounters(), mesh.coordinates_of(comm.rank)
     groups: dict[tuple[str, ...], Communicator] = {(): make_single_rank_communicator()}

@@ -53,19 +53,17 @@ def synchronize_devices(arrays: Iterable[Array]) -> None:
 
 
 def is_sent_in_chunks(call: Call) -> bool:
-    """Return whether a call on GPU arrays is executed as messages in chunks.
+    """Return whether a call on GPU arrays is executed as messages in chunks. All ranks get the same result.
 
-    This is so if an array is larger than one chunk, or if array lengths may differ between ranks. All ranks get the
-    same result.
-    """
+    This is the case if an array is larger than one chunk, or if array lengths may differ between ranks."""
     return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
 
 
 def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """Start the sends and receives of a call whose arrays are all on one GPU, in chunks through host memory. Scratch:
-    CHUNK_SLOTS chunks of pinned memory for each array."""
+    """Start the sends and receives of a call, in chunks that go through host memory. All arrays are on the same GPU.
+    The scratch memory is CHUNK_SLOTS chunks of pinned memory for each array."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = get_device_of_array(arrays[0]).make_copier(arrays[0])
 
@@ -118,7 +116,8 @@ class _ChunkPipeline:
 
 
 class _ChunkPipelines:
-    """The handle of the chunked transfers of all arrays of a call, which advance independently."""
+    """The handle of a call whose arrays are all transferred in chunks. The arrays advance independently of each other.
+    """
 
     def __init__(self, comm: MessageBackend, call: Call, belts: list[_ChunkPipeline]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
@@ -146,21 +145,20 @@ class MessageBackend(Backend):
     Attributes
     ----------
     library : short name of the library that transfers the bytes
-    timeout : longest time of a single wait, in seconds
-    """
+    timeout : maximum duration of a single wait, in seconds"""
 
     library: ClassVar[str]
     timeout: float
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the longest time of a single wait, in seconds."""
+        """Set the maximum duration of a single wait, in seconds."""
         self.timeout = seconds
 
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Names of the operations that the library provides itself, for dtypes that it can add. All other operations
-        are built from messages."""
+        """Names of the operations that the library itself provides; it provides reductions only for dtypes that it can
+        add. All other operations are built from messages."""
 
     def start_single_message(self, call: Call) -> Handle:
         """Start a call that is a "send" or a "recv"."""
@@ -179,7 +177,7 @@ class MessageBackend(Backend):
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """Start an all-gather in which rank r's piece of `counts[r]` elements is stored at index `displs[r]` of
-        `recv`, so that there may be gaps between pieces. Up to 2^31 elements."""
+        `recv`, so that there may be gaps between pieces. Supports up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
         copy_unless_same(parts[self.rank], send)

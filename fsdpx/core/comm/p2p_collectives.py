@@ -38,14 +38,15 @@ Pairs = Sequence[tuple[int, Array]]
 
 
 class Messenger(Protocol):
-    """The attributes of a backend that collectives built from point-to-point messages need."""
+    """What collectives that are built from point-to-point messages need from a backend."""
 
     rank: int
     size: int
     progress: Progress
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Start to send and receive (rank, array) pairs under the tag of `call`; return one handle for all messages."""
+        """Start sending and receiving (rank, array) pairs with the tag of `call`; return one handle for all messages.
+        """
 
 
 Collective = Callable[[Messenger, Call], Handle]
@@ -63,8 +64,9 @@ def start_all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce-scatter in which each piece is sent to its owner, which adds the pieces. Each of N ranks sends
-    n(N-1)/N bytes of an array of n bytes, and uses n bytes of scratch memory."""
+    """Start a reduce-scatter in which every rank sends each piece of its array directly to the owner of that piece,
+    which adds up the pieces it receives. Each of N ranks sends n(N-1)/N bytes of an array of n bytes, and uses n bytes
+    of scratch memory."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.partitions[0]), comm.progress)
 
@@ -89,8 +91,8 @@ def start_broadcast(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce as a reduce-scatter followed by a gather. For n bytes on N ranks, the root transfers 2n(N-1)/N
-    bytes and other ranks n; the scratch memory is n + n/N bytes."""
+    """Start a reduce as a reduce-scatter followed by a gather. For n bytes on N ranks, the root receives 2n(N-1)/N
+    bytes and each other rank sends n bytes; the scratch memory is n + n/N bytes."""
     send, recv = call.arrays
     pieces = make_balanced_partition(send.size, comm.size)
     own_part = namespace_of(send).empty(pieces.counts[comm.rank], dtype=send.dtype)
@@ -180,8 +182,8 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
     """Run a ring all-reduce, that is, a reduce-scatter and an all-gather around the ring; yield the handle of each
     message. For n bytes on N ranks, the scratch memory is n/N bytes.
 
-    Each element is summed along the ring by one rank at a time, so that all ranks end with the same bits.
-    """
+    The sum of each element passes along the ring from rank to rank, so it is computed only once, and all ranks get the
+    same bits."""
     buf, op = call.arrays[0], call.op
     pieces = make_balanced_partition(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -217,16 +219,15 @@ def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
     """Start a reduce-scatter whose summands are sent in the 16-bit dtype `call.wire` and added by the owner of each
     piece.
 
-    If the pieces differ in size, the scratch memory is an array of the full size in that dtype; otherwise there is
-    none.
-    """
+    If the pieces differ in size, the scratch memory is an array of the full size in the dtype `call.wire`; otherwise
+    no scratch memory is needed."""
     send, recv = call.arrays
     return _start_rounded_reduce_to_owners(comm, call, send, recv, call.partitions[0].counts)
 
 
 def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
-    """Start an all-reduce in the 16-bit dtype `call.wire`: wait for the reduce-scatter, then start an all-gather of
-    the rounded sums."""
+    """Start an all-reduce that sends values in the 16-bit dtype `call.wire`: wait until the reduce-scatter is
+    complete, then start an all-gather of the rounded sums."""
     (buf,) = call.arrays
     xp, pieces = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
     own_count, wire = pieces.counts[comm.rank], buf.view(call.wire)[: buf.size]
@@ -250,7 +251,7 @@ def _start_rounded_reduce_to_owners(
 ) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
-    # received pieces are stored at the end of `send` if they do not overlap the data to send and the later sum
+    # received pieces are stored at the end of `send` if they overlap neither the data to send nor the later sum
     if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):
         parts = scratch[scratch.size - arriving :]
     else:
@@ -261,7 +262,7 @@ def _start_rounded_reduce_to_owners(
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        # safe to overwrite: the data was sent, and no received piece is stored here
+        # safe to overwrite: this data has been sent, and no received piece is stored here
         total = send[:own_count] if within else recv
         store(xp, parts[:own_count], total)
         for r in range(1, width):
@@ -287,11 +288,10 @@ def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
 
 
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs of elements, each as long as all runs before it together.
+    """Yield (start, stop) of runs of elements. Each run is as long as all runs before it together.
 
     If the elements of the target have half the size of those of the source, a target run ends where its source run
-    begins, so that the cast of a run does not overlap.
-    """
+    begins, so the two never overlap."""
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

@@ -1,5 +1,5 @@
-"""Serialization of plain data, with which ranks exchange information about their work. Unlike unpickling, decoding
-never runs code of the sender, and its memory use is bounded."""
+"""Serialization of the plain data that ranks exchange about their work. Unlike unpickling, decoding never runs code of
+the sender, and its memory use is bounded."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def pack(value: Any) -> bytes:
     """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, collections of these, and value
     classes of fsdpx.
 
-    Raises ConfigError for any other object. Use `all_gather_object` for objects of users.
-    """
+    Raises ConfigError for any other object. Use `all_gather_object` for user-defined objects."""
     buffer = io.BytesIO()
     _write_value(buffer, value, 0)
     return buffer.getvalue()
@@ -43,9 +42,8 @@ def pack(value: Any) -> bytes:
 def unpack(data: Any) -> Any:
     """Decode the bytes that another rank made with `pack`. Raises CommError for invalid bytes.
 
-    The only code that it calls is that of value classes of fsdpx that this process has loaded. It needs memory only in
-    proportion to the number of bytes.
-    """
+    It runs no code except that of fsdpx's value classes, and only of those that this process has loaded. Its memory
+    use is proportional to the number of bytes."""
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
         value = reader.read_value(0)

@@ -48,8 +48,8 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether fsdpx combines the values itself, in rank order, because communication libraries give different
-    results.
+    """Return whether fsdpx combines the values itself, in rank order, because communication libraries might compute a
+    different result.
 
     This applies to sums of 16-bit floats, and to MAX and MIN of floats, where a NaN on any rank must reach all ranks.
     """
@@ -57,8 +57,8 @@ def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
 
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Return whether compiled code can reduce arrays of this dtype. It can for most of the traffic of training, which
-    consists of sums."""
+    """Return whether compiled code can apply `op` to arrays of this dtype. It supports sums and averages of float32
+    and float64, which are most of the traffic of training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
@@ -83,12 +83,11 @@ until it is written to all outputs."""
 
 
 def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
-    """Reduce `arrays` elementwise in the given order and write the result to each of `outs`. 16-bit floats are
-    computed in float32, and each array is read once.
+    """Reduce `arrays` elementwise in the given order and write the result to each of `outs`. 16-bit floats are reduced
+    in float32, and each array is read once.
 
     An array may be both in `arrays` and in `outs`. If `wire` is not None, arrays are rounded to that dtype before they
-    are combined, and the result is rounded to it if there are several `outs`.
-    """
+    are combined, and the result is also rounded to it if there are several `outs`."""
     ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
     block_size = BLOCK_ELEMENTS if xp is np else max(first.size, 1)

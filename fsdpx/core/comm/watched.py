@@ -1,5 +1,5 @@
-"""Start and stop the watchdog that reports ranks which wait for each other too long. It is only used if FSDPX_WATCH
-and the communicator allow it."""
+"""Start and stop the watchdog that reports ranks that have been waiting for each other for too long. It is only used
+if FSDPX_WATCH and the communicator allow it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["can_be_watched", "detach_watchdog", "report_call_to_watchdog", "star
 
 
 def can_be_watched(comm: Any) -> bool:
-    """Return whether a watchdog is useful for `comm`: it has several ranks, they are processes (thread ranks detect
-    missing ranks themselves), and FSDPX_WATCH is not 0."""
+    """Return whether a watchdog is useful for `comm`: it has several ranks, they are processes (ranks that run as
+    threads detect missing ranks themselves), and FSDPX_WATCH is not 0."""
     base = unwrap_communicator(comm)
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
@@ -30,7 +30,7 @@ def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, e
 
 def start_watching_axes(axes: MeshAxes) -> Any:
     """Start a watchdog for all communicators of a mesh. Return the observer that this rank's engine reports to, or
-    None. Collective."""
+    None if the mesh cannot be watched. Collective."""
     watcher = start_watching(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
     return None if watcher is None else watcher.record
 
@@ -43,7 +43,7 @@ def report_call_to_watchdog(comm: Any, call: str) -> None:
 
 
 def detach_watchdog(comm: Any) -> Any:
-    """Stop watching `comm`, on which no rank will wait anymore. Return its watchdog, or None."""
+    """Stop watching `comm`, because no rank will wait on it anymore. Return its watchdog, or None if it had none."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:

@@ -1,5 +1,5 @@
-"""One-sided communication: each rank has a part of a window that all other ranks read and write without its
-participation, as in MPI RMA."""
+"""One-sided communication: each rank has a part of a window, and all other ranks can read and write that part without
+any action by its owner, as in MPI RMA."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ class Window(ABC):
     Attributes
     ----------
     own : bytes of this rank's part, initially zero
-    timeout : longest time of a wait, in seconds
-    """
+    timeout : maximum duration of a wait, in seconds"""
 
     def __init__(self, rank: int, size: int, own: Array, timeout: float) -> None:
         self.rank, self.size, self.own, self.timeout = rank, size, own, timeout
@@ -42,12 +41,11 @@ class Window(ABC):
     def open_locked_part(
         self, rank: int, start_byte: int, stop_byte: int, write: bool = True
     ) -> AbstractContextManager[Array]:
-        """Return a context manager that yields bytes [start_byte, stop_byte) of the part of `rank` and locks that part.
+        """Return a context manager that locks the part of `rank` and yields bytes [start_byte, stop_byte) of it.
 
         If `write` is true, changes are stored and no other rank has the part open at the same time. Otherwise other
         ranks may read it at the same time. To avoid deadlocks, a rank that opens two parts must open the part of the
-        lower rank first.
-        """
+        lower rank first."""
 
     @abstractmethod
     def read_word(self, rank: int, word_index: int) -> int:
@@ -66,32 +64,31 @@ class Window(ABC):
         """Return whether `rank` is known to have died."""
         return False
 
-    def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:  # noqa: B027 - most check nothing
-        """Raise an error if the ranks that this rank waits for can never arrive; called between two polls of a wait.
-        `missing` returns those ranks.
+    def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:  # noqa: B027 - most windows need no check
+        """Raise an error if a rank that this rank waits for can never arrive. Called between two polls of a wait;
+        `missing()` returns the ranks that have not arrived.
 
-        If the library makes progress only inside its calls, this also makes progress for other ranks.
-        """
+        If the communication library makes progress only inside its own calls, this method also makes progress on
+        behalf of other ranks."""
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
         """Return a context manager around this rank's accesses to the memory of other ranks. `kind` is "pull" (read),
         "push" (update) or "mix" (average with another rank)."""
         return nullcontext()
 
-    def stop_accessing(self) -> None:  # noqa: B027 - does nothing where time is real
+    def stop_accessing(self) -> None:  # noqa: B027 - only needed in simulated time
         """Announce that this rank will not access the window until the next synchronization of all ranks is over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `missing()`, which returns the ranks that have yet to act, is empty; raise CommTimeout after
+        """Wait until `missing()`, which returns the ranks that have yet to act, returns none; raise CommTimeout after
         `timeout` seconds.
 
-        Once empty, the result of `missing` must stay empty. `what` is text that says what this rank waits for.
-        """
+        Once the result of `missing` is empty, it must stay empty. `what` is text that says what this rank waits for."""
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until all living ranks have arrived and none of them needs this rank to make progress. `missing`
-        returns the ranks that have not arrived."""
+        """Wait until all living ranks have arrived and none of them still depends on this rank to make progress.
+        `missing` returns the ranks that have not arrived."""
         self.poll_until_none_missing(missing, what)
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
@@ -135,13 +132,12 @@ class SharedWindow(Window):
 
 
 class ThreadWindow(SharedWindow):
-    """A window shared by thread ranks.
+    """A window shared by ranks that run as threads.
 
     Parameters
     ----------
-    check : called while waiting; raises an error if another rank has failed, or if a missing rank has returned
-    dead : returns whether a rank has died
-    """
+    check : called during waits; raises an error if another rank has failed, or if a missing rank has returned
+    dead : returns whether a given rank has died"""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,

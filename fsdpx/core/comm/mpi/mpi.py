@@ -58,8 +58,8 @@ failure mitigation (ULFM)."""
 
 @cache
 def is_ulfm_active() -> bool:
-    """Return whether this job continues when a rank dies, which needs Open MPI started with `mpiexec --with-ft ulfm`.
-    Other launchers end the job, even MPICH's with -disable-auto-cleanup."""
+    """Return whether this job continues when a rank dies. This requires Open MPI started with `mpiexec --with-ft
+    ulfm`; all other launchers end the job, even MPICH's with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
@@ -103,8 +103,8 @@ _BOOL = np.dtype(bool)
 
 class MpiRequests:
     """The handle of the MPI requests of one call. It keeps all buffers alive until all requests are complete, because
-    mpi4py keeps only some of them alive. If a request fails, each call of `test` raises its error and advances the
-    remaining requests."""
+    mpi4py keeps only some of them alive. If a request fails, each call of `test` raises the error and still advances
+    the remaining requests."""
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
@@ -150,9 +150,8 @@ class MpiRequests:
 def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
     """Return RankLost if `comm` has lost a rank or was revoked, else CommError.
 
-    The error class of MPI does not suffice for this: for several requests it is only "an error in a status", and a
-    connection may break before MPI knows why.
-    """
+    The error class of MPI is not enough to decide this: for several requests it is only "an error in a status", and a
+    connection may break before MPI knows why."""
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return make_rank_lost_error(call_text, dead)
@@ -177,11 +176,11 @@ class MpiWindow(Window):
     """A one-sided window in MPI with a part for each rank of `comm`. Creating it is collective. `open_locked_part`
     yields a copy of the data, which is written back if `write` is true.
 
-    Where the network has no remote memory access, MPI libraries serve a part only while its owner is inside an MPI
-    call that polls the network. Accesses to parts on the same host may not poll it, so ranks that wait for each other
-    only by reading words would stall the ranks of other hosts. Therefore a waiting rank polls the network itself, and
-    no rank leaves a synchronization before all have arrived; after that, no rank reads its words.
-    """
+    Where the network has no remote memory access, MPI libraries serve requests for a part only while its owner is
+    inside an MPI call that polls the network. Accesses to parts on the same host may not poll the network, so ranks
+    that wait for each other only by reading words would stall the ranks of other hosts. A waiting rank therefore polls
+    the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived: from then
+    on, no other rank needs to read its words."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -200,7 +199,7 @@ class MpiWindow(Window):
             block = np.empty(stop_byte - start_byte, np.uint8)
             location = (start_byte, block.size, MPI.BYTE)
             self._win.Get([block, MPI.BYTE], rank, location)
-            # this rank now holds the lock: libraries may acquire it lazily, with the first access
+            # ensure that this rank holds the lock: libraries may acquire it lazily, at the first access
             self._win.Flush(rank)
             yield block
             if write:
@@ -243,15 +242,15 @@ class MpiCommunicator(MessageBackend):
     """A communicator on MPI. It duplicates the given communicator (`raw` is the duplicate), so that its messages
     cannot be confused with those of the application that owns the original.
 
-    A transfer advances while any handle of the process is tested or waited for, by one thread at a time. GPU arrays
-    are passed to MPI if the communicator `takes_gpus` (`fsdpx.ext.gpu.visible_devices`). Otherwise they go through the
-    host: small ones directly, large ones as messages in chunks, with sums computed on the GPU.
+    Testing or waiting for any handle of the process advances all transfers; only one thread advances a transfer at a
+    time. GPU arrays are passed to MPI if the communicator `takes_gpus` (`fsdpx.ext.gpu.visible_devices`). Otherwise
+    they go through the host: small arrays are copied as a whole; large arrays are sent as messages in chunks, and sums
+    are computed on the GPU.
 
     Attributes
     ----------
     timeout : seconds that a wait lasts before it raises CommTimeout
-    limit : maximum number of elements of one MPI message; longer transfers are split
-    """
+    limit : maximum number of elements of one MPI message; longer transfers are split"""
 
     library = "mpi"
 
@@ -278,7 +277,8 @@ class MpiCommunicator(MessageBackend):
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call; convert an exception that MPI raises at once to a CommError, as errors of its requests are."""
+        """Start a call. If MPI raises an exception immediately, convert it to a CommError, as is done for errors of
+        requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
                 return self._start_call(call)
@@ -348,9 +348,9 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start a reduce-scatter that is too long for one MPI call as one reduce to each rank. If the call is in
-        place, this rank's piece is reduced where it is stored, because the reduces to other ranks still read the start
-        of the array."""
+        """Start a reduce-scatter whose array is too long for one MPI call, by starting one reduce for each rank's
+        piece. If the call is in place, the result goes to this rank's piece of `send` first, because the reduces to
+        other ranks are still reading the start of `send`."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -390,7 +390,8 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
-        """Divide `array` into parts that each fit into one MPI message. Sender and receiver get the same parts."""
+        """Divide `array` into parts that each fit into one MPI message. The sender and the receiver divide it in the
+        same way."""
         if array.size <= self.limit:
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
@@ -406,8 +407,8 @@ class MpiCommunicator(MessageBackend):
         return translate_mpi_error(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window of MPI. If ranks may die and all of them are on one host, return a window in
-        shared memory instead, which remains usable after a death."""
+        """Return a one-sided window of MPI. If ranks may die and all ranks are on one host, return a window in shared
+        memory instead, because that remains usable after a death."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -431,7 +432,7 @@ class MpiCommunicator(MessageBackend):
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, keep it until the process ends instead."""
+        """Free the communicator, unless a rank has died. In that case, keep it until the process ends."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -451,13 +452,13 @@ class MpiWorld:
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            # this thread may not call MPI, but the launcher ends the job when a rank exits like this
+            # this thread may not call MPI, but the launcher ends the job when a rank exits without MPI_Finalize
             _exit(code)
         if environment.read_environment().ulfm:
             gone = get_failed_ranks(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
-                _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
+                _exit(code)  # Open MPI 5.0 would report an abort of the last living rank as success
             if gone:  # Open MPI's launcher may hang if several ranks abort at once while another one dies
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
             # exit even if the launcher does not react to the abort
@@ -547,8 +548,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create the subgroup of this rank, and return only when all ranks have created theirs. A rank without its
-        subgroup could not revoke it, and other ranks would wait forever."""
+        """Create the subgroup of this rank, and return only when all ranks have created theirs. A rank that has not
+        yet created its subgroup could not revoke it, and the other ranks of the subgroup would wait forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -559,12 +560,12 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
     def agree_on_flags(self, flags: int) -> int:
         """Return the bitwise AND of every rank's flags, or 0 after a death. Failures are never acknowledged to MPI, so
-        each agreement after a death fails on all ranks."""
+        that every agreement after a death fails on all ranks."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def is_decided() -> bool:
-            with suppress(RankLost):  # ignored here: waiting for that transfer will raise it
+            with suppress(RankLost):  # ignored here: it is raised again by the wait for that transfer
                 self.progress.advance_transfers()
             return request.Test()
 
@@ -579,8 +580,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return int(given[0])
 
     def shrink(self) -> UlfmCommunicator:
-        """Create a communicator of the living ranks; repeat this until all of its ranks agree that none of them has
-        died."""
+        """Create a communicator of the living ranks. If one of them dies in the meantime, repeat this until all ranks
+        of the new communicator agree that none of them has died."""
         before = self
         while True:
             try:
@@ -601,8 +602,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, keep it until the process ends instead. MPI_Finalize is made not
-        to wait for other ranks, since a rank may still die before the process ends."""
+        """Free the communicator, unless a rank has died. In that case, keep it until the process ends. Also make
+        MPI_Finalize skip its barrier, because a rank may still die before the process ends."""
         if self.survives:
             skip_finalize_barrier()
         if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.get_failed_ranks())):

@@ -1,10 +1,9 @@
 """Guard the initialization of MPI against ranks that never arrive. While MPI is being initialized, each rank waits
-inside the library and runs no Python, so another process must watch the time.
+inside the library and cannot run Python, so another process must enforce the time limit.
 
 The waiting ranks of a host create marker files in a folder, which `fsdpx run` reads. The first rank starts a watchdog
 process (`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if a rank does not arrive in time. The first rank
-also removes files that killed jobs have left in shared memory, because MPI libraries do not remove them.
-"""
+also removes files that killed jobs have left in shared memory, because MPI libraries do not remove them."""
 
 from __future__ import annotations
 
@@ -46,8 +45,8 @@ _SECONDS_TO_BEGIN = 600.0
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Return this user's files in `folder` that an MPI library or a window has created and that no process maps
-    anymore."""
+    """Return this user's files in `folder` that were created by an MPI library or for a shared-memory window, and that
+    no process maps anymore."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -59,9 +58,9 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
     """Remove files that killed jobs have left: files of fsdpx and MPICH in `folder`, and files of Open MPI in
     `temporary` ($TMPDIR).
 
-    A file is left over if no process maps it and it is older than _SECONDS_TO_BEGIN, since ranks map these files as
-    long as they live. The ranks of another container that shares the folder no longer need the names of the files.
-    """
+    Ranks map these files as long as they live. A file is therefore considered left over if no process maps it and it
+    is older than _SECONDS_TO_BEGIN. If another container shares the folder, its processes are not visible here, but by
+    that age its ranks have opened their files and no longer need the names."""
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
             with suppress(OSError):  # the file may be gone, or the folder may be read-only
@@ -107,9 +106,9 @@ _inside: list[int] = []  # contains the rank of this process while it waits for 
 
 @contextmanager
 def guarding_mpi_start() -> Iterator[None]:
-    """Return a context manager for the initialization of MPI. If a rank does not arrive in time, or ends before, the
-    watchdog ends the job, so that the other ranks do not wait forever. There is no watchdog if MPI is initialized
-    already, because then the script decides when ranks arrive."""
+    """Return a context manager for the initialization of MPI. If a rank does not arrive in time, or ends before it
+    arrives, the watchdog ends the job, so that the other ranks do not wait forever. There is no watchdog if MPI is
+    already initialized, because then the script decides when ranks arrive."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -149,21 +148,21 @@ def _make_mark_folder(settings: environment.Environment, job: str) -> Path:
 
 
 def find_waiting_ranks(run: Path) -> set[int]:
-    """Return the ranks that still wait for the initialization of MPI in the job whose FSDPX_RUN is `run`, as far as
-    this host can see their marker files."""
+    """Return the ranks of a job that are still waiting for the initialization of MPI, as far as this host can see
+    their marker files. `run` is the FSDPX_RUN folder of the job."""
     return {
         arrival[0] for mark in run.glob(f"start-*/{MARK_PREFIX}*") if (arrival := parse_mark(mark.name)) is not None
     }
 
 
 def has_start_timed_out(run: Path) -> bool:
-    """Return whether the watchdog of a host has ended the job because a rank did not arrive."""
+    """Return whether the watchdog of one of the hosts has ended the job because a rank did not arrive."""
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 
 
 def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]) -> None:
-    """Remove those of `folders` that belong to this user and whose job `is_dead` reports as killed. A folder that its
-    own job removes at the same time is skipped."""
+    """Remove every folder in `folders` that belongs to this user and for which `is_dead` returns True. Skip a folder
+    if its own job removes it at the same time."""
     for left in folders:
         with suppress(FileNotFoundError):
             if safe_files.is_own_folder(left) and is_dead(left):
@@ -171,13 +170,13 @@ def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]
 
 
 def identify_process() -> str:
-    """Return an identifier of this process that no later process can have, for `is_process_alive`. The process number
-    alone may be reused."""
+    """Return an identifier of this process that no later process can have. It contains the start time, because the
+    process number alone may be reused."""
     return f"{os.getpid()}-{get_process_start_time(os.getpid())}"
 
 
 def is_process_alive(owner: str) -> bool:
-    """Return whether the process that `identify_process` identified as `owner` still runs on this host."""
+    """Return whether the process with the identifier `owner` (see `identify_process`) is still running on this host."""
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
         return True  # not an identifier of a process: assume that it is alive
@@ -189,9 +188,8 @@ def _start_watchdog_process(
 ) -> subprocess.Popen[bytes] | None:
     """Start the watchdog process; return None if another rank has started it, or if the system is not POSIX.
 
-    It is a Python process without site-packages, which uses 10 ms of CPU time. It is not among the processes that the
-    launcher kills, so it can clean up after them.
-    """
+    It is a Python process without site-packages, so starting it takes only 10 ms of CPU time. The launcher does not
+    kill it together with the ranks, so it can clean up after them."""
     if os.name != "posix":
         return None
     if not safe_files.create_marker(folder / "clock"):
@@ -209,10 +207,10 @@ def _start_watchdog_process(
 
 
 def _identify_job(launcher: environment.LauncherInfo) -> str:
-    """Return an identifier that all ranks of this job on this host share and that no other job has; "" if it is
-    unknown.
+    """Return an identifier that all ranks of this job on this host share and that no other job has. Return "" if the
+    launcher cannot be found.
 
-    It identifies the process of the launcher, which is the nearest ancestor that is not itself part of a rank.
+    The identifier is that of the launcher's process, which is the nearest ancestor that is not itself part of a rank.
     """
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):

@@ -50,7 +50,7 @@ def parse_mark(name: str) -> tuple[int, str, str] | None:
 
 
 def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
-    """Return the ranks that wait, as {rank: (process number with start time, local rank)}; {} if the folder is not
+    """Return the waiting ranks as {rank: (process number with start time, local rank)}; {} if the folder is not
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
@@ -76,8 +76,8 @@ def _list_private_folder(folder: str) -> list[str]:
 
 
 def _is_process_alive(owner: str) -> bool:
-    """Return whether the process that `owner` identifies by number and start time is alive. A number alone may belong
-    to another process by now."""
+    """Return whether the process that `owner` identifies by number and start time is alive. The number alone is not
+    enough, because another process may have it by now."""
     process, _, birth = owner.partition("-")
     return get_process_start_time(int(process)) == birth != ""
 
@@ -118,8 +118,8 @@ def _format_ranks(ranks: Iterable[int]) -> str:
 
 
 def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """Return the ranks that still wait after `seconds`. Return {} as soon as MPI is initialized or no rank waits
-    anymore."""
+    """Return the ranks that are still waiting after `seconds`. Return {} as soon as MPI is initialized or no rank is
+    waiting anymore."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
         ready, _, _ = select.select(listens, [], [], POLL_SECONDS)

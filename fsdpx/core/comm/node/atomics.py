@@ -1,8 +1,7 @@
 """Compiled code for collectives in shared memory: wait for flags, add arrays and set flags, all by memory address.
 
-Each collective is described by an array of 64-bit words (its row), so that a call needs only one address.
-`fsdpx.core.comm.node.persistent` fills in the row.
-"""
+The arguments of each collective are stored in an array of 64-bit words, called its row, so that compiled code needs
+only the address of the row. `fsdpx.core.comm.node.persistent` fills in the row."""
 
 from __future__ import annotations
 
@@ -61,13 +60,14 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
-    """Execute the CPU's pause instruction, for loops that poll."""
+    """Execute the CPU's pause instruction, as polling loops should."""
     return _make_x86_intrinsic("llvm.x86.sse2.pause")
 
 
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
-    """Order streaming (non-temporal) stores before all later stores, which a release store on x86 does not do."""
+    """Order streaming (non-temporal) stores before all later stores. On x86, a release store alone does not order
+    them."""
     return _make_x86_intrinsic("llvm.x86.sse.sfence")
 
 
@@ -100,12 +100,11 @@ def return_unconverted(builder: Any, value: Any) -> Any:
 
 
 def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
-    """Return a Numba intrinsic that adds the arrays of all ranks, in rank order, at one byte offset `at`. It adds
-    `lines` cache lines, or a single element if `lines` is 0.
+    """Return a Numba intrinsic that adds the arrays of all ranks, in rank order, at byte offset `at`. It adds `lines`
+    cache lines, or a single element if `lines` is 0.
 
-    `streaming` stores bypass the caches. `through` converts each summand, and also a sum that is written to several
-    arrays.
-    """
+    If `streaming` is true, stores bypass the caches. `through` is applied to each summand, and also to the sum if it
+    is written to several arrays."""
 
     @intrinsic
     def add_vectors(
@@ -113,9 +112,8 @@ def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = 
     ) -> Any:
         """Add the arrays at byte offset `at` and write the sum, divided by `divisor`.
 
-        `sources` is the address of a table with the addresses of `ranks` arrays, `outs` of one with `written` arrays.
-        `zero` is 0 in the dtype of the arrays.
-        """
+        `sources` is the address of a table with the addresses of the `ranks` arrays to add, and `outs` that of a table
+        with the addresses of the `written` arrays to write to. `zero` is 0 in the dtype of the arrays."""
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -197,8 +195,8 @@ def _are_arrays_unmoved(row, at):
 
 
 def _compile_sum_functions(name, through, kind):
-    """Return two compiled functions: one that writes the sum of all ranks' arrays, in rank order, and one that
-    synchronizes the ranks around that sum."""
+    """Return two compiled functions: one that writes the sum of all ranks' arrays, in rank order, and one that also
+    synchronizes the ranks before and after it."""
     element, lines, streamed = (
         make_rank_sum_intrinsic(0, through=through),
         make_rank_sum_intrinsic(LINES_PER_STEP, through=through),
@@ -235,8 +233,8 @@ def _compile_sum_functions(name, through, kind):
     added = jit(add_arrays, name=f"add{name}")
 
     def synchronize_and_add(row, number, at, max_polls):
-        """Advance a collective sum as far as possible without waiting; return its state. `at` is the byte offset of
-        its records in shared memory."""
+        """Advance a collective sum as far as possible within `max_polls` polls, and return its state. `at` is the byte
+        offset of the ranks' records of this collective on their boards in shared memory."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, max_polls):

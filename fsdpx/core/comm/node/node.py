@@ -1,10 +1,9 @@
 """Collectives that use shared memory inside hosts and messages between hosts. Arrays in shared windows are not copied.
 
-Inside a host, a reduction reads each rank's array in place, once, and an all-gather into a buffer that all ranks share
-only synchronizes the ranks. Between hosts, each rank of a host transfers a different slice, so that all links are used
-at once. All other calls, and arrays of more than a few bytes outside of windows, are passed to a message backend, MPI
-or Gloo, which is called the carrier.
-"""
+Inside a host, a reduction reads each rank's array only once, where it lies. An all-gather into a buffer that all ranks
+share only has to synchronize the ranks. Between hosts, each rank of a host transfers a different slice, so that all
+links are used at once. All other calls are passed to a message backend (MPI or Gloo), which is called the carrier; so
+are calls on arrays outside of windows, unless they have only a few bytes."""
 
 from __future__ import annotations
 
@@ -59,11 +58,10 @@ class NodeCommunicator(Backend):
     """A communicator that adds shared memory between the ranks of one host to the message backend `carrier`. The
     carrier is closed with this communicator.
 
-    An array is in a window if it is a view of an array of `allocate_shared` or `allocate_node_buffer`; in each call,
-    either all ranks or no ranks pass such arrays. As in MPI, the buffers may be used again once a call is complete.
-    Groups whose hosts have different numbers of ranks use messages for all calls. For tests, `hosts` gives the number
-    of the host of each rank, instead of detecting it.
-    """
+    An array is in a window if it is a view of an array that `allocate_shared` or `allocate_node_buffer` has returned.
+    In each call, either all ranks or no ranks must pass such arrays. As in MPI, the buffers may be used again once a
+    call is complete. Groups whose hosts have different numbers of ranks use messages for all calls. For tests, `hosts`
+    gives the number of the host of each rank, instead of detecting it."""
 
     xp = np
 
@@ -107,11 +105,11 @@ class NodeCommunicator(Backend):
 
     @property
     def timeout(self) -> float:
-        """Longest time of a single wait, in seconds."""
+        """Maximum duration of a single wait, in seconds."""
         return self.carrier.timeout
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the longest time of a single wait, in seconds."""
+        """Set the maximum duration of a single wait, in seconds."""
         self.carrier.set_timeout(seconds)
         if self.host_group is not None:
             self.host_group.timeout = seconds
@@ -120,8 +118,8 @@ class NodeCommunicator(Backend):
 
     @property
     def can_share(self) -> bool:
-        """Whether it is useful to allocate arrays in shared memory: all hosts have the same number of ranks of this
-        group, and more than one."""
+        """Whether it is useful to allocate arrays in shared memory. This is the case if this group has several ranks
+        on each host, and the same number on all hosts."""
         return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
@@ -133,8 +131,8 @@ class NodeCommunicator(Backend):
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
-        """Allocate one buffer of `nbytes` bytes that all ranks of this group on a host share. Otherwise like
-        `allocate_shared`."""
+        """Allocate one buffer of `nbytes` bytes on each host, shared by all ranks of this group on that host.
+        Otherwise like `allocate_shared`."""
         self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
@@ -143,12 +141,13 @@ class NodeCommunicator(Backend):
         return self.memory.windows[number].parts[self._buffer_owner]
 
     def free_shared(self, array: Array) -> None:
-        """Free an array of `allocate_shared` or `allocate_node_buffer`. Collective over the world communicator."""
+        """Free an array that `allocate_shared` or `allocate_node_buffer` has returned. Collective over the world
+        communicator."""
         self.memory.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
         """Free shared arrays whose owner was garbage-collected, without communication. They are freed at once or, if a
-        transfer under way may still use them, at the next allocation. Any thread may call this at any time."""
+        transfer in progress may still be using them, at the next allocation. Any thread may call this at any time."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
@@ -166,8 +165,8 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, algorithm: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Start a collective without creating a `Call` object if the same arrays were passed before. Creating the
-        object would take a tenth of the time of a small collective."""
+        """Start a collective. If the same arrays were passed before, no `Call` object is created, because that would
+        take a tenth of the time of a small collective."""
         known = self._find_persistent_collective(verb, arrays, op, counts, algorithm, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, algorithm, wire)
@@ -176,12 +175,11 @@ class NodeCommunicator(Backend):
     def _find_persistent_collective(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, algorithm: str, wire: Any
     ) -> PersistentCollective | None:
-        """Return the cached collective of an earlier call with the same arrays and arguments, which need not be
-        checked again; None if there is none.
+        """Return the cached collective of an earlier call with the same arrays and arguments, so that the arguments
+        need not be checked again. Return None if there is none.
 
         The cache key contains the ids of arrays, which may have been reused by other arrays, so the arrays themselves
-        are compared as well. Changes of an array's shape or dtype in place are not detected.
-        """
+        are compared as well. Changes of an array's shape or dtype in place are not detected."""
         if not arrays:
             return self._persistent_calls.get(verb)
         first, last = arrays[0], arrays[-1]
@@ -195,8 +193,8 @@ class NodeCommunicator(Backend):
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
-        """Return the next message tag of the carrier (the message backend), so that its own collectives never use the
-        same tag."""
+        """Return the next message tag of the carrier (the message backend), so that the carrier's own collectives
+        never use the same tag."""
         return self.carrier._take_next_tag()
 
     def start_rounded_sum(self, call: Call) -> Handle:
@@ -226,10 +224,9 @@ class NodeCommunicator(Backend):
         """Start an all-gather of a few bytes of each rank through the shared board on which ranks announce
         collectives. The arrays may be in any memory.
 
-        A trainer begins its calls with such a gather. A rank that makes another call instead waits in MPI, where its
-        call never matches this gather. That is intended: MPI libraries that confuse the data of two calls may corrupt
-        their own memory (Open MPI's nonblocking collectives do) and hang.
-        """
+        A trainer begins each of its calls with such a gather. If a rank makes another call instead, it waits in MPI,
+        and its call is never matched with this gather. That is intended: an MPI library that received both calls could
+        mix up their data, corrupt its own memory (Open MPI's nonblocking collectives do) and hang."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
         group.board.view_payload(group.lane, number)[: send.nbytes] = send.view(np.uint8)
@@ -245,7 +242,7 @@ class NodeCommunicator(Backend):
         self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
         """Start an all-gather into a buffer that all ranks share: each rank writes its piece, and then the ranks only
-        synchronize."""
+        have to synchronize."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -258,8 +255,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """Start an all-gather in which each of N ranks copies the pieces of the other ranks from shared memory, (N -
-        1)/N of the full array."""
+        """Start an all-gather in which each of N ranks copies the pieces of the other ranks, which are (N-1)/N of the
+        full array, from shared memory."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
@@ -356,7 +353,7 @@ class NodeCommunicator(Backend):
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
         """Start a new compiled collective and cache it for later calls with the same arrays. If the counts are
-        balanced, later calls may also omit them."""
+        balanced, calls that omit them find it as well."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]
@@ -385,13 +382,12 @@ class NodeCommunicator(Backend):
             self.memory.persistent = persistent
 
     def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
-        """Return the address of an array that is to be summed in shared memory; None if it is to be summed by
+        """Return the address of an array if it is to be summed in shared memory, or None if it is to be summed by
         messages.
 
-        Small arrays are summed by messages unless the sum is compiled, because message libraries run no Python. 16-bit
-        sums over several hosts use messages as well, because they must be rounded once, in rank order, and the partial
-        sums of a host would be rounded earlier.
-        """
+        Small arrays are summed by messages unless the sum is compiled, because a message library does not have the
+        overhead of Python. Sums of 16-bit arrays over several hosts use messages as well: they must be added in rank
+        order and rounded only once, but a partial sum for each host would already be rounded."""
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
             return None

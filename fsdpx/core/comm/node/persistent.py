@@ -1,9 +1,8 @@
 """Persistent collectives in shared memory. Their arguments are checked and their addresses are found once; after that,
-they are started many times and wait and add in compiled code.
+they are started many times, and all waiting and adding is done by compiled code.
 
-They use the same shared records as `NodeCollective`, so ranks that use the one can synchronize with ranks that use the
-other.
-"""
+They use the same shared records as `NodeCollective`, so a rank that uses one kind can synchronize with a rank that
+uses the other."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
-"""Polls of a flag in compiled code, about 20 us, before Python takes over and also advances other transfers."""
+"""Number of polls of a flag in compiled code (about 20 us) before Python takes over and advances other transfers too."""
 MIN_STREAMED_BYTES = 4 << 20
 """Size in bytes from which a result bypasses the caches, where it would only evict other data. A smaller result is
 worth caching, because it is read soon."""
@@ -37,8 +36,8 @@ _SUMS: dict[str, CompiledFunction] = {
 
 
 def compile_collective_kernels(kind: str) -> None:
-    """Compile, or load from the cache, the code of collectives in shared memory, so that the first collective need not
-    wait. `kind` is the dtype of the sums."""
+    """Compile the code of collectives in shared memory, or load it from the cache, so that the first collective does
+    not have to wait for it. `kind` is the dtype of the sums."""
     for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
@@ -52,11 +51,11 @@ def bind_gather_kernel(group: NodeGroup, call: Call, own: Array | None = None) -
 def bind_sum_kernel(
     group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
 ) -> PersistentCollective:
-    """Return a persistent collective in which this rank sums its piece of every rank's first array.
+    """Return a persistent collective in which this rank adds the elements of its piece over the first arrays of all
+    ranks.
 
     `address` locates the first array of this rank. The sum is written to the second array of the call or, if there is
-    only one array, into the array of every rank.
-    """
+    only one array, into the array of every rank."""
     first, last, rank = call.arrays[0], call.arrays[-1], group.rank
     separate = len(call.arrays) > 1
     outs = [get_data_pointer(last)] if separate else [0] * group.size
@@ -88,10 +87,9 @@ class PersistentCollective:
     Attributes
     ----------
     run : compiled code that advances the collective
-    words : address of this rank's array as words; None if other ranks do not read it
+    words : address of this rank's array as 64-bit words; None if other ranks do not read the array
     own : array to which the first array is copied before the start, or None
-    skip : byte offset, in each rank's array, of the elements that this rank adds
-    """
+    skip : byte offset, in each rank's array, of the elements that this rank adds"""
 
     __slots__ = (
         "_everywhere", "_row", "_words", "first", "host_group", "last", "own", "run", "skip", "start", "verb", "words"
@@ -120,13 +118,13 @@ class PersistentCollective:
         return started
 
     def read_peer_addresses(self, number: int) -> None:
-        """Read where the arrays of the other ranks are, from the records that they have posted in shared memory for
-        collective `number`."""
+        """Read the addresses of the other ranks' arrays from the records that those ranks have posted in shared memory
+        for collective `number`."""
         for lane in self.host_group.others:
             self.set_peer_address(lane, self.host_group.board.read_words(lane, number, atomics.ADDRESS_WORDS))
 
     def set_peer_address(self, lane: int, address: Sequence[int]) -> None:
-        """Store the address of another rank's array in the arguments of the compiled code. `lane` is the index of that
+        """Store the address of one rank's array in the arguments of the compiled code. `lane` is the index of that
         rank on this host."""
         words, ranks, (window, owner, offset) = self._words, self.host_group.size, address
         window_address = self.host_group.memory.windows[window].addresses[owner] + offset + self.skip
@@ -138,8 +136,8 @@ class PersistentCollective:
 
 
 class StartedCollective:
-    """The handle of a persistent collective that has been started. It has no `__init__`, which would take a fifth of
-    the time of a start."""
+    """The handle of a persistent collective that has been started. It has no `__init__`, because calling one would
+    take a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
     persistent: PersistentCollective

@@ -1,10 +1,9 @@
 """Collectives inside one host, and collectives over several hosts that combine shared memory with messages.
 
 The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of one
-rank of each host, the ranks with the same index on their hosts; messages are exchanged inside lanes. A call that waits
-for the ranks of its host could be overtaken by a later call on some ranks, so each call takes a ticket when it is
-issued and starts its messages in the order of tickets.
-"""
+rank of each host: the ranks that have the same index on their hosts. Messages are exchanged inside lanes. While a call
+waits for the ranks of its host, a later call could overtake it on some ranks. Each call therefore takes a ticket when
+it is issued, and calls start their messages in the order of their tickets."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ from fsdpx.errors import CommTimeout
 __all__ = ["HostLanes", "NodeCollective", "NodeGroup", "make_timeout_error"]
 
 QUICK_POLLS = 32
-"""Polls of the board before a wait also advances other transfers: most ranks arrive together."""
+"""Number of times that a wait polls the board before it also advances other transfers. Most ranks arrive together."""
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """Return the error of a collective that timed out. `missing` are the indices, on this host, of the ranks that did
+    """Return the error for a collective that timed out. `missing` are the indices, on this host, of the ranks that did
     not arrive."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
@@ -48,8 +47,8 @@ def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -
 
 
 class ArrivalStage:
-    """Handle that waits until `seen(index, number)` is true for all other ranks of the host, where `number` is that of
-    the collective."""
+    """Handle that waits until `seen(index, number)` is true for every other rank of the host. `index` is the index of
+    the rank on the host, and `number` is the number of the collective."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -80,8 +79,8 @@ class NodeCollective(GeneratorHandle):
     ----------
     work : called when the data of all ranks may be read; None if there is nothing to do
     held : whether other ranks read this rank's data, so that the collective completes only when they have finished
-    last : called at the end of the collective
-    """
+        reading
+    last : called at the end of the collective"""
 
     __slots__ = ("_free",)
 
@@ -115,12 +114,11 @@ class NodeGroup:
 
     Attributes
     ----------
-    ranks : their ranks in the communicator
+    ranks : ranks on this host, as numbered in the communicator
     lane : index of this rank in `ranks`
     others : indices in `ranks` of the other ranks
     board : shared records with which the ranks announce collectives
-    latest : the collective that occupies each slot of the board
-    """
+    latest : for each slot of the board, the collective whose record is stored there"""
 
     def __init__(self, comm: MessageBackend, memory: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
@@ -138,8 +136,8 @@ class NodeGroup:
 
     def reserve_collective(self, call: object = "a call") -> int:
         """Return the number of a new collective, waiting until its record in shared memory may be overwritten. The
-        number is reserved when a call is issued, so all ranks give a collective the same number, even if they
-        synchronize later."""
+        number is reserved as soon as a call is issued, so that all ranks give a collective the same number, even if
+        they synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -153,7 +151,8 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether the record in a slot of the shared board may be overwritten, since all ranks have read it."""
+        """Return whether all ranks have read the record in a slot of the shared board, so that it may be overwritten.
+        """
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
@@ -179,12 +178,13 @@ class NodeGroup:
         return meeting
 
     def view_peer_slice(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """Return `size` elements, beginning at element `start`, of the array that rank `index` of the host posted."""
+        """Return a view of `size` elements, beginning at element `start`, of the array that rank `index` of the host
+        posted for collective `number`."""
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """Return the slice of every rank's posted array that begins at element `start` and is as long as `own`, in
-        rank order."""
+        """Return one slice of each posted array of the ranks of this host, in rank order. Each slice begins at element
+        `start` and is as long as `own`, which is this rank's slice."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
@@ -200,16 +200,15 @@ class NodeGroup:
 
 
 class HostLanes:
-    """Collectives over several hosts with equally many ranks, in which each rank of a host exchanges a different part
-    of the data with other hosts.
+    """Collectives over several hosts with the same number of ranks each. Each rank of a host exchanges a different
+    part of the data with other hosts.
 
     Attributes
     ----------
     host_group : ranks of this host
     across : communicator of this rank's lane: the ranks that have the same index on their hosts
     ranks_by_host : ranks of each host
-    turn : ticket of the call that may send its messages next
-    """
+    turn : ticket of the call that may send its messages next"""
 
     def __init__(self, group: NodeGroup, across: MessageBackend, ranks_by_host: list[list[int]]) -> None:
         self.host_group, self.across, self.ranks_by_host = group, across, ranks_by_host
@@ -241,7 +240,7 @@ class HostLanes:
         send, recv = call.arrays
         own_part = call.partitions[0].get_piece(recv, group.rank)
         copy_unless_same(own_part, send)
-        yield group.start_barrier(first, call)  # now no rank of the host reads the old content anymore
+        yield group.start_barrier(first, call)  # by now no rank of the host is still reading the old content
         yield turn
         yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
         yield group.start_barrier(second, call)
@@ -265,8 +264,8 @@ class HostLanes:
         self._divide_if_average(call, recv)
 
     def all_reduce_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum one slice for each rank of the host, first inside the host, then over the hosts. Then copy the other
-        slices from the ranks of the host."""
+        """Each rank of a host sums one slice of the array, first inside the host, then over the hosts. Then it copies
+        the other slices from the other ranks of the host."""
         group, turn = self.host_group, self._take_lane_ticket()
         first, second = group.reserve_collective(), group.reserve_collective()
         (buf,) = call.arrays
@@ -303,7 +302,7 @@ class HostLanes:
     def _start_lane_reduction(
         self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
     ) -> Handle:
-        """Start to reduce the partial sums of the hosts over this rank's lane (the ranks with the same index on each
+        """Start reducing the partial sums of the hosts over this rank's lane (the ranks with the same index on each
         host)."""
         self.turn += 1
         return self.across.start_transfer(

@@ -28,15 +28,15 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`, which must run on one host.
     Collective.
 
-    The file has no name while it holds memory, so that ranks can be killed at any moment without leaving it behind.
-    The other ranks open the file of rank 0 through /proc. If the system denies that, for example between containers
-    that do not see each other's processes, the file is empty and has a name until all ranks have opened it.
+    The file has no name while it holds memory, so no file is left behind if the ranks are killed. The other ranks open
+    the file of rank 0 through /proc. If the system denies that, for example between containers that do not see each
+    other's processes, the file gets a name and stays empty until all ranks have opened it; then the name is removed.
 
     Parameters
     ----------
     comm : ranks of this host
     nbytes : size of the file in bytes
-    folder : folder in a file system in memory
+    folder : folder of an in-memory file system
     preallocate : whether to allocate the memory now; otherwise each memory page is allocated when it is first touched
 
     Returns
@@ -47,8 +47,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     Raises
     ------
     ConfigError
-        on all ranks, if one of them fails
-    """
+        on all ranks, if one of them fails"""
     opening = _SharedFileOpening(comm, nbytes, folder)
     try:
         if not opening.share_unnamed_file():
@@ -61,8 +60,8 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
 
 @dataclass
 class _SharedFileOpening:
-    """The steps in which all ranks of a host open a shared file. `file` is the descriptor on this rank, or -1 while
-    the file is closed."""
+    """The steps in which all ranks of a host open a shared file. `file` is the file descriptor on this rank, or -1
+    while the file is closed."""
 
     comm: Communicator
     nbytes: int
@@ -154,8 +153,9 @@ class _SharedFileOpening:
 
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
-    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied or if it is
-    not the file that `identity` (device, inode) describes, for example in a container with its own process numbers."""
+    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied, or if it is
+    not the file with the given `identity` (device, inode), as can happen in a container with its own process numbers.
+    """
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

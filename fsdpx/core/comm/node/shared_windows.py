@@ -1,9 +1,9 @@
 """Memory that the ranks of a host share: files that all ranks map, windows in them, and a board for synchronization.
 
-On the board, each rank announces how far it is. A rank writes only its own part, so no lock is needed. A rank *posts*
-the number of a collective when its data may be read, together with a few words that locate the data. It marks the
-number as *finished* when it has read everything that it needs. A memory fence orders the words before the number.
-"""
+On the board, each rank announces how far it has got. A rank writes only its own part, so no lock is needed. A rank
+*posts* the number of a collective when its data may be read, together with a few words that locate the data. It marks
+the number as *finished* when it has read everything that it needs. A memory fence ensures that the words are visible
+before the number is."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class SharedMapping:
     """A memory-mapped file with a part for each rank of `comm`; all ranks must run on one host. Creating it is
     collective.
 
-    The file has no name, so nothing is left behind however ranks end, and a rank that drops this object without
-    `close` still releases its mapping. Rank r holds a lock on byte size + r of the file as long as it lives.
+    The file has no name, so no file is left behind no matter how ranks end. A rank that drops this object without
+    calling `close` still releases its mapping. As long as rank r of N lives, it holds a lock on byte N + r of the
+    file.
 
     Parameters
     ----------
     comm : ranks of this host
     nbytes : size of this rank's part in bytes
     preallocate : whether to allocate the memory now and raise ConfigError on all ranks if there is too little;
-        otherwise memory pages are allocated when they are first touched
-    """
+        otherwise memory pages are allocated when they are first touched"""
 
     def __init__(self, comm: Communicator, nbytes: int, preallocate: bool = True) -> None:
         sizes = comm.all_gather_data(max(nbytes, 1))
@@ -108,8 +108,8 @@ class MappedWindow(SharedWindow):
 
 
 def get_shared_memory_id() -> str:
-    """Return an identifier that is equal on all processes that can share memory: the processes of one host, or of one
-    container if it has its own shared memory."""
+    """Return an identifier that is the same in all processes that can share memory: the processes of one host, or of
+    one container if it has its own shared memory."""
     folder = _find_shared_memory_folder()
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(folder).st_dev}"
@@ -129,10 +129,9 @@ class WindowAddress(NamedTuple):
 
     Attributes
     ----------
-    window : number of the window
+    window : id of the window
     owner : index, on this host, of the rank whose part contains the array
-    offset : byte offset in that part
-    """
+    offset : byte offset in that part"""
 
     window: int
     owner: int
@@ -173,16 +172,15 @@ class NodeMemory:
     world : communicator of all ranks of the job
     here : communicator of the ranks on this host, in world order
     leader : lowest world rank on this host, which identifies the host
-    common : numbers of the windows in which all ranks of a group use the same part
-    windows : open windows by number
-    """
+    common : ids of the windows in which all ranks of a group use the same part
+    windows : {id: window} of the open windows"""
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
-        self.common: set[int] = set()  # numbers of windows that hold one buffer for all ranks of a group
+        self.common: set[int] = set()  # ids of windows that hold one buffer for all ranks of a group
         self.windows: dict[int, HostWindow] = {}
-        self.abandoned: list[Array] = []  # shared arrays to free, because their owner was garbage-collected
+        self.abandoned: list[Array] = []  # shared arrays whose owner was garbage-collected; they are yet to be freed
         self.persistent: ModuleType | None = None  # module `persistent`, loaded when memory is first shared
         self._owners: dict[int, tuple[int, int]] = {}
         self._cached_addresses: dict[int, tuple[Array, WindowAddress]] = {}
@@ -190,7 +188,7 @@ class NodeMemory:
         self._window_count = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
-        """Create a window with `nbytes` bytes for this rank and return its number; ranks may request different sizes.
+        """Create a window with `nbytes` bytes for this rank and return its id; ranks may request different sizes.
         Return None, on all ranks, if a host has too little memory. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
@@ -215,8 +213,8 @@ class NodeMemory:
         window.free_memory()
 
     def free_abandoned_windows(self) -> None:
-        """Free the windows that are still open although the owners of their arrays were garbage-collected."""
-        with suppress(IndexError):  # raised by an empty list: another thread may have taken the last entry
+        """Free the windows of arrays whose owner was garbage-collected, unless they have already been freed."""
+        with suppress(IndexError):  # raised when the list is empty: another thread may have taken the last entry
             while True:
                 array = self.abandoned.pop()
                 if self.find_address(array) is not None:
@@ -263,7 +261,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows of this rank."""
-        while self.windows:  # garbage collection may free other windows during the loop
+        while self.windows:  # `while`, since garbage collection may free other windows during the loop
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._cached_addresses.clear()
@@ -315,7 +313,7 @@ class CollectiveBoard:
         self.rank, self.size = comm.rank, comm.size
         self._record = (
             RECORD_HEAD_WORDS + -(-max(self.size, MAX_PAYLOAD_BYTES // 8) // RECORD_HEAD_WORDS) * RECORD_HEAD_WORDS
-        )  # the payload has a word for each rank, rounded up to cache lines
+        )  # the payload has at least one word for each rank, rounded up to whole cache lines
         self._window = HostWindow(comm, BOARD_SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
@@ -324,7 +322,7 @@ class CollectiveBoard:
         self._own_record_words = self._words[self.rank]
 
     def post_record(self, number: int, words: memoryview | None = None) -> int:
-        """Announce that this rank's data of collective `number` may be read, at the address `words`
+        """Announce that this rank's data for collective `number` may be read, at the address `words`
         (`WindowAddress.word_view`). Return the byte offset of the record in each rank's part of the board."""
         offset = number % BOARD_SLOTS * self._record
         own_record = self._own_record_words
@@ -346,8 +344,8 @@ class CollectiveBoard:
         return self._words[rank][offset : offset + count].tolist()
 
     def view_payload(self, rank: int, number: int) -> Array:
-        """Return a view of the data bytes in a record, for small data that is exchanged on the board itself. They are
-        written before `post_record` and may be read once the record is posted."""
+        """Return a view of the data bytes in a record, for small data that is exchanged on the board itself. The bytes
+        are written before `post_record` is called and may be read once the record is posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
