@@ -39,9 +39,8 @@ class ProgramKind:
     loss : operation that ends a forward, such as LOSS
     results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
-    compile_without_peers : function that makes the full program from its compute actions, if no other rank takes part
-        in it; None: the program is compiled by the usual passes
-    """
+    compile_without_peers : for programs in which no other rank takes part, the function that makes the full program
+        from its compute actions; None if the program is compiled by the usual passes"""
 
     about: str
     ops: str
@@ -92,8 +91,8 @@ class SyncRules:
     results: tuple[str, ...] = ()
 
     def get_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
-        """Return the named buffers that are filled before or after a program that trains the pages `trained`. `filled`
-        is `begins` or `ends`."""
+        """Return the slots (named buffers) that are filled before or after a program that trains the pages `trained`.
+        Pass `begins` as `filled` for the slots before the program, or `ends` for those after it."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )
@@ -115,18 +114,17 @@ class ProgramRequest:
         while they are used
     reduce_each : whether the gradients of every microbatch are reduced immediately (default); False: only their sum is
         reduced
-    ahead : number of pages that are gathered before they are needed, and number of reduces that may be pending
+    ahead : number of pages that are gathered before they are needed, and maximum number of reduces that may be pending
     resident : pages whose full parameters are already gathered
     grads, parts : pages that have unreduced (local) or reduced (sharded) gradients from earlier programs
     has_loss_weight : whether an earlier program left its share of the loss weight, by which gradients are divided
     order : forwards and backwards of this rank's stages, in the order in which they run; None (default): forward and
         backward of one microbatch after another
     recompute : units that run forward again before their backward (activation checkpointing)
-    scales : operations that compute the factor on all updates: SCALE, or NORM if the norm of all gradients is needed;
-        COMMIT in addition if all ranks agree before the update that the step has succeeded
+    scales : operations that compute the factor that scales all updates: SCALE, or NORM if the norm of all gradients is
+        needed; also COMMIT if all ranks agree before the update that the step has succeeded
     sync : how ranks synchronize parameters in a step that updates
-    choices : options of the step
-    """
+    choices : options of the step"""
 
     kind: str
     stage: Stage
@@ -169,7 +167,7 @@ class Program:
     results: tuple[Slot, ...] = field(default=())
 
     def __str__(self) -> str:
-        # pages of the documentation have 88 columns
+        # the pages of the documentation are 88 columns wide
         return textwrap.fill(" ".join(map(str, self.actions)), 86, break_long_words=False)
 
     @cached_property
@@ -195,7 +193,7 @@ def compile(request: ProgramRequest) -> Program:
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # thread ranks share this cache, and each pipeline rank compiles the programs of all ranks
+@lru_cache(maxsize=128)  # shared by ranks that are threads; each pipeline rank compiles the programs of all ranks
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
@@ -232,17 +230,16 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
     given = (
         kind.updates and "NORM" in request.scales
-    ) or kind.compile_without_peers is not None  # then another operation computes the mean loss
+    ) or kind.compile_without_peers is not None  # in both cases, another operation computes the mean loss
     return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
 def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
-    """Insert the action MEAN, which averages the loss over ranks, right after the last loss, so that its message is
-    sent during backward.
+    """Insert the action MEAN, which averages the loss over ranks, right after the last loss, so that its communication
+    overlaps with the backward.
 
-    In a pipeline, insert MEAN at the end: ranks compute their losses at different times, but must issue collectives in
-    the same order.
-    """
+    In a pipeline, insert MEAN at the end instead: ranks compute their losses at different times, but must issue
+    collectives in the same order."""
     last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
     mean_index = len(actions) if stage.edges else last + 1
     return [*actions[:mean_index], Action("MEAN"), *actions[mean_index:]]

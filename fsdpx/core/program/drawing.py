@@ -15,14 +15,14 @@ __all__ = ["draw_schedule", "format_marked_schedule_step"]
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
     """Draw what each rank computes in each time step as text.
 
-    A cell consists of an operation and a microbatch: "F0". If a rank has several stages, a letter distinguishes them
-    ("F0b"), and the last line explains the letters. An action longer than one time step continues as "--"; an idle
-    time step is ".". Only computation is drawn, not messages.
+    A cell consists of an operation and a microbatch, such as "F0". If a rank has several stages, a letter
+    distinguishes them ("F0b"), and the last line explains the letters. An action longer than one time step continues
+    as "--"; an idle time step is ".". Only computation is drawn, not messages.
 
     Parameters
     ----------
-    drawn : a schedule, in which forward and each half of backward take one time step; or events, the shortest of which
-        takes one time step
+    drawn : a schedule, drawn as if forward and each half of backward took one time step; or a list of events, drawn
+        with the duration of the shortest event as the time step
     width : number of characters per line; longer lines are truncated and end in "..."
 
     Returns
@@ -31,8 +31,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
     Raises
     ------
-    ProgramError : the schedule deadlocks
-    """
+    ProgramError : the schedule deadlocks"""
     events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT_COSTS)
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
     if not events:
@@ -73,7 +72,8 @@ def _format_legend(letters: dict[int | None, str]) -> list[str]:
 
 
 def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -> dict[int, list[str]]:
-    """Return the text of each rank's cells, one per time step; "-" continues the action of the cell before."""
+    """Return the text of each rank's cells, one per time step; a cell "-" continues the action of the preceding cell.
+    """
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
     rows: dict[int, list[str]] = defaultdict(list)
@@ -86,11 +86,11 @@ def _draw_cells(events: Sequence[ActionEvent], letters: dict[int | None, str]) -
 
 
 def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
-    """Format the action lists of all ranks around one entry, with a ^ below it, such as "rank 1 F1.0 B1.0 F1.1".
+    """Format the action lists of all ranks around one entry, with a ^ below that entry. A line looks like "rank 1 F1.0
+    B1.0 F1.1".
 
     Entries are shown in list order, not by time, so this also works for schedules that cannot run. `position` is the
-    index of the marked entry; the length of the list marks an entry that is missing at its end.
-    """
+    index of the marked entry. If the entry is missing at the end of its list, pass the length of the list."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2

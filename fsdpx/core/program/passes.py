@@ -32,15 +32,14 @@ def order_sequentially(microbatches: int) -> tuple[Action, ...]:
 def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     """Expand actions of pipeline stages to actions of their units, and insert the sends and receives between stages.
 
-    A stage posts its receives one action early, so that they complete during that action. Its outputs are sent as soon
-    as they are computed.
+    A stage posts the receives of an action before the preceding action, so that the messages arrive in the meantime.
+    Its outputs are sent as soon as they are computed.
 
     Parameters
     ----------
     order : actions F, E, B, I and W of this rank's stages, in which `unit` is the number of the stage
     stage : the part of the model on this rank
-    end : operation that ends the forward of each microbatch on the rank that computes the loss (LOSS or SCORE);
-        None: no operation
+    end : operation that ends the forward of each microbatch on the rank that computes the loss (LOSS or SCORE), or None
     """
     units, steps = dict(stage.own_stages), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
@@ -102,12 +101,11 @@ def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
 
 
 def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
-    """Insert the actions GATHER (all-gather the parameters of a page) and FREE (drop them again).
+    """Insert the actions GATHER (all-gather the parameters of a page) and FREE (free the gathered parameters).
 
     All future uses are known, so the pages that are gathered before an action are exactly those that it needs and the
     `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing is freed. The pages
-    `resident` are gathered already.
-    """
+    `resident` are gathered already."""
     needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
@@ -133,8 +131,8 @@ def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: 
 
 
 def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
-    """Return the entries of `now` and the first `ahead` other entries of `later`, in the order of their first use, as
-    the keys of a dict."""
+    """Return the entries of `now` and the next `ahead` entries of `later` that are not among them, in the order of
+    their first use, as the keys of a dict."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:
@@ -149,11 +147,10 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
     """Insert the reductions of gradients: REDUCE starts the reduce-scatter of a page, and SETTLE waits for it and adds
     the result.
 
-    REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last one in each
+    REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last such action of each
     microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient
-    again, and at the latest at the end. If `join` is true, the last SETTLE of a page is followed by JOIN, which sums
-    over replicas.
-    """
+    again, and at the latest at the end of the program. If `join` is true, the last SETTLE of a page is followed by
+    JOIN, which sums over replicas."""
     added = [_list_pages_of_kind("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
@@ -165,7 +162,7 @@ def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join
 
 
 def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
-    """Return the actions that reduce gradients which earlier programs left unreduced. At most `behind` reductions are
+    """Return the actions that reduce the gradients left unreduced by earlier programs. At most `behind` reductions are
     pending at a time."""
     return _interleave_reduces([([], [], [p]) for p in pages], behind)
 
@@ -173,8 +170,8 @@ def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
 def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
     """Insert reductions of gradients into a list of actions, with at most `behind` pending at a time.
 
-    `steps` are (actions, pages to whose gradients they add, pages whose gradients are complete after them).
-    """
+    Each of `steps` is a tuple (actions, pages to whose gradients the actions add, pages whose gradients are complete
+    after the actions)."""
     result: Actions = []
     pending: list[int] = []
     for actions, added, complete in steps:

@@ -1,8 +1,7 @@
 """The model as a program sees it, divided into stages on pipeline ranks, with messages between stages.
 
-Units (groups of layers), pages (flat parameter buffers) and values (activations) are numbers. The words in the table
-of verbs, such as "full:pages", are resolved to slots (named buffers).
-"""
+Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers. The words
+in the table of verbs, such as "full:pages", are resolved to slots (named buffers)."""
 
 from __future__ import annotations
 
@@ -37,11 +36,10 @@ class StageUnit:
 
     Attributes
     ----------
-    pages : pages (flat parameter buffers) that it uses, its own first
-    takes : input values that no later unit reads, so that the unit frees them
-    reads : its other input values
-    gives : output values that other units read
-    """
+    pages : pages (flat parameter buffers) that the unit uses, its own first
+    takes : input values that no later unit reads, so that this unit frees them
+    reads : all other input values
+    gives : output values that other units read"""
 
     pages: tuple[int, ...]
     takes: tuple[int, ...]
@@ -55,17 +53,16 @@ class StageUnit:
 
 @dataclass(frozen=True)
 class Edge:
-    """A message between pipeline ranks: a value that one stage sends to a later one, or the gradient of the value that
-    is sent back.
+    """A message between pipeline ranks: either a value that one stage sends to a later one, or the gradient of such a
+    value, which is sent back.
 
     Attributes
     ----------
     number : index in `Stage.edges`
     value : number of the value
     source, target : sending and receiving stage
-    sender, receiver : their pipeline ranks
-    gradient : whether the gradient of the value is sent
-    """
+    sender, receiver : pipeline ranks of the sending and the receiving stage
+    gradient : whether the gradient of the value is sent"""
 
     number: int
     value: int
@@ -80,7 +77,7 @@ class Edge:
 class Stage:
     """The part of the model that one pipeline rank runs; without a pipeline, the full model.
 
-    Units (groups of layers), pages (flat parameter buffers) and values (activations) are numbers.
+    Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers.
 
     Attributes
     ----------
@@ -91,16 +88,15 @@ class Stage:
     own_stages : this rank's stages as (number, units)
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same (tied) parameter for units of different stages
-    partial : pages for which each tensor rank computes only a summand of the gradient
+    partial : pages for whose gradients each tensor-parallel rank computes only one summand
     needs_join : whether gradients must still be summed over replicas (by the action JOIN) after the reduce-scatter
     rank : index of this pipeline rank
     has_loss : whether this rank computes the loss
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
     constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
-    stored_slots : pairs of a slot whose value is offloaded to slower memory between programs, and the slot that stands
-        in for it, on all ranks; slots of activations have no microbatch here
-    """
+    stored_slots : (slot, substitute) pairs of all ranks. The value of the slot is offloaded to slower memory between
+        programs, and the substitute is filled instead. Slots of activations have no microbatch number here"""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -158,8 +154,9 @@ class Stage:
 
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
-        """Groups of pages whose gradients are summed with those of other pages or ranks, because they hold tied
-        parameters or partial gradients. Maps the first page of each group to the group's pages on this rank."""
+        """Groups of pages whose gradients are summed with those of other pages or ranks, because their parameters are
+        tied or their gradients are partial. Maps the first page of each group to those of the group's pages that are
+        on this rank."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}
@@ -171,7 +168,7 @@ class Stage:
 
     @property
     def total_slot_kind(self) -> str:
-        """Kind of the slot (named buffer) that holds a gradient after it was summed over all ranks."""
+        """Kind of the slot (named buffer) that holds a gradient once it has been summed over all ranks."""
         return "total" if self.needs_join else "part"
 
     @cached_property
@@ -217,8 +214,8 @@ class Stage:
         return self.edges[_require_unit_number(action)]
 
     def get_message_tag(self, edge: Edge, mb: int, microbatches: int) -> int:
-        """Return a message tag that is unique between two ranks in one program, so that messages may be received in
-        any order."""
+        """Return a message tag that two ranks use only once in a program, so that messages may be received in any
+        order."""
         pair = (edge.sender, edge.receiver)
         before = sum((e.sender, e.receiver) == pair for e in self.edges[: edge.number])
         return before * microbatches + mb
@@ -250,11 +247,10 @@ def find_constant_values(
 
 
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """Convert rows (pages, values read, values computed) to units that know which values they read last.
+    """Convert rows (pages, values read, values computed) to units that record which values they are the last to read.
 
     Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
-    other readers leave the value in place (`reads`).
-    """
+    other readers leave the value in place (`reads`)."""
     own_units = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in own_units for v in read} | dict.fromkeys(
         outputs, len(rows)
@@ -379,8 +375,8 @@ def make_stages(
 ) -> tuple[Stage, ...]:
     """Divide a model into stages and return the `Stage` object of each pipeline rank.
 
-    The loss is computed in the last stage, and every rank has the model inputs. All parameters that are not listed are
-    described in `Stage`.
+    The loss is computed in the last stage, and every rank has the model inputs. For parameters that are not listed
+    here, see `Stage`.
 
     Parameters
     ----------
@@ -389,8 +385,7 @@ def make_stages(
     inputs, outputs : numbers of the values that enter and leave the model
     stages : number of the stage of each unit, ascending
     home : pipeline rank of each stage
-    constant : values whose gradient is not needed; None: derive them from the units
-    """
+    constant : values whose gradient is not needed; None: derive them from the units"""
     if constant is None:
         constant = find_constant_values(units, set(compress(count(), trainable)), inputs)
     trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)
@@ -413,9 +408,8 @@ def _make_edges(
     """Return all messages between pipeline ranks.
 
     A value is sent from stage to stage along the stages that read it, and no rank receives it twice. Its gradient is
-    sent back along the same stages: each stage adds to the gradient of the later ones, in the same order as in one
-    process.
-    """
+    sent back along the same stages: each stage adds its own contribution to the gradient that it receives from the
+    later stages, in the same order as in a single process."""
     edges: list[Edge] = []
     if len(set(home)) == 1:  # no messages if all stages are on one rank
         return ()

@@ -58,8 +58,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSch
     """Return the 1F1B schedule, which alternates forwards and backwards, as in PipeDream-flush (Narayanan et al., ICML
     2021). It is the default of Megatron-LM.
 
-    The bubble is that of `gpipe`, but on P ranks at most P - r microbatches are in flight on rank r.
-    """
+    The bubble is the same as for `gpipe`, but at most P - r microbatches are in flight on rank r of P."""
     _require_valid_counts("1f1b", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
@@ -73,7 +72,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
     as many messages as 1F1B.
     """
     _require_valid_counts("interleaved", ranks, microbatches, per_rank, 2, allows_more=True)
-    # build complete rounds, then drop surplus microbatches: the order can run without them as well
+    # build complete rounds, then drop the surplus microbatches: the order stays valid without them
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
     rows = []
     for rank in range(ranks):
@@ -89,11 +88,10 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
     """Build a schedule for any placement of stages, in the order of gpipe, 1f1b or interleaved. `home` is the rank of
     each stage.
 
-    The schedule is greedy: each rank runs an action that is ready. In gpipe, all forwards run first. Otherwise a ready
-    backward has priority, and at most S - s microbatches are in flight at stage s of S; this limit never blocks the
-    oldest microbatch, so there is no deadlock. If several stages are ready, the last one has priority; in interleaved,
-    forwards run in rounds of as many microbatches as there are ranks.
-    """
+    The schedule is greedy: in each time step, each rank runs one of the actions that are ready. In gpipe, all forwards
+    run first. Otherwise a ready backward has priority, and at most S - s microbatches are in flight at stage s of S;
+    this limit never blocks the oldest microbatch, so there is no deadlock. If several stages are ready, the last one
+    has priority; in interleaved, forwards run in rounds of as many microbatches as there are ranks."""
     stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
     done = {"F": [0] * stages, "B": [0] * stages}  # number of microbatches that each stage has completed
 
@@ -152,12 +150,11 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     Each of P ranks has two stages, placed in a V: stage s is on rank s in the first half and on rank 2P - 1 - s in the
     second half.
 
-    There is no idle time if TF = TI = TW and m >= 2P - 1 microbatches. At most 2P pairs of stage and microbatch are in
+    There is no idle time if TF = TI = TW and m >= 2P - 1 microbatches. At most 2P (stage, microbatch) pairs are in
     flight on each rank. As these stages are half as large as those of 1F1B, this is the memory that 1F1B needs on its
-    first rank.
-    """
+    first rank."""
     _require_valid_counts("zbv", ranks, microbatches, per_rank, 2)
-    # with fewer microbatches, build the order for more and drop the surplus below
+    # if there are fewer microbatches, build the order for this number and drop the surplus below
     whole = max(microbatches, 2 * ranks - 1)
     rows = []
     for rank in range(ranks):
@@ -171,8 +168,8 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
-    """Return the actions that `letters` abbreviate. Lower case means stage `down`, upper case stage `back`, and each
-    letter takes its next microbatch."""
+    """Return the actions that `letters` abbreviate. Lower case means stage `down`, upper case stage `back`. Each
+    occurrence of a letter stands for the next microbatch of that letter."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
 
@@ -183,8 +180,7 @@ def _build_one_stage_per_rank(
     """Build a schedule with stage r on rank r.
 
     `warm(rank)` is the number of forwards before forwards and backwards alternate. `late(rank)` is the number of
-    microbatches by which W follows I; if `late` is None, backward is not split.
-    """
+    microbatches by which W lags behind I; if `late` is None, backward is not split."""
     rows = []
     for rank in range(ranks):
         forwards, backwards, weights = (
@@ -230,10 +226,9 @@ class NamedSchedule:
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
     fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
         placement); "" if they can
-    steady : number of microbatches per pipeline rank from which on each further microbatch takes the same time; None:
-        unknown, and plans do not consider this schedule
-    frugal : whether no more microbatches are in flight than in 1F1B
-    """
+    steady : from this number of microbatches per pipeline rank, each additional microbatch takes the same time; None if
+        unknown, in which case plans do not consider this schedule
+    frugal : whether no more microbatches are in flight than in 1F1B"""
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
@@ -262,8 +257,8 @@ def make_schedule(
     Parameters
     ----------
     choice : a name in `SCHEDULES`; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
-        each rank, a list of actions or their text; or the path of a text file with one line per rank, its actions
-        separated by blanks, where # begins a comment
+        each rank, a list of actions or their text; or the path of a text file with one line of actions per rank, in
+        which blanks separate actions and # begins a comment
     ranks : number of pipeline ranks
     microbatches : number of microbatches per step
     per_rank : stages per rank; None (default): the schedule's own default (2 for interleaved and zbv, 1 for the others)
@@ -275,8 +270,7 @@ def make_schedule(
     Raises
     ------
     ConfigError : the numbers do not fit the schedule
-    ProgramError : the schedule cannot run
-    """
+    ProgramError : the schedule cannot run"""
     if callable(choice):
         return _call_schedule_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
@@ -370,19 +364,18 @@ def _require_fitting_schedule(
 
 
 def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
-    """Return, for each rank, the largest number of (stage, microbatch) pairs that are in flight: their F has run, and
-    the last action that uses their activations has not.
+    """Return, for each rank, the largest number of (stage, microbatch) pairs that are in flight at the same time. A
+    pair is in flight from its F until the last action that uses its activations.
 
     Parameters
     ----------
     schedule : any schedule
     until : the last action of a pair: "W" (default) for B or W, "I" for B or I. After I only the inputs of the
-        parameter gradients are kept, so the activation memory in the terms of Qi et al. is (number for "I") x M_B +
+        parameter gradients are kept, so the activation memory in the notation of Qi et al. is (number for "I") x M_B +
         (number for "W" - number for "I") x M_W
 
     Returns
     -------
-    tuple of int : one number per rank
-    """
+    tuple of int : one number per rank"""
     changes = [[(action.op == "F") - (action.op in ("B", until)) for action in row] for row in schedule.ranks]
     return tuple(max(itertools.accumulate(row), default=0) for row in changes)

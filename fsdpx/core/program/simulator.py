@@ -1,10 +1,9 @@
 """Simulate programs and pipeline schedules: when each action of each rank begins and ends, and where ranks deadlock.
 
 A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs
-the tasks of several ranks to their end or to a deadlock. A rank issues its tasks in order, each as soon as its
-dependencies are complete. A task either occupies its rank, or runs concurrently on a lane (such as a network link),
-which runs one task at a time.
-"""
+the tasks of several ranks until all are complete or the ranks deadlock. A rank issues its tasks in order, each as soon
+as its dependencies are complete. A task either occupies its rank, or runs concurrently on a lane (such as a network
+link); a lane runs one task at a time."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ def _parse_schedule_row(name: str, rank: int, row: str | Sequence[Action | str])
 
 @dataclass(frozen=True, slots=True)
 class ActionEvent:
-    """The time at which a rank ran an action, simulated or measured.
+    """The start and end of an action on one rank, simulated or measured.
 
     Attributes
     ----------
@@ -95,8 +94,7 @@ class ActionEvent:
     start, end : times in seconds, or in the unit of the costs
     nbytes : bytes that this rank sent or received in the action
     key : identifier of a transfer, which is equal on all ranks that take part in it: both ends of a message, or all
-        ranks of a collective
-    """
+        ranks of a collective"""
 
     rank: int
     action: Action
@@ -117,11 +115,10 @@ class SimulatedTask:
     Attributes
     ----------
     key : key that the task completes; if several tasks have the same key, the last one completes it
-    waits : (key, delay) pairs: the task starts when each key has been complete for that delay in seconds
+    waits : (key, delay) pairs: the task can start once each key has been complete for its delay in seconds
     seconds : duration of the task
     lane : the task runs on this lane, concurrently with its rank; None: the task occupies its rank
-    until : key that must be complete before the task ends, while its rank continues; None: no such key
-    """
+    until : key that must also be complete before the task ends; its rank does not wait for this. None: no such key"""
 
     action: Action
     key: Hashable
@@ -158,7 +155,7 @@ def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[A
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def list_missing(task: SimulatedTask) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task has is never complete
+        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task completes stays incomplete
 
     def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]
@@ -253,7 +250,7 @@ class StageCosts:
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
     def require_stage_count(self, stages: int) -> None:
-        """Raise ConfigError if a time is given per stage, but for another number of stages.
+        """Raise ConfigError if times are given for each stage, but not for `stages` stages.
 
         Parameters
         ----------
@@ -261,15 +258,15 @@ class StageCosts:
 
         Raises
         ------
-        ConfigError : a time is given for another number of stages
-        """
+        ConfigError : times are given for another number of stages"""
         for name, value in vars(self).items():
             if not isinstance(value, int | float) and len(value) != stages:
                 raise ConfigError(f"StageCosts({name}=...) has {len(value)} numbers, the schedule has {stages} stages")
 
 
 def get_completion_key(action: Action) -> Done:
-    """Return the key that an action of a schedule completes. B completes the key of I, for which other stages wait."""
+    """Return the key that an action of a schedule completes. For B this is the key of I, because other stages wait for
+    that."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
@@ -331,15 +328,15 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
 
     Parameters
     ----------
-    events : events returned by `simulate`; span is the longest time of a rank from its first start to its last end
+    events : events returned by `simulate`; span is the time from the first start to the last end on a rank, for the
+        rank where it is longest
     schedule : the schedule that was simulated
-    costs : the simulated times; work is the largest sum of the times of a rank's actions. With equal stages it is
-        microbatches x stages per rank x (forward + both halves of backward)
+    costs : the simulated times; work is the total time of a rank's actions, for the rank where it is largest. With
+        equal stages it is microbatches x stages per rank x (forward + both halves of backward)
 
     Returns
     -------
-    float : from 0 to 1
-    """
+    float : from 0 to 1"""
     span = max(row[-1].end - row[0].start for row in group_events_by_rank(events).values())
     work = max(sum(costs.cost_of(action) for action in actions) for actions in schedule.ranks)
     return (span - work) / span
@@ -355,10 +352,9 @@ class ActionTimes:
 
     Parameters
     ----------
-    seconds : maps (operation, unit) to a duration; for a missing entry, (operation, None) and then 0 is used. Or a
-        function (rank, action) that returns the duration. For SEND, the unit is the number of the message
-        (`Stage.edges`), and the duration is the time that the message takes on the link
-    """
+    seconds : mapping from (operation, unit) to a duration, in which a missing entry falls back to (operation, None)
+        and then to 0; or a function (rank, action) that returns the duration. For SEND, the unit is the number of the
+        message (`Stage.edges`), and the duration is the time that the message takes on the link"""
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
 
@@ -411,7 +407,7 @@ def simulate_programs_by_rank(
 
 
 def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
-    """Yield lines that say at which action a blocked rank waits, and for which messages or ranks."""
+    """Yield lines that say at which action a blocked rank waits, and for which messages or ranks it waits."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
@@ -420,8 +416,8 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """Convert the program of one rank to simulated tasks, which wait for each other by keys: each message has a key,
-    and all ranks that synchronize share one."""
+    """Convert the program of one rank to simulated tasks, which wait for each other by keys. Each message has its own
+    key; all ranks that take part in a synchronization use the same key."""
     coming: dict[Slot, Hashable] = {}  # for each slot (named buffer), the key of the transfer that fills it
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
@@ -454,12 +450,11 @@ def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, se
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """Return the share of a step during which ranks do not compute, averaged over ranks, from the events of its
-    programs.
+    """Return the fraction of a step during which ranks do not compute, averaged over ranks. `events` are those of the
+    programs of the step.
 
     The length of a step is the time of the slowest rank from its first to its last compute action. This is the bubble
-    of Qi et al. (ICLR 2024).
-    """
+    of Qi et al. (ICLR 2024)."""
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
     busy = sum(e.end - e.start for row in rows for e in row)

@@ -11,8 +11,8 @@ __all__ = ["StepChoices"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepChoices:
-    """Options of a training step that users choose. Each is a keyword of `distribute` with the same name, declared
-    only here. Ranks check that they have chosen the same values, and programs may depend on them
+    """Options of a training step that users choose. Each is a keyword argument of `distribute` and is declared only
+    here. Ranks check that they have chosen the same values, and programs may depend on them
     (`ProgramRequest.choices`).
 
     Attributes
@@ -20,8 +20,7 @@ class StepChoices:
     seed : seed of initialization and dropout
     clip_norm : maximum global gradient norm; None: no clipping
     reproducible_chunks : number of equal parts of the global batch whose gradients are added along a fixed tree, so
-        that results do not depend on the number of ranks; None: gradients are added as they are computed
-    """
+        that results do not depend on the number of ranks; None: gradients are added as they are computed"""
 
     seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")
     clip_norm: float | None = make_option_field(None, is_positive_number, "a positive number, or None")

@@ -1,4 +1,4 @@
-"""Count the bytes, calls and buffer lifetimes of a program before it runs."""
+"""Determine, before a program runs, how many calls and bytes it transfers and how long its buffers are in use."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,15 +27,16 @@ PAGED_KINDS = ("full", "shard", "parts")
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """The sizes that determine the traffic of a rank. Pages are flat parameter buffers, by number.
+    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer; mappings by page have the
+    page number as key.
 
     Attributes
     ----------
-    full : number of elements of each full page
-    shard : number of elements of this rank's shard of each page
-    replica_own : number of elements of the shard that this rank owns in an all-reduce over replicas, by page
-    widths : number of ranks along each mesh axis
-    """
+    full : for each page, the number of elements of the full page
+    shard : for each page, the number of elements of this rank's shard
+    replica_own : for each page, the number of elements of that shard which this rank owns in an all-reduce over
+        replicas
+    widths : number of ranks along each mesh axis"""
 
     full: Mapping[int, int]
     shard: Mapping[int, int]
@@ -58,14 +59,14 @@ class TrafficSizes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The number of calls of one collective on one mesh axis, and the bytes that they send."""
+    """The number of calls of one collective on one mesh axis, and the bytes that this rank sends in them."""
 
     calls: int = 0
     bytes: int = 0
 
 
 def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str], Traffic]:
-    """Return the number of calls and bytes that a rank sends in one run of a program, by (mesh axis, collective).
+    """Count the calls and the bytes that a rank sends in one run of a program, for each mesh axis and collective.
     Reads from and writes to offloaded memory are included.
 
     For a page of n elements, o of which this rank owns on the axis, an all-gather or reduce-scatter counts n - o
@@ -79,8 +80,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
 
     Returns
     -------
-    dict : (mesh axis, collective) -> number of calls and bytes
-    """
+    dict : (mesh axis, collective) -> number of calls and bytes"""
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
         for axis, call, nbytes in _list_action_transfers(action, sizes):
@@ -131,29 +131,28 @@ class SlotLifetime:
 
 
 def find_lifetimes(program: Program) -> list[SlotLifetime]:
-    """Return the lifetimes of all temporary buffers of a program, sorted by start: buffers that the program both fills
-    and empties, and scratch memory.
+    """Return the lifetimes of all temporary buffers of a program, sorted by start. These are the buffers that the
+    program both fills and empties, and scratch memory.
 
     Consecutive slots of one buffer share a lifetime. For example, the lifetime of the gradient buffer grad3 continues
-    with sum3. A buffer may have several lifetimes. Scratch memory that no action takes over lives until the last
-    action.
+    with sum3. A buffer may have several lifetimes. Scratch memory that is held for a later action lives until that
+    action or, if there is none, until the last action of the program.
 
     Parameters
     ----------
-    program : as `fsdpx.core.program.compile` returns it
+    program : a program, as returned by `fsdpx.core.program.compile`
 
     Returns
     -------
-    list of SlotLifetime : sorted by their first action
-    """
+    list of SlotLifetime : sorted by their first action"""
     carried = {get_buffer_slot(slot) for slot in program.begins | program.ends}
     in_slab = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].in_slab and x.slot not in carried]
     return sorted([*in_slab, *_find_scratch_lifetimes(program)], key=lambda life: life.start)
 
 
 def find_slot_lifetimes(program: Program) -> Iterator[SlotLifetime]:
-    """Yield the lifetimes of all buffers except scratch memory. A buffer that is filled before the program starts at
-    -1; one that stays filled stops at the number of actions."""
+    """Yield the lifetimes of all buffers except scratch memory. `start` is -1 for a buffer that is already filled
+    before the program; `stop` is the number of actions for a buffer that stays filled after it."""
     born = dict.fromkeys(map(get_buffer_slot, program.begins), -1)
     for index, slots in enumerate(program.slots):
         given = dict.fromkeys(map(get_buffer_slot, (*slots.adds, *slots.gives)), index)

@@ -112,11 +112,10 @@ class SlotKind:
     Attributes
     ----------
     buffer : kind whose memory is used; kinds with the same `buffer` are never alive at the same time
-    memory : heading under which memory reports count it
-    in_slab : whether it is allocated in the slab that is planned for each program, unless it is alive before or after
-        the program
-    raw : whether its values are untyped bytes
-    """
+    memory : category under which memory reports count it
+    in_slab : whether it is allocated in the block of memory that is planned for each program, unless it is alive
+        before or after the program
+    raw : whether its values are untyped bytes"""
 
     buffer: str
     memory: str
@@ -173,9 +172,9 @@ class VerbTransfer:
     call : name of the collective, or "send" or "recv"
     amount : what is sent: the `full` page or a `shard` of it, a few `numbers`, the value of an `edge`, or `parts` of
         matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`
-    format : what determines the bytes per element: "param", "grad", "tie" (gradients of tied parameters), "value" (a
-        value sent between stages), "update" (data of the optimizer) or "control" (a few numbers, not counted)
-    """
+    format : type of the data, which determines the bytes per element: "param", "grad", "tie" (gradients of tied
+        parameters), "value" (a value sent between stages), "update" (data of the optimizer) or "control" (a few
+        numbers, not counted)"""
 
     axis: str
     call: str
@@ -208,13 +207,13 @@ class Verb:
     takes : slots that are read and emptied
     reads : slots that are read and stay filled
     adds : slots that are created or added to
-    gives : slots that must be empty and are filled
-    lane : what the operation occupies, one at a time: "compute", "host", or the mesh axis of its transfers
+    gives : slots that are empty before the operation and filled by it
+    lane : resource that the operation occupies, which runs one operation at a time: "compute", "host", or the mesh
+        axis of its transfers
     moves : transfers that the operation starts
     within : transfers that the operation both starts and waits for
-    about : what `Action.unit` refers to: "unit", "page", "edge", "record" or nothing
-    scratch : temporary memory
-    """
+    about : what `Action.unit` refers to: "unit", "page", "edge", "record", or "" for nothing
+    scratch : temporary memory"""
 
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -228,8 +227,8 @@ class Verb:
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """True if the operation waits until the other pipeline ranks run it as well. It sends only a few bytes, to
-        which simulations assign no time."""
+        """True if the operation waits until the other pipeline ranks run it as well. Such an operation sends only a
+        few bytes, for which simulations assume no time."""
         return self.lane in ("world", "peers")
 
     @cached_property

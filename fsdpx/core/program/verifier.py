@@ -25,8 +25,8 @@ __all__ = ["check", "check_pipe", "compile_and_check_pipe", "validate"]
 
 
 def check(*programs: Program) -> None:
-    """Raise ProgramError at the first action that uses its slots (named buffers) in a wrong way, or if ranks of one
-    stage would issue collectives in different orders.
+    """Raise ProgramError at the first action that uses its slots (named buffers) incorrectly, or if ranks of one stage
+    would issue collectives in different orders.
 
     Parameters
     ----------
@@ -35,8 +35,7 @@ def check(*programs: Program) -> None:
 
     Raises
     ------
-    ProgramError : a program is invalid; the message names the action and shows it among its neighbors
-    """
+    ProgramError : a program is invalid; the message names the action and shows it among its neighbors"""
     for program in programs:
         _require_valid_slots(program)
     for rank, other in enumerate(programs[1:], start=1):
@@ -103,7 +102,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _require_matched_messages(programs)
 
 
-@lru_cache(maxsize=128)  # thread ranks and simulated ranks repeat the same check
+@lru_cache(maxsize=128)  # ranks that share a process (threads or simulated ranks) repeat the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     """Compile the requests of all pipeline ranks and check the programs with `check_pipe`. The result is cached."""
     check_pipe([compile(request) for request in requests])
@@ -201,7 +200,7 @@ def _describe_misplacement(schedule: PipelineSchedule, rank: int, action: Action
 
 
 def _describe_order_error(action: Action, done: set[Done]) -> str | None:
-    """Return text that says why an action must not follow the actions in `done`; None if it may."""
+    """Return text that says why `action` must not run next if the actions in `done` have run; None if it may."""
     kind, stage, mb = get_completion_key(action)
     if (kind, stage, mb) in done:
         return f"occurs twice: the {ACTION_NAMES[kind]} of stage {stage}, microbatch {mb}, has already run"

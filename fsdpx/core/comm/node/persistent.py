@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
-"""Number of polls of a flag in compiled code (about 20 us) before Python takes over and advances other transfers too."""
+"""Number of polls of a flag in compiled code (about 20 us) before Python takes over and advances other transfers."""
 MIN_STREAMED_BYTES = 4 << 20
 """Size in bytes from which a result bypasses the caches, where it would only evict other data. A smaller result is
 worth caching, because it is read soon."""
