@@ -179,8 +179,8 @@ def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here:
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
-    """Raise an error of class `kind`. Like all communication errors, its message begins with the name of the call and
-    the rank."""
+    """Raise an error of class `kind`. Its message begins with the name of the call and the rank, as in all
+    communication errors."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 

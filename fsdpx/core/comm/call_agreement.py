@@ -173,7 +173,7 @@ class AgreementStage(ABC):
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        # `gather_desync_error` below waits for other ranks, and waits call `test` of pending handles again
+        # avoid recursion: creating the error waits for other ranks, and that wait calls this test again
         alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True
@@ -211,10 +211,10 @@ class EarlierCallsStage(AgreementStage):
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # test earlier calls here, since the caller may never test them
+        while seen < agreement.turn < self.number:  # advance earlier calls, since the caller may never wait for them
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # the caller gets this error when it waits for `first`
+                with suppress(DesyncError):  # raised again when the caller waits for that earlier call
                     first.test()
         return True if agreement.turn >= self.number else None
 

@@ -59,7 +59,7 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record the first failure and wake all ranks, which then raise it. A death that other ranks survive is
+        """Record the first failure and wake all ranks, so that they raise it. A death that other ranks survive is
         recorded by `record_death` instead."""
         if self.survive and isinstance(error, RankDied):
             return
@@ -147,7 +147,7 @@ class ThreadGroup:
 
     def revoke(self) -> None:
         """Make all new and waiting calls on this communicator fail. Only transfers whose data is already being copied
-        still complete."""
+        are completed."""
         with self.world.condition:
             self.revoked = True
             self.world.condition.notify_all()
@@ -231,7 +231,8 @@ class ThreadCollective:
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
-        """Store what `rank` passed. Return True if this is the last rank to arrive, which then copies the data."""
+        """Store what `rank` passed. Return True if this is the last rank to arrive; that rank must then copy the data.
+        """
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:

@@ -185,8 +185,8 @@ class Mesh:
         return replace(self, **filled)
 
     def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
-        """Return this mesh with all widths set. The sharding strategy determines the replica and shard widths that the
-        mesh leaves open.
+        """Return this mesh with all widths set. Replica and shard widths that the mesh leaves open are determined by
+        the sharding strategy.
 
         Parameters
         ----------
@@ -201,8 +201,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            if no choice of widths multiplies to `world_size`
-        """
+            if no choice of widths multiplies to `world_size`"""
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
             placement = resolve_sharding(strategy, world_size // beside)
@@ -210,7 +209,7 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                # ranks that divide a sample also hold full copies of the model
+                # the ranks that divide a sample among them each hold a full copy of the model
                 mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 
@@ -239,7 +238,7 @@ class Mesh:
         return MeshCoordinates(**place)
 
     def data_rank_of(self, rank: int) -> int:
-        """Return the position of a rank on the data axis, which determines its share of the batch.
+        """Return the position of a rank on the data axis. This position determines the rank's share of the batch.
 
         Parameters
         ----------
@@ -253,8 +252,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            if there is no such rank
-        """
+            if there is no such rank"""
         place = self.coordinates_of(rank)
         return place.replica * self.width_of("shard") + place.shard
 

@@ -230,7 +230,7 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
     given = (
         kind.updates and "NORM" in request.scales
-    ) or kind.compile_without_peers is not None  # in both cases, another operation computes the mean loss
+    ) or kind.compile_without_peers is not None  # true if another operation computes the mean loss
     return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 

@@ -273,7 +273,7 @@ class NodeCommunicator(Backend):
             return None
         if self.lanes is not None:
             return GeneratorHandle(self.lanes.reduce_scatter_in_host_then_over_hosts(call, address), self.progress)
-        # Other ranks read the start of `send` until all have finished, but only this rank reads its own piece.
+        # other ranks may still be reading the start of `send`, but only this rank reads its own piece of `send`
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(

@@ -84,7 +84,7 @@ class _SharedFileOpening:
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
-        self.comm.all_gather_data(None)  # wait, so that no rank allocates memory while the file has a name
+        self.comm.all_gather_data(None)  # wait for all ranks, so that none allocates memory while the file has a name
 
     def map_and_lock_memory(self, preallocate: bool) -> mmap.mmap:
         """Map the file and lock the byte that marks this rank as alive. If `preallocate` is true, rank 0 allocates all
