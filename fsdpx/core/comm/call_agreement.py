@@ -220,7 +220,7 @@ class EarlierCallsStage(AgreementStage):
 
 
 class AgreementByAllReduce(AgreementStage):
-    """Handle of a comparison by all-reduce: calls are equal if the maximum of their hashes equals the minimum."""
+    """Handle that compares calls by an all-reduce: they are equal if the maximum of their hashes equals the minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
@@ -232,7 +232,7 @@ class AgreementByAllReduce(AgreementStage):
 
 
 class AgreementInSharedMemory(AgreementStage):
-    """Handle of a comparison of the hashes that all ranks have posted in shared memory."""
+    """Handle that compares the hashes that all ranks have posted in shared memory."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
         super().__init__(agreement, number + 1, call)  # posted numbers start at 1, because 0 marks an unused record

@@ -216,7 +216,7 @@ def get_data_pointer(array: Array) -> int:
 
 
 def is_in_place(a: Array, b: Array) -> bool:
-    """Return whether both arrays start at the same address, in which case the call works in place."""
+    """Return whether both arrays start at the same address, so that a call on them works in place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
         # test may_share_memory first: it is cheap, and false for most pairs
         return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))

@@ -264,7 +264,7 @@ class ThreadMessage:
 
     @property
     def missing(self) -> set[int]:
-        """Set with the rank of the other side; empty once that rank has arrived."""
+        """The rank on the other side, as a set; empty once that rank has arrived."""
         return set() if self.moving else self.needs
 
     @property
@@ -498,8 +498,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return self._group.get_failed_ranks()
 
     def revoke(self) -> None:
-        """Revoke this communicator and its subgroups, even those that this rank no longer uses, because other ranks
-        may be waiting there for this rank."""
+        """Revoke this communicator and all of its subgroups, including those that this rank no longer uses, because
+        other ranks may still be waiting in them for this rank."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()

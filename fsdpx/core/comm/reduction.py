@@ -115,8 +115,8 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
 
 
 def _combine_pair_into(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Combine two arrays in one pass, without temporary arrays. This is the most frequent case, often with small
-    arrays."""
+    """Combine two arrays in one pass, without temporary arrays. This case has its own function because it is the most
+    frequent one and the arrays are often small."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
     for out in outs[1:]:

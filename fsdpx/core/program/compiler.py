@@ -188,8 +188,7 @@ def compile(request: ProgramRequest) -> Program:
 
     Returns
     -------
-    Program : a cached object: equal requests return the same one
-    """
+    Program : the compiled program; it is cached, so equal requests return the same object"""
     return _compile_cached(request, tuple(PASSES))
 
 

@@ -195,8 +195,8 @@ def _build_one_stage_per_rank(
 def _alternate_actions(
     forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
 ) -> Actions:
-    """Return `warm` forwards, then forwards and backwards alternately. The nth action of `weights` runs after backward
-    n + `late`."""
+    """Return `warm` forwards, followed by alternating forwards and backwards. The nth action of `weights` runs after
+    backward n + `late`."""
     actions = forwards[:warm]
     for n, backward in enumerate(backwards):
         actions += [*forwards[warm + n : warm + n + 1], backward]

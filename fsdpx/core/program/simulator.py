@@ -44,13 +44,13 @@ class PipelineSchedule:
 
     @classmethod
     def from_rows(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> PipelineSchedule:
-        """Build a schedule from the actions of each rank, given as lists or as text. A stage is placed on the rank
-        that has its first F.
+        """Build a schedule from the actions of each rank, given as lists or as text. Each stage is placed on the first
+        rank that has an F of that stage.
 
         Parameters
         ----------
         name : name of the schedule in error messages and reports
-        rows : for each rank a list of actions or of their texts, or one text of actions separated by blanks
+        rows : for each rank, a list of actions (or of their texts), or one text of actions separated by blanks
         microbatches : number of microbatches per step
 
         Returns
@@ -59,8 +59,7 @@ class PipelineSchedule:
 
         Raises
         ------
-        ProgramError : a text is not an action, or a stage has no F
-        """
+        ProgramError : a text is not an action, or a stage has no F"""
         ranks = tuple(_parse_schedule_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
         home = dict(reversed(forwards))

@@ -71,7 +71,7 @@ def _require_valid_slots(program: Program) -> None:
 
 
 def _require_same_collective_order(first: Program, other: Program, rank: int) -> None:
-    """Raise ProgramError unless both programs issue the same collectives in the same order. Their computation may
+    """Raise ProgramError unless both programs issue the same collectives in the same order. Their compute actions may
     differ."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
@@ -145,7 +145,8 @@ ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of 
 
 
 def validate(schedule: PipelineSchedule) -> None:
-    """Raise ProgramError unless a schedule can run and gives bitwise the same results as any other schedule.
+    """Raise ProgramError unless a schedule can run and gives results that are bitwise identical to those of any other
+    schedule.
 
     Every action must be F, B, I or W of an existing stage and microbatch, on the home rank of its stage. For each
     microbatch, every stage must run one F and then either one B, or one I and later one W. The gradients of a stage's
@@ -158,8 +159,7 @@ def validate(schedule: PipelineSchedule) -> None:
 
     Raises
     ------
-    ProgramError : a rule is broken; the message shows the schedule with an arrow at the entry
-    """
+    ProgramError : a rule is broken; the message shows the schedule with an arrow at the entry"""
     for rank in range(len(schedule.ranks)):
         _require_valid_rank_order(schedule, rank)
     _require_complete_schedule(schedule)

@@ -506,11 +506,10 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
     """An MPI communicator whose remaining ranks can continue when a rank dies (ULFM, user-level failure mitigation).
     It only sends messages and uses no shared memory.
 
-    Where ULFM is not active, it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` a
+    Where ULFM is not active, it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` returns a
     duplicate, and `revoke` does nothing. The death of a rank on this host is detected within milliseconds. The death
     of an entire host is detected when the launcher detects it: by a heartbeat if it has one (10 s, `--prtemca
-    errmgr_detector_heartbeat_timeout`), else through its sockets.
-    """
+    errmgr_detector_heartbeat_timeout`), else through its sockets."""
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
@@ -540,8 +539,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Revoke this communicator and its subgroups, even those that this rank no longer uses, because other ranks
-        may be waiting there for this rank."""
+        """Revoke this communicator and all of its subgroups, including those that this rank no longer uses, because
+        other ranks may still be waiting in them for this rank."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:

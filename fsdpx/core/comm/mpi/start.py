@@ -89,7 +89,8 @@ def _get_write_time(path: Path) -> float:
 
 
 def _find_mapped_files(folder: Path) -> set[str]:
-    """Return the files in `folder` that running processes map, as far as this process may read their memory maps."""
+    """Return the files in `folder` that are mapped by running processes, as far as this process may read the memory
+    maps of those processes."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process may have ended, or belong to another user

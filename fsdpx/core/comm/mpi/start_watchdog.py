@@ -133,7 +133,7 @@ def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[st
 
 
 def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> None:
-    """Kill the waiting ranks, so that the launcher ends the job. If it does not, terminate the launcher as well."""
+    """Kill the waiting ranks, so that the launcher ends the job. If the launcher does not end, terminate it as well."""
     for process, _ in waiting.values():
         _send_signal_if_alive(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END

@@ -1,4 +1,4 @@
-"""A file in memory that all ranks of a host map. The system frees it when the last of these processes has ended."""
+"""A file in memory that all ranks of a host map. The system frees the file when the last of these ranks has ended."""
 
 from __future__ import annotations
 

@@ -221,8 +221,8 @@ class NodeMemory:
                     self.unmap_window(array)
 
     def find_address(self, array: Array) -> WindowAddress | None:
-        """Return the location of an array in shared memory, or None if it is not in a window. Locations are cached by
-        array object."""
+        """Return the location of an array in shared memory, or None if it is not in a window. The locations of known
+        array objects are cached."""
         known = self._cached_addresses.get(id(array))
         if known is not None:
             return known[1]
