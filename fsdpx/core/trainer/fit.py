@@ -26,7 +26,7 @@ from fsdpx.nn.layer import iterate_layers
 
 __all__ = ["fit"]
 
-_END = object()  # not None: a loader that yields None is an error, not the end of an epoch
+_END = object()  # not None, because a loader that yields None is an error, not the end of an epoch
 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
@@ -45,8 +45,8 @@ class StopRequest(Protocol):
     def __exit__(self, *exc: Any) -> None: ...
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Do nothing if training is to continue; otherwise call `also` and raise the exception that ends the run.
-        Collective: `fit` calls it on all ranks between two steps."""
+        """Do nothing if training is to continue; otherwise call `also` (to save a checkpoint) and raise the exception
+        that ends the run. Collective: `fit` calls this method on all ranks between two steps."""
 
 
 @raise_option_name_errors_on_all_ranks
@@ -78,17 +78,17 @@ def fit(
     trainer : result of `fsdpx.distribute`; omitted in `trainer.fit(...)`
     loader : yields the batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; if the loader has a
         method `set_epoch`, that method is called before each epoch
-    epochs, steps : number of epochs and of steps after which training ends, whichever comes first; epochs=None: only
-        `steps` counts
+    epochs, steps : number of epochs and of steps after which training ends, whichever comes first; with epochs=None,
+        only `steps` counts
     validation : batches whose mean loss is computed every `every` steps and at the end
-    metrics : dict from name to a function (output, target) of a validation batch, where both are NumPy arrays of this
-        rank's samples. The function returns an array with one value per sample, or (sum, count), and the mean over the
+    metrics : dict from name to a function of (output, target), which are NumPy arrays of this rank's samples in a
+        validation batch. The function returns an array with one value per sample, or (sum, count); the mean over the
         samples of all ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
     every : number of steps between two validations
     patience : end training after this many validations without a new best loss
     restore_best : at the end, restore the weights of the best validation (default: only with patience)
-    stop : function of the history, called after each validation, or every `every` steps without validation; if it
-        returns true on any rank, all ranks end together
+    stop : function of the history, called after each validation, or every `every` steps if there is no validation; if
+        it returns true on any rank, all ranks end together
     callbacks : functions (trainer, history), called after each step, or objects with some of the methods
         on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end. They are called on all
         ranks, but not if a finished run is started again
@@ -96,9 +96,9 @@ def fit(
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
         (default: write them if it is installed)
     progress : show progress on rank 0: a bar on a terminal, otherwise a line every few seconds
-    count : function that returns how much a batch x counts in rates and in `history.samples_seen`, such as its number
-        of tokens; the result is multiplied by the number of data ranks (default: the number of samples of x)
-    unit : name of what `count` counts, such as "tokens"
+    count : function of the inputs x of a batch that returns what to count for rates and `history.samples_seen`, such
+        as the number of tokens; the result is multiplied by the number of data ranks (default: the number of samples)
+    unit : name for what `count` returns, such as "tokens"
     checkpoints : `fsdpx.CheckpointConfig(...)`, or only the folder in which to save. If started again, an interrupted
         run resumes, and a finished run does nothing
     preempt : `fsdpx.Preemption(...)`: save and end on a signal; False: ignore signals (default: `fsdpx.Preemption` if
@@ -106,7 +106,7 @@ def fit(
 
     Returns
     -------
-    FitHistory : losses, validations and metrics by step, and why training ended
+    FitHistory : losses, validations and metrics of the steps, and why training ended
 
     Raises
     ------
@@ -195,7 +195,7 @@ class _FitLoop:
                 f"finished: {limits.describe_end_reason(ended)} at {checkpoint_step}; nothing is trained or saved",
             )
         else:
-            with self.events:  # this opens the log, so that messages are also written there
+            with self.events:  # opens the log file, so that messages are also written to it
                 saves.print_resume_point()
                 ended = self._train_epochs_until_end()
                 self.trainer.call_runner.wait_for_last_step()
@@ -260,7 +260,7 @@ class _FitLoop:
 
     def _validate_and_save_if_due(self) -> str:
         """Call the callbacks of this step, then validate and save if due. Return why the run ends after this step, or
-        "" if it goes on."""
+        "" if the run continues."""
         history, ended, better = self.history, "", False
         self.events.call_listeners("on_step_end")
         if self.limits.is_validation_step(history):
@@ -289,8 +289,8 @@ class _Validation:
 
     def run_validation(self) -> bool:
         """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
-        including the load of experts. Return False if there are no validation batches, or if this step is validated
-        already."""
+        including the load of experts. Return False if there are no validation batches, or if this step has already
+        been validated."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -317,8 +317,8 @@ class _Validation:
 
 
 def _require_xy_pair(which: str, batch: Any) -> Any:
-    """Return the batch. Raise DataError unless it is a pair (x, y). `which`, "validation " or "", names the batch in
-    the error."""
+    """Return the batch. Raise DataError unless it is a pair (x, y). `which` is "validation " or "", to name the batch
+    in the error."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
@@ -333,7 +333,7 @@ def _has_experts(placement: Placement) -> bool:
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Return the number of steps at which the run ends, counted from the start of the first run; None if it is not
+    """Return the number of steps after which the run ends, counted from the start of the first run; None if it is not
     known beforehand."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):

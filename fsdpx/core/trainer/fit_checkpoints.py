@@ -33,11 +33,11 @@ class FitHistory:
     ----------
     losses : training loss of each step of this run
     validation : (step, loss) pairs
-    metrics : (step, value) pairs by metric name
+    metrics : maps metric names to (step, value) pairs
     epochs : number of complete epochs, counted from the start of the first run
-    reason : why training ended; "" while it runs
-    seconds : time spent in training steps and in loading their data, without validation
-    samples_seen : number of samples (or of what `count` counts) of all ranks in this run
+    reason : why training ended; "" while training is running
+    seconds : time spent on training steps and on loading their data, excluding validation
+    samples_seen : number of samples of all ranks in this run, or the sum of what `count` returned
     earlier_steps : number of steps of earlier runs, if this run resumed from a checkpoint
     checkpoint : path of the last checkpoint that was saved or resumed from
     """
@@ -83,14 +83,14 @@ FOLDER_PREFIX = "step-"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint from which a run resumes, and where the earlier run was.
+    """The checkpoint from which a run resumes, and the state of the earlier run.
 
     Attributes
     ----------
     path : path of the checkpoint
     first_epoch : epoch in which the first run began
     finished : why the earlier run ended; "" if it was interrupted
-    fit : the state that `fit` saved, which includes the fields above
+    fit : the state that `fit` saved; `first_epoch` and `finished` are also taken from it
     """
 
     path: Path
@@ -119,10 +119,10 @@ class CheckpointConfig:
     ----------
     folder : folder that holds the checkpoints step-500, step-1000, ...
     every : number of steps between two checkpoints; one more is written at the end
-    keep : number of newest checkpoints to keep; None: all. With `restore_best` the best one is kept as well
+    keep : number of newest checkpoints to keep; None keeps all. With `restore_best` the best one is kept as well
     resume : True: continue from the newest checkpoint, if there is one; epochs and steps are counted from the start of
         the first run. False: raise an error if the folder already has checkpoints
-    background : write while training continues; this needs memory for a copy of the shard
+    background : write while training continues, which needs memory for a copy of this rank's shard
     dtype, shard_bytes : see `Trainer.save`
     """
 
@@ -142,8 +142,8 @@ class CheckpointConfig:
 
     @classmethod
     def from_argument(cls, given: Any) -> CheckpointConfig:
-        """Return the settings for the argument `checkpoints` of `fit`. For a folder, all other settings have their
-        defaults.
+        """Return the settings for the argument `checkpoints` of `fit`. If that is only a folder, all other settings
+        have their defaults.
 
         Parameters
         ----------
@@ -216,7 +216,7 @@ class CheckpointConfig:
         loader : a `data.DataLoader`, whose position is saved
         fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
         background : copy the state, and write the copy in a thread
-        best : path of a checkpoint that is kept however old it is, or None
+        best : path of a checkpoint to keep even if it is old, or None
         """
         path = self.path_of(fit["done"])
         choices = SaveChoices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
@@ -233,7 +233,7 @@ class FitCheckpointer:
     loader : loader of the training batches; with checkpoints a `data.DataLoader`
     checkpoints : settings; None: save no checkpoints
     history : history of this run
-    best : True: keep the weights of the best validation in a checkpoint or, without checkpoints, in a copy in memory
+    best : True: keep the weights of the best validation, as a checkpoint, or without checkpoints as a copy in RAM
         (`CallRunner.copy_weights_to_restore`)
 
     Attributes
@@ -270,8 +270,8 @@ class FitCheckpointer:
 
     def save_if_due(self, better: bool = False) -> bool:
         """Save a checkpoint if one is due at this step, or if this step has the best validation loss so far
-        (`better`). Return whether a checkpoint was saved. Without checkpoints, keep a copy of the best weights in
-        memory."""
+        (`better`). Return whether a checkpoint was saved. If `fit` saves no checkpoints, keep a copy of the best
+        weights in RAM instead."""
         if better and self.best and self.checkpoints is None:
             self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_to_restore(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
@@ -282,8 +282,8 @@ class FitCheckpointer:
         return True
 
     def save_last_step_and_wait(self, ended: str = "") -> bool:
-        """Save the last step, unless it is saved already, and wait until all checkpoints are complete. Return whether
-        a checkpoint was saved. `ended` says why the run ended; "" if it is to be resumed."""
+        """Save the last step, unless it has already been saved, and wait until all checkpoints are complete. Return
+        whether a checkpoint was saved. `ended` says why the run ended; "" if it is to be resumed."""
         if self.checkpoints is None:
             return False
         state = self._make_resume_state() | {"finished": ended}
@@ -293,7 +293,7 @@ class FitCheckpointer:
         try:
             self.trainer.call_runner.wait_for_background_save()
         except CheckpointError:
-            self._save_checkpoint(state, background=False)  # try once more: raises again unless the cause is gone
+            self._save_checkpoint(state, background=False)  # try once more; raises an error if this fails too
         return new
 
     def restore_best_weights(self) -> None:
@@ -319,7 +319,7 @@ class FitCheckpointer:
         log_on_rank0(self.trainer.call_runner, f"the weights are those of {description}: {path}")
 
     def _make_resume_state(self) -> dict[str, Any]:
-        """Return the state of `fit` that the checkpoint stores, from which a later run can resume."""
+        """Return the state of `fit` that is saved in the checkpoint so that a later run can resume."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {

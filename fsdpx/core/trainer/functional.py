@@ -1,6 +1,6 @@
 """The functional API: collectives on arrays of any shape over the default communicator.
 
-Results are new arrays, and arguments are not modified. The exception is `out`, which receives the result."""
+Results are new arrays, and arguments are not modified, except for `out`, which receives the result."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
 
 
 def all_gather(x: Any) -> np.ndarray:
-    """Stack `x` of every rank on a new first dimension and return the result on every rank. Collective.
+    """Stack the `x` of all ranks along a new first dimension, and return the result on every rank. Collective.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
 
     Returns
     -------
-    array : rows floor(n r/N) to floor(n (r+1)/N) on rank r of N
+    array : on rank r of N, the rows from floor(n r/N) up to, but not including, floor(n (r+1)/N)
     """
     x = _as_contiguous_array(x)
     comm = _get_agreed_comm("reduce_scatter", x, op)
@@ -148,7 +148,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
 
 
 def broadcast(x: Any, root: int = 0) -> np.ndarray:
-    """Return `x` of rank `root` on every rank. Collective.
+    """Return on every rank the `x` of rank `root`. Collective.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarr
 
 
 def gather(x: Any, root: int = 0) -> np.ndarray | None:
-    """Stack `x` of every rank on a new first dimension and return the result on rank `root`, and None on all other
+    """Stack the `x` of all ranks along a new first dimension. Return the result on rank `root`, and None on all other
     ranks. Collective.
 
     Parameters
@@ -206,7 +206,7 @@ def gather(x: Any, root: int = 0) -> np.ndarray | None:
 
 
 def scatter(x: Any = None, root: int = 0) -> np.ndarray:
-    """Split `x` of rank `root` along its first dimension and return this rank's rows. Collective.
+    """Split the `x` of rank `root` along its first dimension, and return this rank's rows. Collective.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
 
     Returns
     -------
-    array : rows floor(n r/N) to floor(n (r+1)/N) on rank r of N
+    array : on rank r of N, the rows from floor(n r/N) up to, but not including, floor(n (r+1)/N)
     """
     comm = _get_agreed_comm("scatter", root=root)
     x = _as_contiguous_array(x) if comm.rank == root else None
@@ -236,7 +236,7 @@ def all_to_all(x: Any) -> np.ndarray:
 
     Parameters
     ----------
-    x : array, of the same shape and dtype on every rank; the number of ranks divides its first dimension
+    x : array, of the same shape and dtype on every rank; its first dimension must be divisible by the number of ranks
 
     Returns
     -------
@@ -244,7 +244,7 @@ def all_to_all(x: Any) -> np.ndarray:
 
     Raises
     ------
-    ShapeError : if the number of ranks does not divide the first dimension
+    ShapeError : if the first dimension is not divisible by the number of ranks
     """
     x = _as_contiguous_array(x)
     comm = _get_agreed_comm("all_to_all", x)
@@ -285,11 +285,11 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
 
     Raises
     ------
-    DesyncError : if the message has another size or dtype than `out`; the message is consumed nevertheless
+    DesyncError : if the size or dtype of the message differs from that of `out`; the message is consumed all the same
     """
     comm, into = default_communicator(), _as_flat_output(out)
     get_dtype_kind(into.dtype)
-    # only between processes: for thread ranks, the backend compares size and dtype
+    # only for ranks that are processes; for those that run as threads, the backend itself compares size and dtype
     if find_message_backend(comm) is not None:
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
@@ -326,7 +326,7 @@ NO_ROOT: Any = object()
 
 def _get_agreed_comm(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
     """Return the default communicator once all ranks have confirmed that they make the same call with matching
-    arguments. If they do not, every rank raises the same error."""
+    arguments. Otherwise raise the same error on every rank."""
     opened = _record_call_and_get_communicator(verb)
     _agree_on_signature(opened, _make_call_signature(verb, x, op, root))
     if root is not NO_ROOT and (isinstance(root, bool) or not isinstance(root, int | np.integer)):
@@ -343,8 +343,9 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous collective on a communicator of its own, because other ranks may start it at another time,
-    between other calls. With NCCL, which has only one communicator, ranks compare their calls before it starts."""
+    """Start an asynchronous collective on a separate communicator, because other ranks may start it at a different
+    point between their other calls. With NCCL, which has only one communicator, ranks compare their calls before the
+    collective starts."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -356,7 +357,7 @@ def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature,
 
 def _make_call_signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: Any = NO_ROOT) -> CallSignature:
     name = op.name if isinstance(op, ReduceOp) else None if op is None else _get_op_name(op)
-    # a root of another type raises an error after the ranks have compared their calls
+    # a root that is not an int is rejected later, after the ranks have compared their calls
     root = None if root is NO_ROOT else root if type(root) is int else repr(root)
     if x is None:
         return make_signature(verb, root=root)
@@ -366,7 +367,7 @@ def _make_call_signature(verb: str, x: Array, op: ReduceOp | str | None = None, 
 def _get_op_name(op: str) -> str:
     try:
         return ReduceOp.from_name(op).name
-    except ConfigError:  # the same error is raised once the ranks have compared their calls
+    except ConfigError:  # an unknown operation is rejected later, after the ranks have compared their calls
         return repr(op)
 
 
@@ -379,7 +380,7 @@ def _run_call(
 
 
 def _as_contiguous_array(x: Any) -> Array:
-    """Return `x` as a contiguous array in native byte order, copied only if it is not one already."""
+    """Return `x` as a contiguous array in native byte order. Copy it only if necessary."""
     x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else as_unmasked_array(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")

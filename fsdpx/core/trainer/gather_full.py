@@ -71,8 +71,8 @@ def all_reduce_input_gradients(
     Parameters
     ----------
     placement : placement of this rank
-    found : gradients of the inputs that the stages of this rank read, by slot (name of a value in a program); they are
-        summed over the pipeline ranks
+    found : gradients of the inputs that this rank's stages read, keyed by slot (name of a value in a program); they
+        are summed over the pipeline ranks
     batch : the microbatch
     scale : loss scale; the gradients are divided by it
     """
@@ -116,7 +116,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 def all_gather_parameters(state: TrainState, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Return the full parameters by canonical name, as NumPy arrays on every rank. Collective.
+    """Return the full parameters on every rank, as a dict from canonical name to NumPy array. Collective.
 
     Parameters
     ----------
@@ -132,8 +132,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the full accumulated gradients by canonical name, as NumPy arrays on every rank. They are gradients of
-    the summed loss, not yet divided by the loss weight. Collective."""
+    """Return the full accumulated gradients on every rank, as a dict from canonical name to NumPy array. They are
+    gradients of the summed loss, not yet divided by the loss weight. Collective."""
 
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
@@ -152,8 +152,8 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the running statistics (such as those of BatchNorm) by name on every rank. The pipeline rank that runs a
-    layer provides the layer's statistics. Collective."""
+    """Return the running statistics, such as those of BatchNorm, on every rank, as a dict from name to array. The
+    pipeline rank that runs a layer provides the layer's statistics. Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_running_statistic(name).reshape(-1)))
@@ -202,13 +202,13 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
 def _all_gather_full_arrays(
     state: TrainState, gather_page: Callable[[Page], Any], gradients: bool, names: Collection[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Return full parameters or gradients by canonical name on every rank. Collective.
+    """Return full parameters or gradients on every rank, as a dict from canonical name to array. Collective.
 
     Parameters
     ----------
     state : train state of this rank
-    gather_page : returns the elements of a page (flat parameter buffer), as this tensor rank holds them; called for the
-        pages of this pipeline rank
+    gather_page : function that returns all elements of a page (flat parameter buffer) of this tensor rank; called for
+        the pages of this pipeline rank
     gradients : True: gather the gradients of trainable pages, summed over tied copies; False: gather parameters
     names : names of the parameters to return; pages that hold none of them are not sent (default: all)
     """
@@ -231,7 +231,7 @@ def _all_gather_full_arrays(
 
 
 def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> Any:
-    """All-gather a page (flat parameter buffer) from the ranks of the shard axis, and return all of its elements.
+    """All-gather a page (flat parameter buffer) from the ranks of the shard axis, and return all elements of the page.
     Collective over the shard axis."""
     place, here = state.placement, state.placement.pages[page.index]
     full = place.xp.empty((page.size,), dtype=shard.dtype)

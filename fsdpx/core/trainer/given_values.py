@@ -1,5 +1,5 @@
-"""Initial parameter values that come from another library, such as from a PyTorch model. They are broadcast to all
-ranks, and released once each rank has copied its shard."""
+"""Initial parameter values that come from another library, such as PyTorch. They are broadcast to all ranks, and
+released once each rank has copied its shard."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["broadcast_given_values", "release_given_values"]
 
 
 def broadcast_given_values(model: Layer, comm: Communicator) -> None:
-    """Broadcast the values that another library gave to the parameters from rank 0, because each process has
-    initialized its own copy of the model with other random numbers. Collective."""
+    """Broadcast, from rank 0, the parameter values that come from another library. Without this, ranks would differ,
+    because each process initialized its own copy of the model with different random numbers. Collective."""
     for values in _find_given_values(model):
         values.broadcast_from_rank0(comm)
 
 
 def release_given_values(model: Layer, comm: Communicator) -> None:
-    """Drop the references to arrays of another library, once each rank has copied its shard, so that their memory can
+    """Once each rank has copied its shard, drop the references to arrays of another library, so that their memory can
     be freed. Collective."""
     if not (given_values := _find_given_values(model)):
         return
-    comm.barrier(what="first values").wait()  # wait, because thread ranks may share one model and still read the values
+    comm.barrier(what="first values").wait()  # wait: ranks that are threads may still be reading
     for values in given_values:
         values.release_reproducible_values()
     gc.collect()  # the conversion from PyTorch leaves reference cycles that keep the parameters alive

@@ -30,11 +30,11 @@ __all__ = ["default_communicator", "finalize", "init", "is_initialized", "local_
 def init(
     backend: Backend | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
-    """Open the default communicator and return it. If it is open already, `init()` without arguments returns it.
-    Collective.
+    """Open the default communicator and return it. If it is already open, `init()` without arguments returns the open
+    one. Collective.
 
-    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; after an exception the job ends
-    instead.
+    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; after an exception the job
+    ends instead.
 
     With FSDPX_CHECK=1 ranks compare every collective before it begins.
 
@@ -80,7 +80,7 @@ def _open_default_communicator(
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    # do not extend timeouts: other ranks show their progress only while they run a program
+    # without extension of timeouts, because a rank outside a program reports no progress
     start_watching(base, extend_waits=False)
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
@@ -89,8 +89,8 @@ def _open_default_communicator(
 
 
 def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
-    """Return the object with which ranks compare their calls. Return None if it is not needed: thread ranks compare
-    calls themselves, and a single rank or fake ranks have nothing to compare."""
+    """Return the object with which ranks compare their calls. Return None if it is not needed: the backend for ranks
+    that run as threads compares calls itself, and a single rank or fake ranks have nothing to compare."""
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
     if carrier is None or carrier.size == 1:
         return None
@@ -102,9 +102,9 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """Return the number of `rank` among the n ranks on its host. Use the launcher's local ranks if they are 0 to n -
-    1; otherwise number the ranks of the host in rank order. `hosts` holds the host name and the launcher's local rank
-    of each rank."""
+    """Return the local rank of `rank`, which numbers the n ranks of a host from 0 to n-1. Use the local ranks from the
+    launcher if they are these numbers; otherwise number the ranks of the host in rank order. `hosts` lists, for each
+    rank, its host name and its local rank according to the launcher."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
@@ -122,9 +122,9 @@ def finalize() -> None:
     opened = defaults.get_default()
     if opened is not None and not opened.of_thread:
         defaults.set_default(None)
-        # with ULFM, do not wait: ranks may have died unnoticed
+        # with ULFM, do not wait for other ranks, because some may have died unnoticed
         if not environment.read_environment().ulfm:
-            # if ranks differ, the error of this call names what each rank called
+            # if ranks have made different calls, this raises an error that names the call of each rank
             agree_on_call(opened.owned_communicators[-1] if opened.owned_communicators else opened.comm, "finalize")
         detach_watchdog(opened.comm)
         if opened.agreement is not None:
@@ -143,8 +143,8 @@ def rank() -> int:
     """Return the rank of this process among the ranks of `init()`, or, before `init()`, among all ranks of MPI or the
     launcher.
 
-    Like `world_size` and `local_rank`, this function never communicates. In a trainer on another communicator, the rank
-    is `trainer.call_runner.rank`."""
+    Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, the
+    rank there is `trainer.call_runner.rank`."""
     return _get_rank_info_and_warn("rank").rank
 
 
@@ -154,8 +154,8 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among the ranks on the same host. Raise ConfigError if it is not known before
-    `init`."""
+    """Return the rank of this process among the ranks on the same host. If several ranks were started and the launcher
+    has not set local ranks, raise ConfigError before `init`."""
     place = _get_rank_info_and_warn("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
@@ -164,7 +164,7 @@ def local_rank() -> int:
 
 def _get_rank_info_and_warn(name: str) -> RankInfo:
     """Return rank, size and local rank of this process for the function `name`. If the script also has a trainer on a
-    communicator of another size, print once, on one rank, which communicator the result refers to."""
+    communicator of a different size, print once, on one rank, which communicator the result refers to."""
     rank_info, other = get_rank_info(), defaults.pop_script_rank_and_size()
     if other is not None and other[1] != rank_info.size and other[0] == 0:
         print(

@@ -1,4 +1,4 @@
-"""`trainer.inspect`: access to the engine and placement, measurements, and the settings on which results depend."""
+"""`trainer.inspect`: access to the engine and placement, measurements, and the settings that affect results."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ class Inspection:
         return get_learning_rate(self.placement.optimizer, self._call_runner.session.state.steps + 1)
 
     def list_settings(self) -> dict[str, str]:
-        """Return the settings on which results depend besides seed and data, as text by name: layers, loss, optimizer,
-        current learning rate. They are the same on every mesh, since model and loss are described without sharding."""
+        """Return the settings that affect results, other than seed and data, as a dict from name to text: layers,
+        loss, optimizer, current learning rate. They are the same on every mesh, because model and loss are described
+        without sharding."""
         session, place = self._call_runner.session, self.placement
         optimizer, clip = unwrap_optimizer(place.optimizer), place.options.clip_norm
         settings_by_name = {
@@ -105,8 +106,8 @@ class Inspection:
         )
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
-        """Train some steps and return the measured time of each action (such as the forward of one layer group) on all
-        pipeline ranks; see `fsdpx.ext.observe.measure`. Collective.
+        """Train for a few steps and return the measured time of each action (such as the forward of one layer group)
+        on all pipeline ranks; see `fsdpx.ext.observe.measure`. Collective.
 
         Parameters
         ----------
@@ -115,7 +116,7 @@ class Inspection:
 
         Returns
         -------
-        MeasuredStep : the timeline of the fastest step, and durations with which other schedules can be simulated
+        MeasuredStep : the timeline of the fastest step, and durations from which other schedules can be simulated
         """
         measure = load_extension("trainer", "measure")
         return self._call_runner.run_call(

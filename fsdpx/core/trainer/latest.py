@@ -25,14 +25,14 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
 
     Collective over `comm`: rank 0 searches, and all ranks get its result. The newest checkpoint is the one with the
     largest number in its name: `step-100` is newer than `step-20`. Among equal numbers, or names without a number, it
-    is the one written last. The remains of a killed save do not count. A checkpoint with missing or truncated files is
-    skipped with a warning; only `load` compares every byte with its digest. Checkpoints that hold only weights, as
-    `save(weights="average")` writes them, are skipped as well.
+    is the one written last. Files left by an interrupted save are ignored. A checkpoint with missing or truncated
+    files is skipped with a warning, but its bytes are compared with their digests only by `load`. Checkpoints that
+    hold only weights, as written by `save(weights="average")`, are skipped as well.
 
     Parameters
     ----------
     folder : folder that holds the checkpoints; it need not exist yet
-    comm : communicator of the ranks that call, such as `trainer.call_runner.world` or an mpi4py communicator (default:
+    comm : communicator of the calling ranks, such as `trainer.call_runner.world` or an mpi4py communicator (default:
         the default communicator)
 
     Returns
@@ -48,7 +48,7 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
     require_valid_intracomm(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
-    if isinstance(comm, Communicator):  # compare calls first, so that an error names the ranks that make another call
+    if isinstance(comm, Communicator):  # compare calls first, so that an error names ranks that made another one
         agree_on_call(comm, "latest_checkpoint")
     path = agree_on_path(comm, "latest_checkpoint", folder)
 

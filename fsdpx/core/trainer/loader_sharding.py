@@ -38,10 +38,10 @@ class ShardingLoader(Protocol):
 
 
 def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
-    """Raise an error on all ranks if a DataLoader is sharded over other ranks than the trainer's data ranks, or if the
+    """Raise an error on all ranks if a DataLoader is sharded over ranks other than the trainer's data ranks, or if the
     ranks' datasets differ in length or order. Warn if only the first samples of the datasets differ. Collective."""
     place = call_runner.data_group.rank, call_runner.data_group.size
-    # with `domain`, ranks hold different parts of a sample, so their hashes differ
+    # with the option `domain`, ranks hold different parts of a sample, so the hashes differ
     compared = call_runner.world.size > 1 and call_runner.placement.sample_layout.has_complete_samples
     samplers = [loader.sampler for loader in loaders if isinstance(loader, ShardingLoader)]
     wrong = [s.size for s in samplers if (s.rank, s.size) != place and not s.presharded]
@@ -73,22 +73,23 @@ def require_same_sharding(call_runner: CallRunner, *loaders: Any) -> None:
 
 
 def _encode_min_and_max(value: int | None) -> list[int]:
-    """Return `[value, -value]`. Maximized over all ranks, they give the maximum and the negated minimum of the value.
-    Ranks on which it is None do not count."""
+    """Return `[value, -value]`. The elementwise maximum over all ranks then holds the maximum and the negated minimum
+    of the value. A rank whose value is None does not affect it."""
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
     """Return a number that must be equal on all ranks: twice the number of samples if the loader shards a common
-    dataset, or twice the number of batches plus 1 if each rank brings its own part of the data. None if the loader is
-    of another kind."""
+    dataset, or twice the number of batches plus 1 if each rank brings its own part of the data. Return None for a
+    loader of any other kind."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
 
 
 def _get_first_sample_hash(loader: Any) -> int | None:
-    """Return the hash of the first sample if the loader shards a common dataset; None if the hash is not known."""
+    """Return the hash of the first sample; None if the hash is not known or the loader does not shard a common
+    dataset."""
     return loader.hash_first_sample() if isinstance(loader, ShardingLoader) and not loader.sampler.presharded else None
 
 

@@ -1,5 +1,5 @@
-"""Checks of the options of a trainer, and the table of options that exclude each other. For each excluded pair the
-table has a reason and a remedy, from which error messages and a page of the docs are made."""
+"""Checks of a trainer's options, and the table of pairs of options that cannot be combined. For each pair the table
+has a reason and a remedy, from which error messages and a page of the docs are generated."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChoiceContext:
-    """What the checks for excluded options look at: the user's options, and the model, mesh and number formats as far
-    as they are known.
+    """Input of the checks for options that cannot be combined: the user's options, and the model, mesh and number
+    formats as far as they are known.
 
     Parameters
     ----------
-    recipe : all options of the user
-    model : the layers of the model in the order in which they run
+    recipe : all options that the user passed
+    model : the layers of the model in execution order
     formats : number formats of parameters, gradients and so on, as a `Precision`
     mesh : the mesh, with the widths of all axes
     state : names of the running statistics
@@ -93,7 +93,7 @@ class ExcludedPair(NamedTuple):
     choice, other : names of the two options in the docs
     found : function of a `ChoiceContext` that returns the beginning of the error message if the user set `other`, such
         as "reproducible_chunks=4 ", and otherwise ""
-    why : why the two options exclude each other
+    why : why the two options cannot be combined
     remedy : what to do instead
     """
 
@@ -105,14 +105,14 @@ class ExcludedPair(NamedTuple):
 
 
 def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceContext], str]:
-    """Return a function for `ExcludedPair.found` that detects an option which is not None, and describes it as
+    """Return a function for `ExcludedPair.found` that detects whether an option is set (not None), and describes it as
     "name=value" followed by `end`."""
     return lambda c: "" if c.get_option(name) is None else f"{name}={c.get_option(name)!r}{end}"
 
 
 def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function for `ExcludedPair.found` that detects a mesh axis of more than one rank, and describes it by
-    `text`, in which {width} and {mesh} are replaced."""
+    """Return a function for `ExcludedPair.found` that detects whether a mesh axis has more than one rank, and
+    describes it with `text`, in which {width} and {mesh} are replaced."""
 
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
@@ -121,7 +121,7 @@ def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str
 
 
 def make_condition_finder(text: str, condition: Callable[[ChoiceContext], bool]) -> Callable[[ChoiceContext], str]:
-    """Return a function for `ExcludedPair.found` that returns `text` if `condition` is true of the user's options."""
+    """Return a function for `ExcludedPair.found` that returns `text` if `condition` is true for the user's options."""
     return lambda c: text if condition(c) else ""
 
 
@@ -131,8 +131,8 @@ def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
 
 
 def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function for `ExcludedPair.found` that detects a layer which communicates in each step, and describes
-    it by `text`, in which {path} and {layer} are replaced."""
+    """Return a function for `ExcludedPair.found` that detects a layer that communicates in each step, and describes it
+    with `text`, in which {path} and {layer} are replaced."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
     )
@@ -171,8 +171,8 @@ EXCLUSIONS: list[ExcludedPair] = [
 
 
 def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
-    """Raise ConfigError if the user has set an option that `choice` excludes. The error begins with `prefix`, names
-    the first such option in the table, and is the same on all ranks."""
+    """Raise ConfigError if the user has set an option that cannot be combined with `choice`. The error begins with
+    `prefix`, names the first such option in the table, and is the same on all ranks."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
@@ -184,8 +184,8 @@ def is_collective(layer: Layer) -> bool:
 
 
 def format_exclusion_lists() -> str:
-    """Return the excluded pairs of options in Markdown, one list per option, including the pairs that strategies add.
-    Omit remedies that only say to leave an option out."""
+    """Return the pairs of options that cannot be combined in Markdown, one list per option, including the pairs that
+    strategies add. Leave out a remedy if it only says not to use an option."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
     lists: dict[str, list[str]] = {}
@@ -200,8 +200,8 @@ def format_exclusion_lists() -> str:
 
 
 def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """Raise ConfigError if an option that needs a mesh axis is set but no mesh is given. With a mesh whose axis has
-    one rank, such an option is allowed and has no effect."""
+    """Raise ConfigError if an option that needs a mesh axis is set but no mesh is given. If a mesh is given and the
+    axis has only one rank, such an option is allowed and has no effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -235,8 +235,8 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
 
 
 def _suggest_instance(name: str, value: Any) -> str:
-    """Return the end of an error message, which suggests an object to pass for the argument `name` instead of a class,
-    a name or a function."""
+    """Return the end of an error message that suggests an object to pass for the argument `name`, where the user
+    passed a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
@@ -259,8 +259,8 @@ def _list_optimizers() -> list[str]:
 
 
 def suggest_for_torch_object(value: Any) -> str:
-    """Return an error line that names the counterpart in fsdpx if `value` is a PyTorch optimizer or learning rate
-    schedule, or the class of one; "" for every other value."""
+    """If `value` is a PyTorch optimizer or learning rate schedule, or the class of one, return an error line that
+    names the counterpart in fsdpx. For every other value return ""."""
     kind = value if isinstance(value, type) else type(value)
     if not kind.__module__.startswith("torch.optim"):
         return ""

@@ -1,4 +1,4 @@
-"""Out-of-memory errors that show the planned memory by kind and suggest options that need less."""
+"""Out-of-memory errors that show the planned memory by kind and suggest options that need less memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def format_cheaper_options(
     options: Mapping[str, Any], count_bytes: Callable[[dict[str, Any]], int], limit: int | None, rows: int = 0
 ) -> str:
     """Return a table of options that need less memory. Each row adds one option to those of the row above; the table
-    ends with the first row that fits into memory.
+    ends with the first row that would fit into memory.
 
     Parameters
     ----------
     options : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
     count_bytes : function from a dict of changed options to the planned bytes
     limit : bytes that fit into memory; None if unknown
-    rows : number of samples of a rank; 0 if unknown
+    rows : number of samples per rank; 0 if unknown
     """
     changed, least = dict[str, Any](), count_bytes({})
     lines: list[tuple[str, ...]] = [("what would take less", "bytes", "")]
@@ -80,17 +80,17 @@ def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[t
 def explain_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: StepInputs | None
 ) -> OutOfMemory:
-    """Make an OutOfMemory error that shows the planned memory and options that need less.
+    """Make an OutOfMemory error that shows the planned memory and options that need less memory.
 
     Parameters
     ----------
     recipe : the recipe of the trainer
     world : communicator of all ranks
-    session : session of the trainer; None if it is not made yet
+    session : session of the trainer; None if it has not been made yet
     error : the MemoryError that was raised
-    feed : inputs of the step in which it was raised, or None
+    feed : inputs of the step in which the MemoryError was raised, or None
     """
-    clear_frames(error.__traceback__)  # frees the arrays that the failed frames still hold
+    clear_frames(error.__traceback__)  # free the arrays to which the stack frames of the error still refer
     trim_heap()
     node = find_node_communicator(world)
     held = 0 if session is None else sum(session.state.count_bytes_by_kind().values())
@@ -110,7 +110,7 @@ def explain_memory_error(
 
 
 def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInputs | None, limit: int | None) -> str:
-    """Return a table of the planned bytes by kind, followed by a table of options that need less."""
+    """Return a table of the planned bytes by kind, followed by a table of options that need less memory."""
     bare, batch = recipe.without_data(), _get_batch_shapes(feed)
     plan = _count_planned_bytes(bare, fake, feed)
     lines = [("plan of this rank", "bytes"), *((kind, format_bytes(n)) for kind, n in sorted(plan.items()))]
@@ -142,7 +142,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
 
 
 def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:
-    """Return the batch of a step as arrays with shapes and no data; None if it is not known."""
+    """Return the batch of a step as arrays that have shapes but no data; None if the batch is not known."""
     microbatches = [] if feed is None else [batch for batch in feed.batch if batch is not None]
     if not microbatches or microbatches[0].target is None:
         return None

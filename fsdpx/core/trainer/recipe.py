@@ -54,7 +54,7 @@ __all__ = [
 class NoLoss(Loss):
     """Stand-in for a loss that was not given."""
 
-    acts_on = "position"  # without a loss, any sharding of the output is allowed
+    acts_on = "position"  # without a loss, the output may be sharded in any way
 
     def forward(self, env: Any, y: Any, target: Any) -> NoReturn:
         raise AssertionError("there is no loss")
@@ -71,7 +71,7 @@ class NoLoss(Loss):
 
 @dataclass(frozen=True, repr=False)
 class NoOptimizer:
-    """Stand-in for an optimizer that was not given: all parameters are frozen, and there is no optimizer state."""
+    """Stand-in for an optimizer that was not given. All parameters are frozen, and there is no optimizer state."""
 
     lr: float = 0.0
     slots: tuple[str, ...] = ()
@@ -92,8 +92,8 @@ def is_loss_or_optimizer_missing(loss: Any, optimizer: Any) -> bool:
 
 
 def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = None) -> None:
-    """Raise ConfigError if the trainer was made without a loss or an optimizer that `call` needs. Pass only those of
-    the two that it needs."""
+    """Raise ConfigError if the trainer was made without a loss or an optimizer that `call` needs. Pass only what
+    `call` needs: the loss, the optimizer, or both."""
     without = ["loss"] if isinstance(loss, NoLoss) else []
     without += ["optimizer"] if isinstance(unwrap_optimizer(optimizer), NoOptimizer) else []
     if without:
@@ -105,7 +105,7 @@ def require_loss_and_optimizer(call: str, loss: Any = None, optimizer: Any = Non
 
 @dataclass(frozen=True)
 class TrainingChoices(StepChoices):
-    """The options that say what is trained and how a step is computed. `fsdpx.distribute` explains them."""
+    """The options that define what is trained and how a step is computed. They are explained in `fsdpx.distribute`."""
 
     model: Layer
     loss: Any = None  # a Loss; NoLoss if none was given
@@ -129,8 +129,8 @@ class TrainingChoices(StepChoices):
 
 @dataclass(frozen=True)
 class DistributionChoices:
-    """The options that say how the model and its state are distributed over the ranks, and what ranks send each other.
-    With strategy="auto", the field `planned` is a text that says what the planner chose and why."""
+    """The options that define how the model and its state are distributed over the ranks, and what ranks send to each
+    other. With strategy="auto", the field `planned` is a text that says what the planner chose and why."""
 
     strategy: Strategy | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
@@ -162,13 +162,13 @@ class DistributionChoices:
 
     @property
     def sample_partition(self) -> Domain:
-        """How samples are partitioned over ranks: `domain`, or by default none, so that each rank has complete
-        samples."""
+        """How samples are partitioned over ranks: the option `domain`. By default samples are not partitioned, so each
+        rank has complete samples."""
         return self.domain or UNSHARDED
 
     @property
     def storage_choice(self) -> StorageLevelChoice:
-        """Which state is kept on disk instead of in memory: `offload`, or by default none."""
+        """Which state is kept on disk instead of in RAM: the option `offload`. By default, none is."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
@@ -180,23 +180,25 @@ class DistributionChoices:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """Rarely set options: where a trainer computes, what it checks and records, and values that replace measured ones.
+    """Rarely set options: where a trainer computes, what it checks and records, and values to use instead of measured
+    ones.
 
     Parameters
     ----------
     device : "cpu"; "cuda", where each rank uses one GPU (docs: gpu); or "shape", to count bytes and operations without
         computing
-    device_map : GPU of each local rank, as a list or a dict: `[0, 2]` (default: GPUs in the order of local ranks)
+    device_map : GPU of each local rank, as a list or a dict, such as `[0, 2]` (default: GPUs in the order of local
+        ranks)
     backend : open a new communicator of this backend: "node", "mpi", "nccl", "gloo" or "local" (default: use the open
         communicator)
-    group_bytes : group small layers until a unit holds this many bytes, such as "1MiB" (default: 4 MiB; 1 MiB on one
-        rank and without `tune`)
-    prefetch : number of pages that are gathered ahead of their use (default: that of the strategy)
+    group_bytes : group small layers until a unit (layers gathered together) has this many bytes, such as "1MiB"
+        (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
+    prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: that of the strategy)
     costs : dict from path pattern to cost of a layer, for the automatic split into pipeline stages
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
-    check_finite : look for NaN and Inf in the results of every unit
-    tune : measure good values of options that were not given, which takes some 100 ms and is stored on disk (default:
-        yes, unless FSDPX_TUNE=0)
+    check_finite : check the results of every unit for NaN and Inf
+    tune : measure good values for options that were not given, which takes about 100 ms; the result is stored on disk
+        (default: yes, unless FSDPX_TUNE=0)
     trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
         default: FSDPX_TRACE)
     """
@@ -248,7 +250,7 @@ def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The arguments of `fsdpx.distribute`, checked as far as one rank can check them alone."""
+    """The arguments of `fsdpx.distribute`, validated as far as is possible without communication."""
 
     training: TrainingChoices
     distribution: DistributionChoices = field(default_factory=DistributionChoices)

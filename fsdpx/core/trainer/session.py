@@ -60,7 +60,7 @@ frozen."""
 
 
 class BatchComparison(NamedTuple):
-    """How ranks compare their batches before a program; decided before the batch is checked.
+    """How ranks compare their batches before they run a program. This is decided before the batch is checked.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class BatchComparison(NamedTuple):
         same shape and dtype as before
     digests : whether ranks also compare checksums of the samples, because several ranks may have to hold the same
         samples
-    may_have_duplicates : whether data ranks, which should have different samples, may by mistake have the same samples
+    may_have_duplicates : whether data ranks may, by mistake, have the same samples instead of different ones
     """
 
     ranks: Communicator | None
@@ -80,14 +80,14 @@ class BatchComparison(NamedTuple):
 
 @dataclass
 class CheckedBatch:
-    """This rank's batch after its checks.
+    """This rank's batch after it has been checked.
 
     Attributes
     ----------
     inputs : inputs of the model; empty if a check failed before they were made
     target : the target, or None
     rows : number of samples
-    features : text that must be the same on other ranks: shapes and dtypes, and possibly a digest of the values
+    features : text that must be the same on other ranks: shapes and dtypes, and sometimes a digest of the values
     batched : see `StepInputs`
     error : error of the check that failed; None if the batch is valid
     """
@@ -118,8 +118,8 @@ class Session:
 
     Attributes
     ----------
-    explain_memory_error : function that turns a MemoryError of a program into an error that says what would fit, or
-        None
+    explain_memory_error : function that turns a MemoryError of a program into an error that says which options would
+        fit, or None
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Session:
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros) if together else None
         )
-        # compiled programs, keyed by their request and by the programs that have run before
+        # compiled programs, keyed by (request for the program, kinds of programs that had run before it)
         self._executables: dict[tuple[Any, ...], Executable] = {}
         self._output_shapes: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # keyed by the shapes of the batch
         self._warned: set[str] = set()
@@ -158,8 +158,8 @@ class Session:
         return self.engine.state
 
     def record_call_and_raise_pending_error(self, call: str) -> None:
-        """Write to this rank's flight record that it makes `call`. If another rank met an error in `predict` and
-        passed it to this rank, raise it."""
+        """Tell the observers, such as the watchdog, that this rank makes `call`. If another rank has reported an error
+        in `predict`, raise that error on this rank."""
         for enter in self.engine.hooks.on_collective_call:
             enter(call)
         if (
@@ -171,9 +171,9 @@ class Session:
             raise error
 
     def agree_on_call(self, call: str) -> None:
-        """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some make another call. If
-        replicas train independently, a call outside a step also waits for pending transfers between them. Collective.
-        """
+        """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some ranks have made a different
+        call. If replicas train independently, a call other than a step also waits for pending transfers between them.
+        Collective."""
         self.record_call_and_raise_pending_error(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.get_failed_ranks():
@@ -200,17 +200,17 @@ class Session:
         self.placement.sync_policy.wait_for_last_step()
 
     def announce_parameters_are_set(self) -> None:
-        """Tell the synchronization policy that parameters and step number were set on this rank, for example from a
-        checkpoint. In asynchronous training this is collective and waits for all ranks, so that no rank reads values
+        """Tell the synchronization policy that parameters and step number have been set on this rank, for example from
+        a checkpoint. In asynchronous training this is collective and waits for all ranks, so that no rank reads values
         that another rank has not set yet."""
         self.placement.sync_policy.on_parameters_set(self.state.steps)
         if self.placement.sync_policy.own_speed:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context manager in which each rank has the parameters common to all ranks, if ranks otherwise train
-        different ones; the context manager does nothing if they do not. `kinds` are the kinds of arrays to replace,
-        such as "master"."""
+        """Return a context manager for policies in which ranks train different parameters: inside it, each rank has
+        the parameters that are common to all ranks. With other policies it does nothing. `kinds` are the kinds of
+        arrays to replace, such as "master"."""
         put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -321,7 +321,7 @@ class Session:
         Parameters
         ----------
         tokens : int array of shape (texts, positions)
-        row : number of the first text
+        row : index of the first text
         cache : key-value cache; None if the tokens are complete texts
         """
         inputs = batches.prepare_inputs(self.placement, tokens)
@@ -358,21 +358,21 @@ class Session:
         """Return the number of microbatches for a batch, and store it. `rows` holds the number of samples of each data
         rank.
 
-        It is the configured number, but not more than the largest number of samples of a data rank, rounded up to a
-        multiple of the number of pipeline ranks: further microbatches would be empty."""
+        It is the configured number, but at most the largest number of samples on any data rank, rounded up to a
+        multiple of the number of pipeline ranks. Additional microbatches would be empty."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
-        """Check a batch without communication: shapes through the full model, labels, and optionally that inputs are
-        finite. Store the output shapes."""
+        """Check a batch without communication: that its shapes fit all layers, that labels are valid, and optionally
+        that inputs are finite. Store the output shapes."""
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._output_shapes.get(key)
         if shapes is None:
             given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
-            if place.axes.tensor.size > 1:  # raises an error if the tensor axis cannot divide a dimension
+            if place.axes.tensor.size > 1:  # raises an error if a dimension cannot be split over the tensor axis
                 largest = batches.make_largest_microbatch_shapes(place, inputs, (inputs[0].shape[0],), 1)
                 place.value_shapes.shape_of(0, largest)
             shapes = self._output_shapes[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
@@ -383,8 +383,8 @@ class Session:
                 require_finite(place, array, f"input {name!r}")
 
     def require_logits_and_get_vocab_size(self, tokens: Any) -> int:
-        """Return the vocabulary size of a language model. Raise ConfigError unless the model returns one row of logits
-        for each token."""
+        """Return the vocabulary size of a language model. Raise ConfigError unless the model returns a vector of
+        logits for each token."""
         inputs = batches.prepare_inputs(self.placement, tokens)
         self._validate_batch(inputs, None)
         shape, *more = self._output_shapes[_get_shapes_and_dtypes(inputs)]
@@ -441,15 +441,16 @@ class Session:
         return self._get_or_prepare_executable_of_request(request)
 
     def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
-        # preparation allocates shared memory collectively, so all ranks must do it in the same call: the programs that
-        # have run are the same on all ranks, while the contents of the store, on which the request depends, may differ
+        # preparing a program allocates shared memory collectively, so all ranks must do it in the same call. The key
+        # includes the programs that have run, because these are the same on all ranks; the request also depends on the
+        # contents of the store, which may differ
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
         return self._executables[key]
 
     def _warn_of_parameters_without_gradient(self) -> None:
-        """Warn once of parameters that no gradient reaches. Only the first data and tensor rank warns."""
+        """Warn once about parameters that no gradient reaches. Only the first data and tensor rank warns."""
         names, axes = list(self.state.idle), self.placement.axes
         self._warned.add(NO_GRADIENT)
         if axes.data.rank == axes.tensor.rank == 0:
@@ -461,8 +462,8 @@ class Session:
             )
 
     def _warn_of_wrong_sharding(self, x: Any) -> None:
-        """Warn once if the first input `x` looks wrongly partitioned, for example if the ranks' parts of a field
-        overlap. Collective if all ranks step together; otherwise it does nothing."""
+        """Warn once if the first input `x` seems to be partitioned wrongly, for example if the ranks' parts of a field
+        overlap. Collective if all ranks step together; otherwise this method does nothing."""
         self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
@@ -478,7 +479,7 @@ class Session:
 
     @contextmanager
     def hiding_accumulated_gradients(self) -> Iterator[None]:
-        """Return a context manager in which programs run as if no gradients had been accumulated."""
+        """Return a context manager inside which programs run as if no gradients had been accumulated."""
         state, gradient_source = self.state, self.state.gradient_source
         kept = state.pop_values_of_earlier_programs()
         try:
@@ -491,13 +492,13 @@ class Session:
         self, kind: str, microbatches: int, local: bool = False, fresh: bool = False
     ) -> ProgramRequest:
         """Return the compiler's input for a program of this kind: the placement's options, and which values earlier
-        programs left in the store. With `fresh`, assume an empty store. With `local`, gradients are not reduced over
-        ranks."""
+        programs left in the store. With `fresh`, the store is assumed to be empty. With `local`, gradients are not
+        reduced over ranks."""
         place, policy = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
-        # all elastic ranks must learn of a gradient that is not finite: an error on a single rank would count as death
+        # all elastic ranks must learn of a non-finite gradient: an error on one rank would be treated as its death
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
@@ -518,8 +519,8 @@ class Session:
         )
 
     def _get_current_stage(self, batch: Microbatch | None = None) -> Stage:
-        """Return the pipeline stage of this rank, with the parameters that are frozen now. If `batch` is not None,
-        gradients of its floating-point inputs are also computed."""
+        """Return the pipeline stage of this rank, with the parameters that are currently frozen. If `batch` is not
+        None, gradients of its floating-point inputs are also computed."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not has_integer_dtype(x)))
@@ -536,8 +537,8 @@ class Session:
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """Pairs (program of a step, number of times that it runs). There is one pair, or in local training one pair
-        for each different step between two synchronizations."""
+        """Pairs of (program of a step, number of times that it runs). There is one pair; in local training, there is
+        one for each different step between two synchronizations."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )
@@ -547,8 +548,9 @@ class Session:
         ]
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
-        """Return the numbers of the units (groups of layers) whose forward is recomputed in backward. The choice is
-        the same for all batches of one size. A memory budget needs a forward on arrays without data."""
+        """Return the indices of the units (groups of layers) whose forward is recomputed in backward. The choice is
+        the same for all batches of one size. For a memory budget, it is found by running the units on arrays that have
+        shapes but no data."""
         pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()
@@ -591,8 +593,8 @@ class Session:
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 
     def try_predict_directly(self, x: Any) -> tuple[Any, ...] | None:
-        """Return the outputs for `x` by calling the layers without a program, which is faster. Return None unless a
-        batch of this shape and dtype was predicted before and prediction needs no communication."""
+        """Return the outputs for `x` by calling the layers without a program, which is faster. Return None if
+        prediction needs communication, or if no batch of this shape and dtype has been predicted before."""
         known = self.engine.direct.get((x.shape, x.dtype)) if type(x) is np.ndarray else None
         return None if known is None else known(x)
 

@@ -59,7 +59,7 @@ class Trainer:
     """A distributed model with its loss and optimizer, as returned by `fsdpx.distribute`.
 
     Every method that moves data is collective: all ranks call the methods in the same order. Arrays x and y hold this
-    data rank's part of the global batch; dim 0 is samples, and parts may differ in size."""
+    data rank's part of the global batch, with samples along dim 0; parts may differ in size."""
 
     # with __slots__, setting a misspelled attribute raises AttributeError
     __slots__ = (
@@ -82,8 +82,8 @@ class Trainer:
 
     @property
     def call_runner(self) -> CallRunner:
-        """The object that runs this trainer's calls: its ranks and communicators, and what they do together besides
-        training."""
+        """The object that runs this trainer's calls. It owns the communicators of the ranks, and does what ranks do
+        together besides training."""
         return self._call_runner
 
     @property
@@ -106,12 +106,12 @@ class Trainer:
         """Run forward, backward and update on one global batch, and return its mean loss, the same on every rank.
         Collective, unless ranks step at their own speed (docs: asynchronous).
 
-        With a dynamic loss scale, an update with NaN or Inf is skipped instead of raising an error; rank 0 warns
-        (RuntimeWarning) at the first of consecutive losses that are NaN or Inf.
+        With a dynamic loss scale, NaN or Inf does not raise an error: the update is skipped, and rank 0 issues a
+        RuntimeWarning at the first of consecutive losses that are NaN or Inf.
 
         Parameters
         ----------
-        x : inputs: an array, a tuple, or a dict by name
+        x : inputs: an array, a tuple, or a dict keyed by name
         y : target
 
         Returns
@@ -120,7 +120,7 @@ class Trainer:
 
         Raises
         ------
-        NumericsError : if the loss or a gradient is NaN or Inf; nothing is updated then, and running statistics keep
+        NumericsError : if the loss or a gradient is NaN or Inf; then nothing is updated, and running statistics keep
             their values
         DataError : on all ranks, if the batch of one rank is invalid
         """
@@ -149,7 +149,7 @@ class Trainer:
 
         Raises
         ------
-        NumericsError : if the loss is NaN or Inf; the accumulated gradients are dropped then
+        NumericsError : if the loss is NaN or Inf; then the accumulated gradients are dropped
         """
         require_loss_and_optimizer("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
@@ -176,12 +176,12 @@ class Trainer:
 
         Parameters
         ----------
-        x : inputs: an array, a tuple, or a dict by name
+        x : inputs: an array, a tuple, or a dict keyed by name
         training : run layers such as dropout in training mode
 
         Returns
         -------
-        array or tuple : a tuple if the model has several outputs; dim 0 is this rank's samples
+        array or tuple : output with this rank's samples along dim 0; a tuple if the model has several outputs
         """
         session = self._session
         if not isinstance(training, bool):
@@ -328,16 +328,17 @@ class Trainer:
 
     @run_through_call_runner(READS_STATE)
     def predict(self, x: Any, weights: WeightsChoice = "parameters") -> np.ndarray:
-        """Return the model's output for this rank's samples without dropout, and keep nothing for backward. Collective.
+        """Return the model's output for this rank's samples without dropout, and keep nothing for backward.
+        Collective.
 
         Parameters
         ----------
-        x : inputs: an array, a tuple, or a dict by name
+        x : inputs: an array, a tuple, or a dict keyed by name
         weights : "parameters", or their "average" over time (docs: optimizers)
 
         Returns
         -------
-        array or tuple : a tuple if the model has several outputs; dim 0 is this rank's samples
+        array or tuple : output with this rank's samples along dim 0; a tuple if the model has several outputs
         """
         session = self._session
         plain = isinstance(weights, str) and weights == "parameters"
@@ -407,14 +408,14 @@ class Trainer:
     def parameters(
         self, weights: WeightsChoice = "parameters", names: Collection[str] | None = None
     ) -> dict[str, np.ndarray]:
-        """Return all full parameters and running statistics by dotted name on every rank; tied parameters have their
-        first name. Collective.
+        """Return all full parameters and running statistics on every rank, as a dict keyed by dotted name; tied
+        parameters appear under the first of their names. Collective.
 
         Parameters
         ----------
         weights : "parameters", or their "average" over time (docs: optimizers)
-        names : exact names of the arrays to return, the same on all ranks; only pages that hold one of these parameters
-            are sent (default: all)
+        names : exact names of the arrays to return, the same on all ranks; only flat buffers (pages) that hold one of
+            these parameters are sent (default: all)
 
         Returns
         -------
@@ -439,8 +440,9 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
-        """Return the full gradients of the global mean loss that `accumulate` or `backward` have accumulated so far, by
-        dotted name and as NumPy arrays on every rank. Raise ConfigError if there are none. Collective."""
+        """Return on every rank the full gradients of the global mean loss that `accumulate` or `backward` have
+        accumulated so far, as a dict from dotted name to NumPy array. Raise ConfigError if there are none. Collective.
+        """
         place, state = self._placement, self._session.state
         if not state.gradient_source:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
@@ -467,9 +469,9 @@ class Trainer:
     ) -> None:
         """Write a checkpoint into the folder `path`; all ranks write at the same time (docs: checkpoints). Collective.
 
-        The checkpoint contains `model.safetensors`, one standard file with the bits of `parameters()`, and what `load`
-        needs to resume exactly. An older checkpoint at `path` is kept until the new one is complete. Saving needs two
-        blocks of 4 MiB of extra memory; with `background` also a copy of this rank's part.
+        The checkpoint contains `model.safetensors`, a single standard file with the same bits as `parameters()`, and
+        what `load` needs to resume exactly. An older checkpoint at `path` is kept until the new one is complete.
+        Saving needs two blocks of 4 MiB of extra memory, and with `background` a copy of this rank's part as well.
 
         Parameters
         ----------
@@ -478,11 +480,11 @@ class Trainer:
         dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: that of the
             trainer)
         shard_bytes : split the weights into files of up to this many bytes with an index file, as Hugging Face does
-        keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links and their
-            targets are never removed
+        keep : number of newest checkpoints to keep: saving FOLDER/step-30 removes older ones of FOLDER/step-*, but
+            never a higher number, a link, or the target of a link
         background : write a copy in a thread while training continues. If that fails,
             `call_runner.wait_for_background_save()` or the next save raises the error
-        weights : "average": save nothing but the average of the weights over time
+        weights : "average": save only the average of the weights over time
 
         Raises
         ------
@@ -504,8 +506,8 @@ class Trainer:
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
     ) -> None:
-        """Load a checkpoint that `save` wrote, so that training resumes exactly, with any number of ranks, strategy and
-        mesh. Collective.
+        """Load a checkpoint that `save` wrote, so that training resumes exactly, with any number of ranks, strategy
+        and mesh. Collective.
 
         Random numbers continue with the seed of the checkpoint. Loading needs three blocks of 4 MiB of extra memory.
 
@@ -518,7 +520,7 @@ class Trainer:
 
         Raises
         ------
-        CheckpointError : if names, shapes, formats, sizes or digests do not fit; nothing has changed then
+        CheckpointError : if names, shapes, formats, sizes or digests do not match; then the trainer is unchanged
         """
         self._call_runner.load_checkpoint(path, loader, convert, verify)
 
@@ -535,8 +537,8 @@ class Trainer:
         """Load parameters without optimizer state from arrays, a checkpoint, or safetensors files of other libraries,
         and return a report. Collective.
 
-        Shapes must fit. Tied parameters may have any of their names, and running statistics may be missing. The names
-        that PyTorch gives to the parameters of a layer are known (`Layer.aliases`).
+        Shapes must match. A tied parameter may have any of its names, and running statistics may be missing. The names
+        that PyTorch gives to the parameters of a layer are understood (`Layer.aliases`).
 
         Parameters
         ----------
@@ -544,9 +546,10 @@ class Trainer:
             files and their index; or a dict from name to full array, the same on every rank
         strict : True: require every parameter, and nothing else; False: load the parameters that the source has, and
             leave the others unchanged
-        rename : dict from pattern of names in the source to pattern of names in the model; the text that a * matches
-            replaces the corresponding * of the other pattern
-        convert : True: round or widen floats of another format (default: True for arrays, False for files)
+        rename : dict from name patterns in the source to name patterns in the model; the text that a * matches is
+            inserted for the corresponding * in the other pattern
+        convert : True: convert floats from other formats by rounding or widening (default: True for arrays, False for
+            files)
 
         Returns
         -------
@@ -554,7 +557,7 @@ class Trainer:
 
         Raises
         ------
-        CheckpointError : the same on all ranks, if the weights do not fit; nothing has changed then
+        CheckpointError : the same on all ranks, if the weights do not fit; then the trainer is unchanged
         """
         self._call_runner.agree_on_call("load_parameters")
         options: Any = {
@@ -592,8 +595,8 @@ class Trainer:
 
     @property
     def output_grid(self) -> Domain:
-        """The partition of the model's output over ranks, with `domain`. It is the partition of the input if both have
-        the same number of cells.
+        """How the model's output is partitioned over ranks (option `domain`). If output and input have the same number
+        of cells, they have the same partition.
 
         Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
         layers, so it is known before the first prediction.
@@ -610,8 +613,8 @@ class Trainer:
         return self._session.state.steps
 
     def report(self) -> Any:
-        """Return a `Report` of this rank since the last `reset_counters`: bytes and calls by collective and axis,
-        memory by kind, time by operation."""
+        """Return a `Report` for this rank, covering the time since the last `reset_counters`: bytes and calls by
+        collective and axis, memory by kind, time by operation."""
         return load_extension("trainer", "report")(self._session.engine, self._session.round_programs)
 
     def __enter__(self) -> Self:
@@ -619,7 +622,7 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         """Close the trainer at the end of `with model.as_distributed(...) as trainer:`. After an exception the trainer
-        is not closed, because the job ends."""
+        is not closed, because the job is about to end."""
         if kind is None:
             self.close()
 
@@ -638,7 +641,7 @@ class Trainer:
         self._call_runner.agree_on_call("close")
         self._call_runner.wait_for_save_within_call()
 
-    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+    if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute name
 
         def __getattr__(self, name: str) -> Any:
             hint = f"; use {CALLS_ELSEWHERE[name]}" if name in CALLS_ELSEWHERE else ""
@@ -664,7 +667,7 @@ class Trainer:
 
     def _require_one_gradient_source(self, source: str) -> None:
         """Raise ConfigError if one update would mix gradients from `accumulate` and from `backward`, which are
-        weighted differently. `source` is the call that adds gradients now."""
+        weighted differently. `source` is the method that is about to add gradients."""
         if self._session.state.gradient_source not in ("", source):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "

@@ -1,13 +1,13 @@
-"""Predictions inside a solver that start without waiting for all ranks. While batches keep their shapes and dtypes,
-ranks do not compare them, and an error on one rank still reaches all ranks.
+"""Predictions inside a solver that start without waiting for all ranks. As long as batches keep their shapes and
+dtypes, ranks do not compare them, and yet an error on one rank reaches all ranks.
 
 Each rank counts its calls of `predict` in a window (shared memory) that other ranks can read at any time. A rank whose
 batch is invalid, or differs in shape or dtype from the previous one, waits until all other ranks have begun the same
 call. If the batches of all ranks differ from the previous ones, the ranks compare them as in the first call. If only
 some do, the lowest of these ranks writes an error into the windows of all ranks, together with the number of calls
-that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message is left over
-and no rank waits for another. All ranks raise the error in every call up to the last call in which a rank can learn of
-it. Ranks that continue after the error are then in the same call again."""
+that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message remains
+unreceived and no rank waits for another. Because some ranks learn of the error only in their next call, all ranks
+raise it in every call up to that one, so that ranks that continue after the error are in the same call again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UncoordinatedPrediction:
 
     Parameters
     ----------
-    comm : communicator of the ranks that hold the parts of the field
+    comm : communicator of the ranks that each hold a part of the field
     run_on_zeros : function that runs a prediction on zeros, given the shapes and dtypes of the inputs
     """
 
@@ -106,7 +106,7 @@ class UncoordinatedPrediction:
             raise error or timeout from timeout
 
     def finish_prediction(self) -> None:
-        """Mark this rank's call as returned. If another rank has reported an error meanwhile, raise it."""
+        """Mark this rank's call as returned. If another rank has reported an error in the meantime, raise it."""
         if self._agreed_kind is None or self._window is None:
             return
         with self._window.open_locked_part(self._comm.rank, 0, HEAD) as head:
@@ -118,9 +118,9 @@ class UncoordinatedPrediction:
             raise self._run_missed_calls_and_get_error(0)
 
     def take_pending_error(self) -> FsdpxError | None:
-        """Return the error that another rank reported since the last `predict`, for a call other than `predict`; None
-        if there is none. First run the predictions that this rank has missed, so that other ranks do not wait for it.
-        """
+        """Return the error that another rank has reported since this rank's last `predict`; None if there is none.
+        Used by calls other than `predict`. If there is an error, first run the predictions that this rank has missed,
+        so that other ranks do not wait for it."""
         self._failed.clear()
         window = self._window
         if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -136,13 +136,13 @@ class UncoordinatedPrediction:
         self._window = self._agreed_kind = None
 
     def _encode_call_state(self, state: int) -> int:
-        """Encode epoch, call number and `state` (STARTED, WAITING or RETURNED) as one integer that increases with each
-        of the three."""
+        """Encode epoch, call number and `state` (STARTED, WAITING or RETURNED) as one integer, ordered first by epoch,
+        then by call number, then by state."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _agree_that_all_batches_differ(self, window: Window) -> bool:
-        """Wait until the other ranks have begun this call. Return False if the batches of all ranks differ from the
-        previous ones, so that ranks can compare them; otherwise raise the error that all ranks raise."""
+        """Wait until the other ranks have begun this call. Return False if every rank's batch differs from its
+        previous one, so that ranks can compare their batches; otherwise raise the error that all ranks raise."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
@@ -182,7 +182,7 @@ class UncoordinatedPrediction:
                 words[BEGUN], words[FAILS], words[STOP], words[READY] = begun, fails, self._epoch, self._epoch
 
     def _run_missed_calls_and_get_error(self, begun: int) -> FsdpxError:
-        """Run the predictions that this rank has missed on zeros, and return the error that all ranks raise. `begun`
+        """Run, on zeros, the predictions that this rank has missed, and return the error that all ranks raise. `begun`
         is the number of calls (0 or 1) that this rank has begun but not run."""
         window, me = self._window, self._comm.rank
         assert window is not None
@@ -199,16 +199,17 @@ class UncoordinatedPrediction:
 
 
 def _describe_batch(batch_kind: tuple[str, int]) -> str:
-    """Return a phrase with the number of samples and the description of a batch."""
+    """Return a phrase that gives the number of samples and the description of a batch."""
     features, rows = batch_kind
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
 
 def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str, str]:
-    """Return class name and text of the error that all ranks raise.
+    """Return the class name and the text of the error that all ranks raise.
 
-    `texts` holds, for each rank with another batch than before, the class name and text of its error; the class name
-    is empty for a valid batch. `agreed` describes the batch of the remaining ranks."""
+    `texts` maps each rank whose batch differs from its previous one to the class name and text of its error; for a
+    valid batch, the class name is empty and the text describes the batch. `agreed` describes the batch of the
+    remaining ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"
@@ -217,8 +218,8 @@ def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str,
 
 
 def _pack_error(kind: str, text: str) -> bytes:
-    """Return class name and text of an error as JSON bytes that fit into the window. A text that is too long is cut
-    off."""
+    """Return the class name and text of an error as JSON bytes that fit into the window. The text is truncated if it
+    is too long."""
     while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
         text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
     return data
