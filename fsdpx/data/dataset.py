@@ -48,7 +48,7 @@ and raise SystemError (CPython gh-106905)."""
 class OpenFiles:
     """Opens files by path, and keeps the most recently used ones open.
 
-    Each process has a cache of its own: a forked process opens the files again, because it would otherwise share file
+    Each process has its own cache: a forked process opens the files again, because it would otherwise share file
     positions with its parent. A pickled copy starts with an empty cache."""
 
     def __init__(self, open_: Callable[[Path], Any]) -> None:
@@ -96,7 +96,8 @@ class WindowDataset(ABC):
         return x[0], y[0]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples at `indices` `(k,)` as (x, y), both of shape `(k, seq_len)`; k may be 0."""
+        """Return the samples at the given indices, an array of shape `(k,)`, as (x, y), both of shape `(k, seq_len)`;
+        k may be 0."""
         rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
         for row, i in zip(rows, indices, strict=True):
             self._read_into(int(i) * self.seq_len, row)
@@ -172,7 +173,7 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 class Dataset(Protocol):
-    """The protocol of datasets, whose samples have numbers from 0 to `len(dataset) - 1`.
+    """The protocol of datasets. Their samples are numbered from 0 to `len(dataset) - 1`.
 
     If a dataset has the method `__getitems__(numbers) -> samples`, as PyTorch and Hugging Face datasets do, or
     `take(indices) -> batch`, the loader reads each batch with a single call of that method."""
@@ -186,7 +187,7 @@ class ArrayDataset:
 
     Parameters
     ----------
-    arrays : arrays whose dim 0 is samples, at least 1; memory-mapped arrays stay on disk
+    arrays : one or more arrays with samples along dim 0; memory-mapped arrays stay on disk
     """
 
     def __init__(self, *arrays: Any) -> None:
@@ -222,7 +223,7 @@ class ArrayDataset:
         Returns
         -------
         tuple of arrays
-            one per array of the dataset, with k rows
+            one array of k rows for each array of the dataset
         """
         return tuple(a[indices] for a in self.arrays)
 
@@ -255,7 +256,7 @@ def make_empty_batch(batch: Any) -> Any:
 
 
 def hash_first_sample(dataset: Any) -> int | None:
-    """Return a hash of sample 0, with which ranks compare their datasets; None if the sample cannot be read, or
+    """Return a hash of sample 0, which ranks use to compare their datasets; None if the sample cannot be read, or
     contains neither numbers nor texts."""
     take = getattr(dataset, "take", None)
     try:
@@ -286,7 +287,7 @@ def _to_array_or_none(value: Any) -> np.ndarray | None:
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
 MAX_STRETCHES = 16  # the text is divided into at most this many stretches
-STRETCH_BYTES = 1 << 16  # minimum bytes of a stretch if there are several
+STRETCH_BYTES = 1 << 16  # minimum size of a stretch in bytes, if there is more than one
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
@@ -305,15 +306,15 @@ class TextDataset(WindowDataset):
 
     Parameters
     ----------
-    path : a file, a folder, or several of them; the files of a folder are sorted by path, and empty and duplicate files
-        are left out
+    path : a file, a folder, or several of them; the files of a folder are sorted by path, and empty and duplicate
+        files are left out
     seq_len : number of bytes in a sample; the split must have at least seq_len + 1 bytes
     suffixes : suffixes of the files to read from folders; caches, installed packages and hidden names are left out
     split : "train", "validation" or "all"; "train" and "validation" are disjoint, and depend only on the text and
         `fraction`
-    fraction : fraction of the text that is used for validation. The text is divided into up to 16 stretches of at least
-        64 KiB, and the end of each stretch is used
-    dtype : an integer dtype that holds 0 to 255
+    fraction : fraction of the text that is used for validation. The text is divided into up to 16 stretches of at
+        least 64 KiB, and the end of each stretch is used for validation
+    dtype : an integer dtype that can represent 0 to 255
     """
 
     vocab = 256

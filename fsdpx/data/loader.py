@@ -30,7 +30,7 @@ class BatchShard:
     ----------
     indices : indices of this rank's samples in the dataset, int64; may be empty
     global_rows : number of samples in the global batch
-    position_after : number of samples of the epoch that all ranks have been given after this batch
+    position_after : number of samples of the epoch that all ranks together have received after this batch
     """
 
     indices: np.ndarray
@@ -42,24 +42,26 @@ class DistributedSampler:
     """Shuffles the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch
     over the ranks.
 
-    The global batch of step k is order[k batch : (k+1) batch]. Rank r of `size` gets the elements floor(len r / size)
-    to floor(len (r+1) / size) of the batch. The global batches are therefore the same for any number of ranks, and
-    each sample occurs exactly once per epoch: no sample is repeated as padding.
+    The global batch of step k is order[k batch : (k+1) batch]. Rank r of `size` gets the elements [floor(len r /
+    size), floor(len (r+1) / size)) of the batch, where len is the length of the batch. The global batches are
+    therefore the same for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as
+    padding.
 
     Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
-    `position`, the number of samples of the epoch that all ranks have been given. At the end of an epoch, `epoch` is
-    incremented. If a loop was left early, a new loop restarts the epoch, unless `load_state_dict` is called before it.
-    A loop inside another loop iterates over the full epoch and advances neither `epoch` nor `position`.
+    `position`, the number of samples of the epoch that all ranks together have received. At the end of an epoch,
+    `epoch` is incremented. If a loop was left early, a new loop restarts the epoch, unless `load_state_dict` is called
+    before the new loop. A loop inside another loop iterates over the full epoch and advances neither `epoch` nor
+    `position`.
 
     Parameters
     ----------
     n : number of samples in the dataset
     rank, size : number of this data rank, and number of data ranks; None: those of comm. rank=0, size=1 without comm
-        means that the dataset holds only this rank's samples, which are not split again (`presharded`); `batch` then
-        counts this rank's samples. In this case `fit` on several ranks sets `uneven`: ranks may have different numbers
-        of samples, so `state_dict` leaves out `n`
-    comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if one
-        exists, else all ranks of this job
+        means that the dataset holds only this rank's samples, which are not split again (`presharded`), and that
+        `batch` counts this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to True:
+        ranks may have different numbers of samples, so `state_dict` leaves out `n`
+    comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if
+        one exists, else all ranks of this job
     shuffle : whether each epoch has a new random order; False: 0 .. n-1
     seed : seed of the random order
     drop_last : whether to leave out the last global batch if it is shorter than `batch`
@@ -150,7 +152,7 @@ class DistributedSampler:
         Returns
         -------
         iterator of BatchShard
-            one per step
+            one shard per step
         """
         order = self.get_order(epoch)
         while rows := self._count_batch_samples(position):
@@ -202,14 +204,14 @@ class DistributedSampler:
         return whole + (self._count_batch_samples(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position, which are the same on every rank and valid for any number of ranks."""
+        """Return epoch and position. They are the same on every rank, and valid for any number of ranks."""
         over = self._count_batch_samples(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
         return {"epoch": epoch, "position": position, **n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue where `state_dict` was called.
+        """Make the next iteration continue from where `state_dict` was called.
 
         Parameters
         ----------
@@ -218,7 +220,7 @@ class DistributedSampler:
         Raises
         ------
         DataError
-            if the dataset had another size or the samples another order (seed, shuffle), or if the state is incomplete
+            if the state is incomplete, or comes from a dataset of a different size or order (seed, shuffle)
         """
         for name in ("n", "seed", "shuffle"):
             if name in state and state[name] != getattr(self, name):
@@ -244,7 +246,7 @@ class DistributedSampler:
         Returns
         -------
         bool
-            True for the pass in progress that began first
+            True if it is the first to have begun of the passes in progress
         """
         return self._pass is not None and self._pass() is epoch_pass
 
@@ -313,7 +315,7 @@ def _require_int(name: str, value: Any, minimum: int) -> int:
 
 
 def _has_indexed_samples(dataset: Any) -> bool:
-    """Return whether a dataset can be indexed by sample. It cannot if it is a generator, a dict of arrays, or a tuple
+    """Return whether a dataset can be indexed by sample. This is not so for a generator, a dict of arrays, or a tuple
     of arrays with different shapes."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
         return False
@@ -361,8 +363,8 @@ def _signal_thread_stop(channel: _Channel) -> None:
 class Prefetch:
     """Iterates over `source` while a thread reads up to `depth` items ahead.
 
-    `next` raises an exception of the source with its traceback. The thread ends when the source is exhausted, when
-    `close()` is called, or when the iterator is garbage-collected."""
+    If the source raises an exception, `next` raises it with the original traceback. The thread ends when the source is
+    exhausted, when `close()` is called, or when the iterator is garbage-collected."""
 
     def __init__(self, source: Iterator[Any], depth: int, name: str) -> None:
         self._channel = _Channel(Queue(depth))
@@ -398,11 +400,11 @@ class DataLoader:
     """Iterates over this rank's batches of one epoch.
 
     A batch is the result of the dataset's `take` or of `collate`; for the datasets of this package it is `(x, y)`. If
-    the last batch is short, a rank may get zero rows. An exception while reading is raised where the batch was
-    requested. A loop inside another loop, such as validation on the training data, iterates over separate batches;
-    `state_dict` reports the position of the outer loop. The thread ends at the end of the loop, at the end of a `with`
-    block, when `close()` is called, or when the loader is garbage-collected. Raises DataError for a dataset that does
-    not yield a single batch.
+    the last batch is short, a rank may get zero rows. An exception in the reading thread is raised where the batch was
+    requested. A loop inside another loop, such as validation on the training data, iterates independently;
+    `state_dict` reports the position of the outer loop. The reading thread ends at the end of the loop, at the end of
+    a `with` block, when `close()` is called, or when the loader is garbage-collected. Raises DataError for a dataset
+    that does not yield a single batch.
 
     Parameters
     ----------
@@ -413,9 +415,9 @@ class DataLoader:
         communicator
     rank, size, shuffle, seed, drop_last, reproducible_chunks : see `DistributedSampler`. rank=0, size=1 without comm
         means that the dataset holds only this rank's samples, and that batch_size counts this rank's samples
-    sampler : a sampler that replaces batch_size, comm and the six arguments of `DistributedSampler`
+    sampler : a sampler to use instead of batch_size, comm and the six arguments above
     collate : function from a list of samples to a batch; None: `take` of the dataset if it has one, else stacking
-    transform : function from batch to batch; like collate, it runs in the reading thread
+    transform : function from batch to batch, which runs in the reading thread, like collate
     prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. 0: no thread
     """
 
@@ -501,7 +503,7 @@ class DataLoader:
         return self._start_iteration(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
-        """Return a hash of the first sample, with which ranks compare their datasets; see
+        """Return a hash of the first sample, which ranks use to compare their datasets; see
         `fsdpx.data.dataset.hash_first_sample`."""
         return hash_first_sample(self.dataset)
 
@@ -516,12 +518,12 @@ class DataLoader:
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position after the last batch that the loop received, not counting batches read ahead. Epoch
-        and position are the same on every rank, and valid for any number of ranks."""
+        """Return epoch and position after the last batch that the loop received, not counting batches read ahead. They
+        are the same on every rank, and valid for any number of ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stop iterations in progress, and let the next iteration continue where `state_dict` was called.
+        """Stop iterations in progress, and make the next iteration continue from where `state_dict` was called.
 
         Parameters
         ----------
@@ -530,7 +532,7 @@ class DataLoader:
         Raises
         ------
         DataError
-            if the dataset had another size or the samples another order (seed, shuffle), or if the state is incomplete
+            if the state is incomplete, or comes from a dataset of a different size or order (seed, shuffle)
         """
         self.close()
         self.sampler.load_state_dict(state)

@@ -50,8 +50,8 @@ _MAX_LINKS = 16
 
 
 def open_fields(path: Path) -> Any:
-    """Open a file of fields and return its root group. A single array, or a folder of arrays, is returned as a dict by
-    name."""
+    """Open a file of fields and return its root group. A single array, or a folder of arrays, is returned as a dict
+    keyed by name."""
     if path.suffix == ".npy":
         return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
     if path.is_dir():
@@ -79,7 +79,7 @@ def is_single_array(root: Any) -> bool:
 
 
 def _open_zarr(path: Path) -> Any:
-    """Open a Zarr group. A Zarr array, or a plain folder of Zarr arrays, is returned as a dict by name."""
+    """Open a Zarr group. A Zarr array, or a plain folder of Zarr arrays, is returned as a dict keyed by name."""
     zarr = _import_library("zarr", path)
     with suppress(FileNotFoundError):
         root = zarr.open(path, mode="r")
@@ -112,10 +112,11 @@ def _explain_unreadable(path: Path, file: Any, known: str) -> str:
 
 
 def open_array(path: Path, root: Any, inside: str) -> Any:
-    """Return the array at the path `inside` of an opened file. It is read from the file when it is indexed.
+    """Return the array at the path `inside` of an opened file. Its data are read from the file when the array is
+    indexed.
 
-    A contiguous HDF5 dataset is memory-mapped, because h5py would need one Python call per row to read a part with
-    short rows."""
+    A contiguous HDF5 dataset is memory-mapped, because h5py would need one Python call per row to read a part that
+    consists of short rows."""
     array = root[inside]
     if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
         offset = array.id.get_offset()
@@ -137,7 +138,7 @@ def _import_library(name: str, path: Path) -> Any:
 
 @contextmanager
 def naming_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
-    """Return a context manager that converts errors of reading to a DataError that names the file."""
+    """Return a context manager that converts read errors to a DataError that names the file."""
     try:
         yield
     except FsdpxError:
@@ -167,8 +168,8 @@ def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _follow_link(node: Any, path: str, links: int) -> Any:
-    """Return the object at a path below an HDF5 group, or an `ExternalLink`. h5py would follow links to any file that
-    they name, so links are followed here instead."""
+    """Return the object at a path below an HDF5 group, or an `ExternalLink`. Links are followed here and not by h5py,
+    which would open any file that a link names."""
     if path.startswith("/"):
         node = node.file["/"]
     for part in path.split("/"):
@@ -222,7 +223,7 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        # reading succeeds if the writer also lacked the filter and stored chunks uncompressed
+        # reading works if the writer lacked the filter as well, and therefore stored chunks uncompressed
         array[(0,) * len(array.shape)]
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"

@@ -93,7 +93,7 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
     """Return the dtype of stored integers, given the attribute `_Unsigned`. NetCDF's classic model has only signed
-    integers, and marks unsigned ones by this attribute."""
+    integers, and marks unsigned ones with this attribute."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -101,7 +101,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """Yield the numbers that mark missing data by convention, if no attribute names one."""
+    """Yield the numbers that mark missing data by convention if no attribute names one."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
@@ -112,10 +112,10 @@ def _iterate_default_fill_values(
 
 
 def _parse_number_attribute(attributes: Mapping[str, Any], name: str) -> list[int | float]:
-    """Return the numbers in an attribute; skip values that are neither numbers nor parse as numbers.
+    """Return the numbers in an attribute; skip values that are not numbers and cannot be parsed as numbers.
 
-    Text is parsed because JSON has no NaN, and because xarray stores a number in Zarr format 3 as text that encodes its
-    eight bytes."""
+    Text is parsed because JSON has no NaN, and because xarray stores a number in Zarr format 3 as text that encodes
+    its eight bytes."""
     found = []
     for value in np.ravel(attributes.get(name, ())).tolist():
         if isinstance(value, str | bytes):
@@ -148,7 +148,7 @@ def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) ->
         with np.errstate(over="ignore"):
             found = stored.type(value)
         return None if np.isinf(found) and not math.isinf(value) else found
-    for given_as in (stored, kind):  # an attribute may give an unsigned number in its stored, signed form
+    for given_as in (stored, kind):  # an attribute may give an unsigned number as the signed number with the same bits
         if np.iinfo(given_as).min <= value <= np.iinfo(given_as).max:
             return np.array(int(value), given_as).view(kind)[()]
     return None

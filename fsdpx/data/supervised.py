@@ -1,4 +1,4 @@
-"""A dataset of conversations for supervised fine-tuning, where only answers contribute to the loss."""
+"""A dataset of conversations for supervised fine-tuning, in which only answers contribute to the loss."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class SupervisedDataset:
     A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position, with -100 outside
     of answers, so that the loss is the mean over the tokens of answers.
 
-    Conversations are truncated to seq_len + 1 tokens. A conversation that then has no token of an answer is skipped;
-    `left_out` counts the skipped conversations. The file is read once, when the dataset is constructed.
+    Conversations are truncated to seq_len + 1 tokens. A conversation in which no token of an answer remains is
+    skipped; `left_out` counts the skipped conversations. The file is read once, when the dataset is constructed.
 
     Parameters
     ----------
@@ -48,14 +48,15 @@ class SupervisedDataset:
     encode : function from text to tokens, such as `lambda text: tokenizer.encode(text, add_special_tokens=False).ids`
         for a tokenizer of the tokenizers library
     seq_len : number of tokens in a sample
-    end : token that is appended to every answer and trained with it; it also pads samples shorter than seq_len
+    end : token that is appended to every answer and counts as part of it in the loss; it also pads samples shorter
+        than seq_len
     packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
-        segments), targets), where segments are the numbers of the conversations in the sample, from 0, for models with
-        `segments=True` (docs: models)
-    template : encodes messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) -> (text
-        before the message, text of the message); None: "role: " and "content\\n". Lines with prompt and completion do
-        not use the template, because their two texts are concatenated. The attributes `messages` and `texts` count the
-        lines with messages, and with prompt and completion
+        segments), targets), where segments give for each token the number of its conversation, counted from 0, for
+        models with `segments=True` (docs: models)
+    template : how to encode messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) ->
+        (text before the message, text of the message); None: "role: " and "content\\n". Lines with prompt and
+        completion do not use the template; their two texts are concatenated. The attribute `messages` counts the lines
+        with messages, and `texts` those with prompt and completion
     """
 
     def __init__(
@@ -183,7 +184,8 @@ def _split_messages(
 def _pack_conversations(
     found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Pack conversations into samples in the given order. Each sample gets as many as fit into `capacity` tokens."""
+    """Pack conversations into samples in the given order. Each sample gets as many conversations as fit into
+    `capacity` tokens."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0
     for one in found:

@@ -34,7 +34,7 @@ class EMA:
 
     Parameters
     ----------
-    decay : share of the old average, in [0, 1)
+    decay : weight of the old average, in [0, 1)
     """
 
     decay: float = 0.999
@@ -50,8 +50,8 @@ class EMA:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SWA:
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start, start +
-    every, start + 2 every, ... Before step `start`, the average equals the parameters.
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after steps start, start + every,
+    start + 2 every, and so on. Before step `start`, the average equals the parameters.
 
     Parameters
     ----------
@@ -77,16 +77,16 @@ class SWA:
 class AveragedOptimizer(WrappedOptimizer):
     """An optimizer that keeps an average of the parameters in addition to its own state.
 
-    The stored value is average - parameters. It is 0 before the first step for any initial values, stays correct if
-    parameters are frozen or loaded, and needs no scratch memory for a copy of the old parameters.
+    The stored value is the average minus the parameters. It is 0 before the first step for any initial values, stays
+    correct if parameters are frozen or loaded, and needs no scratch memory for a copy of the old parameters.
 
     Parameters
     ----------
     inner : the optimizer that makes the update
     averaging : an `EMA`, an `SWA`, or any object with their `get_kept_share(step)`
-    dtype : dtype of the average; None: that of the shard. A 16-bit shard needs float32, because one step changes the
-        average by less than 16 bits can resolve, and because the rounding errors of the parameters must not accumulate
-        in the average
+    dtype : dtype of the average; None: that of the shard. A 16-bit shard needs a float32 average, because the change
+        in one step is too small for 16 bits, and because the rounding errors of the parameters must not accumulate in
+        the average
     """
 
     inner: Optimizer
@@ -113,7 +113,7 @@ class AveragedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Update the parameters with the inner optimizer, and then their average, in place. See `Optimizer.update`."""
+        """Update in place the parameters, with the inner optimizer, and then their average. See `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
         # overflow is no error in updates; gradients are checked for NaN and Inf elsewhere
@@ -126,7 +126,7 @@ class AveragedOptimizer(WrappedOptimizer):
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:
-    """Add the parameters `p` to `total` in place; `p` may have fewer bits."""
+    """Add the parameters `p`, which may have fewer bits, to `total` in place."""
     if total.dtype == p.dtype:
         total += p
     else:

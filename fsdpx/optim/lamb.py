@@ -89,7 +89,7 @@ class LAMB:
 
     m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
     float64 over blocks of 1024 elements, and the sums of blocks are added exactly. The result therefore has the same
-    bits as for the full array if shard boundaries coincide with block boundaries; otherwise it agrees up to rounding.
+    bits as for the full array if shard boundaries coincide with block boundaries, and otherwise agrees up to rounding.
     Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers `gathers` numbers per
     parameter.
 
@@ -99,7 +99,8 @@ class LAMB:
     betas : decay of m and of v per step, each in [0, 1)
     eps : added to the square root
     weight_decay : coefficient; weight_decay * p is added to u
-    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
+        match
     """
 
     lr: LearningRate = 1e-3
@@ -151,8 +152,8 @@ class LAMB:
 def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """Return partial sums of squares for a segment (part of a parameter in this shard): of its parameters `p`, and of
-    its update direction."""
+    """For a segment (the part of a parameter in this shard), return partial sums of squares of its parameters `p`, and
+    of its update direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

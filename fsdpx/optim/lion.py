@@ -41,14 +41,15 @@ class Lion(Elementwise):
     """Lion: p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al.
     2023).
 
-    Slots (state arrays): m, which is half of Adam's state.
+    Slots (state arrays): only m, so the state is half the size of Adam's.
 
     Parameters
     ----------
     lr : a number, or a schedule from 1-based step to number; typically 3 to 10 times smaller than for AdamW
     betas : weight of m in the update, and decay of m per step, each in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step
-    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
+        match
     """
 
     lr: LearningRate = 1e-4

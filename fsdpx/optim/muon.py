@@ -43,21 +43,22 @@ class Muon:
     AdamW's, so that both use the same learning rate and weight decay (Liu et al. 2025).
 
     Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
-    convolutions are matrices with one row per output channel. Every rank that holds a part of a matrix gathers the
-    momentum of the full matrix and computes the full update, so that the bits do not depend on the sharding. Each rank
-    sends its part of the momentum once per update. The tensor axis must have one rank.
+    convolutions are treated as matrices with one row per output channel. Every rank that holds a part of a matrix
+    gathers the momentum of the full matrix and computes the full update, so that results are bit-identical for every
+    sharding. Each rank sends its part of the momentum once per update. The tensor axis must have only one rank.
 
-    Slots (state arrays): those of `others`, of which "m" is the momentum.
+    Slots (state arrays): those of `others`; the slot "m" holds the momentum.
 
     Parameters
     ----------
     lr : a number, or a schedule from 1-based step to number, for all parameters
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step, for all parameters
-    exclude : name patterns (fnmatch) of matrices that `others` updates
+    exclude : name patterns (fnmatch) of matrices to be updated by `others`
     others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
         by those of this optimizer
-    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
+        match
     """
 
     lr: LearningRate = 1e-3
@@ -130,7 +131,7 @@ class Muon:
                 self._update_matrix(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Return how many elements of a parameter this rank sends to each other rank that holds a part of the
+        """Return how many elements of a parameter this rank sends to each other rank that holds a part of the same
         parameter.
 
         Parameters
@@ -182,7 +183,7 @@ class Muon:
 
 
 def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any) -> Any:
-    """Join the parts that all ranks hold of a matrix, and return it as a flat array."""
+    """Join the parts of a matrix that the ranks hold, and return the full matrix as a flat array."""
     name, size = parts[0][0].name, parts[0][0].size
     assert sum(s.stop - s.start for s, _ in parts) == size, f"{name} is not whole"
     full = xp.empty(size, dtype)

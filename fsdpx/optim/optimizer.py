@@ -2,7 +2,7 @@
 
 An update works in place on a flat shard, and gives the same bits for every sharding and every implementation. Each
 update is declared once, in the file of its optimizer, as array code and as a loop. If Numba is installed, it compiles
-the loop for NumPy arrays in float32 and float64. The threads of `array.parallel` share the elements."""
+the loop for NumPy arrays in float32 and float64. The elements are divided among the threads of `array.parallel`."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class SlotFormat:
         Returns
         -------
         numpy.dtype
-            `self.dtype`, or that of the shard if it is None
+            `self.dtype`, or the dtype of the shard if `self.dtype` is None
         """
         return np.dtype(self.dtype or shard)
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """Return the format of each slot (state array) of an optimizer by name. Its attribute `slot_formats` lists only
-    slots whose dtype differs from the shard's."""
+    """Return a dict from name to format of each slot (state array) of an optimizer. The optimizer's attribute
+    `slot_formats` needs to list only slots whose dtype differs from the shard's."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
@@ -72,13 +72,14 @@ def needs_full_parameters(optimizer: Any) -> bool:
 
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
-    """Return an optimizer's state arrays before step 1, by name: zeros for a shard of this dtype."""
+    """Return an optimizer's state arrays before step 1, as a dict from name to an array of zeros, for a shard of this
+    dtype."""
     return {name: xp.zeros(segments.size, kept.get_dtype(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
 class Elementwise(ABC):
-    """Base class of elementwise optimizers. It checks their options, and updates the shard in spans of elements that
-    have the same hyperparameters."""
+    """Base class of elementwise optimizers. It checks their options, and updates the shard one span at a time, where a
+    span is a range of elements that have the same hyperparameters."""
 
     weight_decay: float
     groups: ParamGroups
@@ -98,7 +99,7 @@ class Elementwise(ABC):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Update a shard in place, see `Optimizer.update`."""
+        """Update a shard in place. See `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)
@@ -171,7 +172,7 @@ class Optimizer(Protocol):
 
 
 class Average(Protocol):
-    """The protocol of rules for averaging parameters over time."""
+    """The protocol of rules for averaging the parameters over time."""
 
     def get_kept_share(self, step: int) -> float:
         """Return the weight, from 0 to 1, of the old average in the new one after step `step` (counted from 1)."""
@@ -189,14 +190,14 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard in place, using for each parameter its own number of updates, as `torch.optim` does. Return False
-    if the arrays have only shapes and no values, so that nothing ran.
+    """Update a shard in place, using for each parameter the number of updates of that parameter, as `torch.optim`
+    does. Return False if the arrays have only shapes and no values, so that nothing was computed.
 
     The arguments are those of `Optimizer.update`, except that `step` is the number of steps of the trainer.
 
-    In general the optimizer is called once for each span of parameters with equal numbers of updates, with this number
-    as `step`. An optimizer that communicates, an `Elementwise` and a `WrappedOptimizer` are called only once on every
-    rank; they read `missed` from the segments."""
+    In general the optimizer is called once for each span of parameters with the same number of updates, and gets this
+    number as `step`. An optimizer that communicates, an `Elementwise` or a `WrappedOptimizer` is called only once on
+    every rank, and reads `missed` from the segments."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
         hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")
@@ -254,10 +255,10 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return the values of a step that ranks compare: (learning rate, weight of the old average of the parameters in
-    the new one).
+    """Return what ranks compare about a step: (learning rate, weight of the old average of the parameters in the new
+    one).
 
-    The learning rate is nan if the schedule is invalid; the error is raised later, when all ranks know of it. The
+    The learning rate is nan if the schedule is invalid; the error is raised later, once all ranks know about it. The
     weight is 0 if parameters are not averaged."""
     share = 0.0
     try:
@@ -331,7 +332,7 @@ DEVICE_BLOCK_ELEMENTS = 1 << 24  # on GPUs, a kernel launch costs more than a pa
 
 
 class UpdateFormula:
-    """An elementwise update with several implementations: array code, a Numba loop, and a kernel on devices that have
+    """An elementwise update with several implementations: array code, a Numba loop, and a kernel for devices that have
     one.
 
     The array code works on blocks that fit into the cache and needs two blocks of scratch memory. It is the reference,

@@ -131,7 +131,7 @@ class InverseSquareRoot(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Step(Schedule):
-    """Step decay: lr, multiplied by `factor` after every `every` steps.
+    """Step decay: the rate is lr, and is multiplied by `factor` after every `every` steps.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class Step(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """Linear warm-up from 0 before step 1 to the first rate of `schedule` at step `steps`, after which `schedule`
+    """Linear warm-up from 0 (before step 1) to the first rate of `schedule` at step `steps`, after which `schedule`
     begins, as in PyTorch's `SequentialLR` (Goyal et al. 2017).
 
     Parameters

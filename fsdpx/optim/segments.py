@@ -1,4 +1,4 @@
-"""Segments: the parameters, or parts of parameters, that a flat shard holds, and their positions in it."""
+"""Segments: the parameters, or parts of parameters, that a flat shard holds, and their positions in the shard."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +37,8 @@ class ShardSegment:
     size : number of elements of the full parameter
     shape : shape of the full parameter; () if no code needs it
     norm : whether the parameter belongs to a normalization layer
-    missed : number of updates that the parameter missed while frozen; in step `step` of the trainer, it gets its update
-        number `step - missed`
+    missed : number of updates that the parameter missed while frozen; step `step` of the trainer is update number
+        `step - missed` of the parameter
     """
 
     name: str
@@ -95,13 +95,14 @@ class ShardPeers:
 
     @cached_property
     def peer_segments(self) -> Sequence[tuple[ShardSegment, ...]]:
-        """The segments (parts of parameters) that each rank holds. They are computed on first use, because most
-        optimizers do not need them."""
+        """The segments (parts of parameters) of each rank. They are computed on first use, because most optimizers do
+        not need them."""
         return self.get_segments()
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """For each parameter that is split over several ranks, the segment that one of these ranks holds."""
+        """One segment for each parameter that is split over several ranks: the segment that one of these ranks holds.
+        """
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -120,7 +121,8 @@ class ShardSegments:
     items : the segments; () if the shard is empty
     exchange : function that all-gathers a few numbers per parameter among the ranks that hold shards of the same flat
         array; None: there is only one shard
-    peers : these ranks with an all-to-all for large transfers; None: there is only one shard
+    peers : the ranks that hold shards of the same flat array, with an all-to-all for large transfers; None: there is
+        only one shard
     """
 
     items: tuple[ShardSegment, ...]
@@ -141,11 +143,11 @@ class ShardSegments:
         return self.items[-1].stop if self.items else 0
 
     def with_missed_updates(self, missed: Mapping[str, int]) -> "ShardSegments":
-        """Return these segments with the number of updates that each parameter has missed while frozen.
+        """Return these segments, each with the number of updates that its parameter missed while frozen.
 
         Parameters
         ----------
-        missed : number of missed updates by parameter name; 0 for names that are not listed
+        missed : maps parameter names to numbers of missed updates; 0 for parameters that are not listed
 
         Returns
         -------
@@ -168,8 +170,8 @@ class ShardSegments:
 
     @cached_property
     def spans_by_missed_updates(self) -> list[tuple[slice, int, "ShardSegments"]]:
-        """The shard split into spans of parameters that have missed equally many updates, as (slice of the shard,
-        number of missed updates, segments of the span)."""
+        """The shard split into spans of parameters that have missed the same number of updates, as (slice of the
+        shard, number of missed updates, segments of the span)."""
         spans = []
         for missed, same in groupby(self.items, key=lambda s: s.missed):
             items = list(same)
@@ -183,12 +185,12 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : dict from name pattern to hyperparameters, as the optimizer has it
+        groups : the optimizer's dict from name pattern to hyperparameters
 
         Returns
         -------
         tuple of HyperparameterSpan
-            in the order of the shard, without empty spans; cached
+            the spans in the order of the shard, without empty ones; cached
         """
         return self._get_or_make_spans(_merge_spans, groups)
 
@@ -197,7 +199,7 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : dict from name pattern to hyperparameters, as the optimizer has it
+        groups : the optimizer's dict from name pattern to hyperparameters
 
         Returns
         -------
@@ -216,7 +218,7 @@ class ShardSegments:
         Returns
         -------
         list of (start, ShardSegments)
-            first element of each block in the shard, and the segments of the block; cached
+            index of each block's first element in the shard, and the segments of the block; cached
         """
         if max_elements not in self._blocks_by_size:
             starts = range(0, self.size, max_elements)
@@ -236,8 +238,8 @@ class ShardSegments:
     def _get_or_make_spans(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
-        """Return `make(items, groups)` from a cache, because every update needs it, and matching thousands of names
-        would take longer than the update."""
+        """Return `make(items, groups)`. The result is cached, because every update needs it, and matching thousands of
+        names would take longer than the update."""
         key = (make, make_hashable_groups(groups))
         if key not in self._cached_spans:
             self._cached_spans[key] = make(self.items, key[1])
@@ -250,23 +252,25 @@ class ShardSegments:
     def exchange_parts(
         self, xp: Any, parts: Mapping[str, Any], sends: Callable[[ShardSegment], int], dtype: Any
     ) -> dict[str, list[tuple[ShardSegment, Any]]]:
-        """Exchange parts of parameters between the ranks that hold shards of the same flat array, so that each rank
-        gets all parts of the parameters of which it holds one. Collective over these ranks.
+        """Exchange parts of parameters between the ranks that hold shards of the same flat array: every rank that
+        holds a part of a parameter gets all parts of it. Collective over these ranks.
 
-        Each rank sends one message to each rank that has another part of one of the parameters, and no message if no
-        parameter is split.
+        Each rank sends one message to each rank with which it shares a parameter. If no parameter is split, no message
+        is sent.
 
         Parameters
         ----------
         xp : namespace of the arrays
-        parts : flat array of `dtype` that this rank contributes for each parameter of the exchange, by parameter name
-        sends : function from a segment to the number of elements that the rank with this segment contributes; 0: none
+        parts : maps the name of each parameter to be exchanged to the flat array of `dtype` that this rank contributes
+        sends : function from a segment to the number of elements that the rank holding the segment contributes; may be
+            0
         dtype : dtype of all arrays
 
         Returns
         -------
         dict
-            list of (segment, flat array) by parameter name, one pair for each rank with a part, starting with this rank
+            maps parameter names to lists of (segment, flat array), with one pair for each rank that holds a part, this
+            rank first
         """
         parts_by_name = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.parameters_on_several_ranks)):
@@ -304,7 +308,8 @@ class ShardSegments:
 
     @cached_property
     def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each other rank, pairs (its segment, this rank's segment) of the parameters of which both hold a part."""
+        """For each other rank, pairs (its segment, this rank's segment) for the parameters that both ranks hold parts
+        of."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -313,7 +318,7 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters from partial sums on each rank. Each column holds a list of partial sums
+        """Return sums over full parameters, given partial sums on each rank. Each column holds a list of partial sums
         for each of this rank's segments; the result holds one sum per column and segment.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
@@ -335,8 +340,8 @@ class ShardSegments:
 
 
 def is_in_group(name: str, norm: bool, pattern: str) -> bool:
-    """Return whether a parameter belongs to the hyperparameter group with this pattern. `norm` says whether it belongs
-    to a normalization layer, which the special pattern NORMS matches."""
+    """Return whether a parameter belongs to the hyperparameter group with this pattern. `norm` says whether the
+    parameter belongs to a normalization layer; the special pattern NORMS matches these parameters."""
     return norm if pattern == NORMS else fnmatchcase(name, pattern)
 
 

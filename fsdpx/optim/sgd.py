@@ -63,7 +63,7 @@ class SGD(Elementwise):
 
     d = g + weight_decay p; m = momentum m + d; p -= lr m, or lr (d + momentum m) with Nesterov momentum.
 
-    Slots (state arrays): momentum, or none without momentum.
+    Slots (state arrays): momentum; no slots if `momentum` is 0.
 
     Parameters
     ----------
@@ -71,7 +71,8 @@ class SGD(Elementwise):
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; weight_decay * p is added to g
     nesterov : whether to use Nesterov momentum; `momentum` must then be above 0
-    groups : dict from name pattern (fnmatch) to {"weight_decay", "lr_scale"}, which apply to the parameters that match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
+        match
     """
 
     lr: LearningRate = 1e-3

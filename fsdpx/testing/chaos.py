@@ -1,5 +1,6 @@
-"""Fault injection: kill, stop or delay ranks at chosen actions of their programs, reproducibly by seed. A step log
-then checks a restarted job: each step must count once, and a repeated step must give the same loss to the last bit."""
+"""Fault injection: kill, stop or delay ranks at chosen actions of their programs. Faults are reproducible from a seed.
+A step log then checks a restarted job: each step must count once, and a repeated step must give the same loss to the
+last bit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class InjectedFault(RankDied):
-    """Raised in a rank that is a thread, to kill or stop it by an injected fault."""
+    """Raised in a rank that runs as a thread, to simulate that the rank is killed or stopped."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Fault:
     ----------
     kind : "kill", "stop" or "delay"
     rank : the rank on which the fault occurs
-    action : number of actions of the rank's programs after which it occurs, in each start of the job
+    action : the fault occurs after the rank has run this number of actions since that start of the job
     seconds : duration of a delay
-    start : number of the start of the job, counted from 0
+    start : which start of the job the fault occurs in, counted from 0
     """
 
     kind: str
@@ -70,7 +71,7 @@ def _parse_fault(part: str) -> Fault:
 def draw_faults(
     seed: int, ranks: int, actions: int, *, starts: int = 1, per_start: int = 1, kinds: Sequence[str] = FAULT_KINDS
 ) -> tuple[Fault, ...]:
-    """Draw `per_start` random faults for each of the first `starts` starts of a job, at ranks 0 to `ranks` - 1 and
+    """Draw `per_start` random faults for each of the first `starts` starts of a job, for ranks 0 to `ranks` - 1 and
     actions 1 to `actions`. The result depends only on the arguments. Delays last 1 to 5 ms."""
     draw = random.Random(seed)
     made = []
@@ -83,10 +84,10 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Make this rank suffer its faults in start number `start` of the job.
+    """Inject this rank's faults for start number `start` of the job.
 
-    A process gets SIGKILL or SIGSTOP. If ranks are threads (`threads`), `InjectedFault` is raised in the thread
-    instead. Raise ConfigError for a fault of an unknown kind."""
+    If the rank is a process, it gets SIGKILL or SIGSTOP. If ranks are threads (`threads`), `InjectedFault` is raised
+    in the thread instead. Raise ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for fault in faults:
         if fault.kind not in FAULT_KINDS:
@@ -127,8 +128,8 @@ def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T
 
 
 class StepLog:
-    """A log of the steps of all ranks, to check a job that was restarted after faults. Each start and rank has a file
-    with one line per step, which is written during the step."""
+    """A log of the steps of all ranks, to check a job that was restarted after faults. Each rank has a file for each
+    start of the job, with one line per step, which is written during the step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,8 +151,8 @@ class StepLog:
         return found
 
     def check_and_find_last_starts(self, steps: int) -> list[int]:
-        """Check the log, and return for each of `steps` steps the last start that performed it. Raise AssertionError
-        if the log is wrong.
+        """Check the log, and return, for each of `steps` steps, the last start of the job that performed it. Raise
+        AssertionError if the log is wrong.
 
         Each start must continue from a checkpoint of an earlier start. No step may be skipped, a repeated step must
         give the same loss to the last bit, all ranks must have the same losses, and each step must count exactly once.

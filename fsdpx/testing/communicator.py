@@ -43,7 +43,7 @@ class CommunicatorContract:
     """Tests of a communicator. Inherit the class and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank, and raise the error of one rank if it fails on any. To be overridden.
+        """Call `body(comm)` on every rank. If it fails on any rank, raise the error of one rank. To be overridden.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_draw_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-        if comm.size > 2:  # choose large values that cancel if added in rank order; otherwise the small ones are lost
+        if comm.size > 2:  # in rank order large values cancel first; in another order the small ones would be lost
             ours[0] = _draw_values(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]
@@ -148,7 +148,7 @@ class CommunicatorContract:
         for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
             n = 61 if counts is None else sum(counts)
             ours = [_draw_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
-            ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # these values are too large or too small for float16
+            ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # these values overflow or underflow in float16
             with np.errstate(over="ignore"):
                 want = ours[0].astype(wire).astype(dtype) if comm.size > 1 else ours[0]
                 for other in ours[1:]:
@@ -180,7 +180,7 @@ class CommunicatorContract:
             for op in _list_operations(dtype):
                 ours = [_draw_values(dtype, 7, seed=rank) for rank in range(comm.size)]
                 send = ours[comm.rank].copy()
-                recv = np.zeros_like(send) if root % 2 else send  # even roots reduce in place
+                recv = np.zeros_like(send) if root % 2 else send  # roots with an even number reduce in place
                 comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
                 if comm.rank == root:
                     _assert_close(recv, _compute_reduction(ours, op))
@@ -252,7 +252,7 @@ class CommunicatorContract:
 
     @_on_every_rank
     def test_waiting_for_one_transfer_progresses_others(self, comm: Communicator) -> None:
-        # rank 0 sends only after its reductions, while all other ranks first wait for the message
+        # rank 0 sends only after its reductions, but all other ranks wait for the message before theirs
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
         handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
         if comm.rank == 0:
@@ -364,8 +364,8 @@ def _get_rank_part(whole: np.ndarray, comm: Communicator, counts: list[int] | No
 
 
 def _compute_reduction(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """Compute the expected result of a reduction without communication: in float64, complex128 or exact integers,
-    rounded once at the end."""
+    """Compute the expected result of a reduction without communication, in float64, complex128 or exact integers, and
+    round it only once, at the end."""
     function: Any = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}[op.value]
     dtype = arrays[0].dtype
     if dtype.kind == "b":

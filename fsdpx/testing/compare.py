@@ -1,4 +1,4 @@
-"""Compare arrays by name, and report the element that differs most, with its tensor, index, and both values."""
+"""Compare named arrays, and report the element that differs most, with its tensor, index, and both values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WorstElement:
     index : index of the element in the tensor
     got, want : actual and expected values of the element
     relative : absolute difference of the two values, divided by the largest absolute value of the expected tensor
-    beyond, elements : number of elements of the tensor that differ by more than the tolerance, and number of all
-        elements of the tensor
+    beyond, elements : number of elements of the tensor that differ by more than the tolerance, and total number of its
+        elements
     tensors : number of tensors with elements that differ by more than the tolerance
     """
 
@@ -50,12 +50,12 @@ class WorstElement:
 def assert_close(
     got: Any, want: Any, tolerance: float = 0.0, *, rank: int | None = None, step: int | None = None
 ) -> None:
-    """Raise an AssertionError that names the element that differs most, unless two sets of arrays agree.
+    """Unless two sets of arrays agree, raise an AssertionError that names the element that differs most.
 
     Parameters
     ----------
     got, want : an array, a number, or a mapping or sequence of these; both must have the same structure
-    tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
+    tolerance : allowed difference relative to the largest element of the tensor; 0: arrays must be bit-identical
     rank, step : rank and step from which the arrays come, for the error message
     """
     found = find_difference(got, want, tolerance)
@@ -71,7 +71,7 @@ def find_difference(got: Any, want: Any, tolerance: float = 0.0) -> WorstElement
     Parameters
     ----------
     got, want : an array, a number, or a mapping or sequence of these; both must have the same structure
-    tolerance : allowed difference relative to the largest element of the tensor; 0: equal to the bit
+    tolerance : allowed difference relative to the largest element of the tensor; 0: arrays must be bit-identical
 
     Raises
     ------

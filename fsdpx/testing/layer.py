@@ -19,7 +19,7 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class GradientContract:
-    """Common base of the test classes for layers and for losses."""
+    """Base class of the test classes for layers and for losses."""
 
     training = True
     """Whether layers run in training mode (see `LayerContext`)."""
@@ -149,8 +149,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads can run forward and backward of one layer concurrently, each on its own samples, with
-        the same bits as in sequence."""
+        """Check that two threads can run forward and backward of one layer concurrently, each on its own samples, and
+        get the same bits as when they run one after the other."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -188,8 +188,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
     def test_samples_are_computed_independently(self) -> None:
-        """Check that two parts of a batch give the same outputs as the full batch, including random numbers, and that
-        their parameter gradients add up to the gradients of the batch."""
+        """Check that two parts of a batch give the same outputs as the full batch, even if the layer draws random
+        numbers, and that their parameter gradients add up to those of the full batch."""
         layer, x, p = self._make_test_case()
         if not self.samples_are_independent:
             return
@@ -257,7 +257,7 @@ class LayerContract(GradientContract):
         x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
-        # add noise, because with parameters of 0 or 1 the tests would not notice a missing factor
+        # add noise, because tests with parameters of 0 or 1 would not notice a missing factor
         moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
@@ -273,7 +273,7 @@ class LayerContract(GradientContract):
         self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
     ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
         """Run forward and backward with random output gradients. Return the outputs, and the gradients of the outputs,
-        of the inputs and of the parameters. Backward adds parameter gradients to `g`; None: to zeros."""
+        of the inputs and of the parameters. Backward adds parameter gradients to `g`, or to zeros if `g` is None."""
         y, saved = self._forward(layer, p, x)
         dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
         g = self._make_zero_gradients(layer, p) if g is None else g
@@ -381,8 +381,8 @@ class LossContract(GradientContract):
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
 
     def test_parts_of_a_sequence_add_up(self) -> None:
-        """Check that the losses of parts of a sequence add up to that of the full sequence, if `acts_on` of the loss
-        is "position"."""
+        """Check that the losses of the parts of a sequence add up to that of the full sequence, if the loss has
+        `acts_on = "position"`."""
         y, target = self._make_test_case()
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
             self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)

@@ -98,7 +98,8 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads that share an optimizer get the same bits as one thread with its own optimizer."""
+        """Check that two threads that share an optimizer get the same bits as a single thread with its own optimizer.
+        """
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_state("float32", slice(None), optimizer)
@@ -121,9 +122,9 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
-        """Check that a parameter that was frozen for two steps gets its first update in the third step, in which other
-        parameters get their third update."""
-        # the wrapper that averages parameters counts trainer steps, so test the inner optimizer
+        """Check that a parameter that was frozen for two steps gets its first update in step 3, in which the other
+        parameters get their third."""
+        # test the inner optimizer, because the wrapper that averages parameters counts the trainer's steps
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_state("float64", slice(None), optimizer)
         alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
@@ -162,8 +163,8 @@ class OptimizerContract:
     def _make_state(
         self, dtype: str, part: slice, optimizer: Optimizer | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the slice `part` of parameters and gradients, which are the same in every run, and zeroed state
-        arrays of its size."""
+        """Return the slice `part` of the test parameters and gradients, which are the same in every run, and zeroed
+        state arrays of the size of the slice."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[part].copy() for _ in range(2))
         low, high, _ = part.indices(TOTAL_SIZE)
@@ -175,8 +176,8 @@ class OptimizerContract:
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
-        """Perform three steps on shards of the parameters, split at the elements in `cuts`, each in its own thread.
-        Return the full parameters and state arrays."""
+        """Split the parameters into shards at the elements in `cuts`, and perform three steps on each shard in a
+        thread of its own. Return the full parameters and state arrays."""
         bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 

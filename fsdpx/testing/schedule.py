@@ -39,8 +39,8 @@ class ScheduleContract:
     """Number of stages per rank; None: the default of the schedule."""
 
     def make(self) -> str | Path | ScheduleFunction:
-        """Return the schedule to be tested: a function, a name or a path, as `distribute(schedule=)` takes it. To be
-        overridden."""
+        """Return the schedule to be tested: a function, a name or a path, as accepted by `distribute(schedule=)`. To
+        be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
@@ -61,7 +61,7 @@ class ScheduleContract:
             validate(made)
 
     def test_repeated_calls_give_same_schedule(self) -> None:
-        """Check that two calls give the same schedule, because each rank makes its own call."""
+        """Check that two calls give the same schedule, because each rank calls the schedule function itself."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
@@ -88,7 +88,7 @@ class ScheduleContract:
 
     def test_no_rank_waits_forever(self) -> None:
         """Check, for several costs of forward, backward and messages, that a step takes at most the sum of all costs.
-        This holds if at every moment a rank computes or a message is in flight."""
+        This holds if, at every moment, at least one rank computes or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)

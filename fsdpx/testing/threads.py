@@ -1,4 +1,5 @@
-"""Helpers to test objects that thread ranks share: run functions on threads that switch at every bytecode."""
+"""Helpers to test objects that are shared by ranks that run as threads. They run functions on threads that switch at
+every bytecode."""
 
 import sys
 import threading
@@ -25,8 +26,8 @@ themselves."""
 def switching_at_every_bytecode() -> Iterator[None]:
     """Return a context manager in which other threads may run at every bytecode that this thread executes.
 
-    Frames of NumPy, Numba and the parts of Python's standard library that wrap calls run without switches. So does a
-    bytecode, for example in a loop, after `MAX_VISITS` visits."""
+    Frames of NumPy, Numba and the parts of Python's standard library that wrap calls run without switches. A bytecode
+    that has been executed `MAX_VISITS` times, for example in a loop, no longer switches either."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

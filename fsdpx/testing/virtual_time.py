@@ -1,5 +1,5 @@
-"""Thread ranks in virtual time: they access shared memory in the order in which ranks of given speeds would access it,
-so that asynchronous training is reproducible."""
+"""Virtual time for ranks that run as threads. They access shared memory in the order in which ranks of given speeds
+would access it, so that asynchronous training is reproducible."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ __all__ = ["VirtualTime"]
 
 
 class VirtualTime:
-    """A virtual clock that thread ranks share: `distribute(..., comm=virtual.wrap_communicator(comm))`.
+    """A virtual clock shared by ranks that run as threads. To use it, pass `distribute(...,
+    comm=virtual.wrap_communicator(comm))`.
 
-    Pulls (reading parameters) and updates take no time. The step between a pull and an update takes the `seconds` of
-    its rank. If two ranks are at the same time, the lower rank continues first. Ranks compute one at a time.
+    Pulls (reading parameters) and updates take no time. The step between a pull and an update takes as long as
+    `seconds` says for the rank. If two ranks have the same virtual time, the lower rank continues first. Ranks compute
+    one at a time.
 
     Parameters
     ----------
     seconds : virtual duration of a step in seconds, for each rank
     seed : seed of the random jitter
-    jitter : largest relative deviation of the duration of a step from `seconds`; 0: no jitter
+    jitter : maximum relative deviation of the duration of a step from `seconds`; 0: no jitter
 
     Attributes
     ----------
@@ -48,7 +50,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        comm : communicator of a thread rank, as `spawn` passes it
+        comm : communicator of a rank that runs as a thread, as `spawn` passes it
         """
         return _TimedCommunicator(comm, self)
 
@@ -74,8 +76,8 @@ class VirtualTime:
             self._changed.notify_all()
 
     def wait_for_turn(self, rank: int, window: Window) -> None:
-        """Block until it is this rank's turn: no other rank can access a window (shared memory) at an earlier virtual
-        time.
+        """Block until it is this rank's turn, that is, until no other rank can access a window (shared memory) at an
+        earlier virtual time.
 
         Parameters
         ----------
@@ -183,7 +185,7 @@ class _TimedCommunicator(CommunicatorWrapper):
 
 
 class _TimedWindow(Window):
-    """A window (shared memory) whose accesses wait for their turn in virtual time."""
+    """A window (shared memory) in which each access waits for its turn in virtual time."""
 
     def __init__(self, window: Window, virtual: VirtualTime) -> None:
         super().__init__(window.rank, window.size, window.own, window.timeout)
@@ -228,8 +230,8 @@ class _TimedWindow(Window):
 
 
 def _is_ready(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises an error. After an error, the waiting rank calls `ready` itself and
-    gets the error."""
+    """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank calls `ready` again
+    and gets the error itself."""
     try:
         return ready()
     except Exception:
