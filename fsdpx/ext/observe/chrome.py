@@ -10,7 +10,7 @@ import json
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,8 @@ def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> li
     return found
 
 
+MIN_MESSAGE_SECONDS = 1e-8
+"""Least time between the two ends of a message, more than the rounding of times in the files."""
 MERGED = "trace.json.gz"
 SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
 """A file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps its process
@@ -165,15 +167,17 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The parsed trace file of one rank: its header, and its events in the trace format."""
+    """The parsed trace file of one rank: its header, its events in the trace format, and by how many seconds
+    `read_traces` moved them later because a message seemed to arrive before it was sent."""
 
     header: TraceHeader
     events: list[JSON]
+    delay: float = 0.0
 
     def to_rank0_clock(self, seconds: float) -> float:
         """Convert a time of this rank, in seconds since the origin of its file, to seconds of rank 0's clock."""
         at = self.header.origin + seconds
-        return at - interpolate_offset(self.header.clock, at)
+        return at - interpolate_offset(self.header.clock, at) + self.delay
 
     @property
     def clock_error(self) -> float:
@@ -326,7 +330,10 @@ def _format_key(event: ActionEvent) -> str:
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Read the trace files of all ranks in a folder, in rank order; raise ConfigError if any is missing or damaged."""
+    """Read the trace files of all ranks in a folder, in rank order; raise ConfigError if any is missing or damaged.
+
+    The offsets between clocks are measured with an error, by which a message can seem to arrive before it was sent.
+    Where that happens, the receiving rank's events are moved later, by no more than the error."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -337,7 +344,33 @@ def read_traces(folder: Path) -> list[RankTrace]:
     if len(there) != ranks or max(there) >= ranks:
         numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MAX_NAMED_FILES)) if n not in there)
         raise ConfigError(f"{folder}: of {found[0].header.ranks} ranks the files of {numbers} are missing")
-    return found
+    try:
+        delays = _find_delays(found)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: these are no events of fsdpx's traces: {error!r}") from error
+    return [replace(one, delay=delay) for one, delay in zip(found, delays, strict=True)]
+
+
+def _find_delays(ranks: Sequence[RankTrace]) -> list[float]:
+    """Return the least number of seconds by which each rank's times must be moved later so that no message arrives
+    before it is sent.
+
+    They are the longest paths in the graph whose edges lead from senders to receivers (Bellman and Ford). Clocks that
+    drift can contradict each other in a cycle, so the search ends after as many rounds as there are ranks."""
+    sent, received = ({
+        event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
+        for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end
+    } for end in "sf")  # fmt: skip
+    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> how much later the receiver's clock must be
+    for message in sent.keys() & received.keys():
+        (source, begin), (target, end) = sent[message], received[message]
+        least = begin + MIN_MESSAGE_SECONDS - end
+        earliest[source, target] = max(earliest.get((source, target), least), least)
+    delays = [0.0] * len(ranks)
+    for _ in ranks:
+        for (source, target), least in earliest.items():
+            delays[target] = max(delays[target], delays[source] + least)
+    return delays
 
 
 def _read_gzip_json(path: Path) -> Any:

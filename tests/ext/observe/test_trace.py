@@ -169,6 +169,22 @@ def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
 
 
 @in_full
+@pytest.mark.parametrize("late", [0, 2])
+def test_no_message_arrives_before_it_is_sent(tmp_path: Path, late: int) -> None:
+    """The clock of a rank is wrong by more than a message takes, as on a busy machine."""
+    written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
+    path = tmp_path / get_trace_file_name(late)
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    found["fsdpx"]["clock"] = [(at, offset + 0.05, 0.05) for at, offset, _ in found["fsdpx"]["clock"]]
+    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    messages = merge_traces(tmp_path)[2]
+    imported = Imported(json.loads(gzip.decompress((tmp_path / MERGED).read_bytes()))["traceEvents"], False)
+    assert not imported.lost
+    assert len(imported.flows) == messages > 0
+    assert 0 < max(one.delay for one in read_traces(tmp_path)) <= 0.1
+
+
+@in_full
 def test_a_simulated_step_lies_beside_a_measured_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
     path = tmp_path / SIMULATED
