@@ -417,7 +417,8 @@ def test_a_closed_pipe_is_no_error() -> None:
             command, shell=True, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **unbuffered}
         )
         assert done.stdout.startswith("gpt-tiny: GPT")
-        assert done.stderr == ""
+        said = [line for line in done.stderr.splitlines() if not line.startswith("fsdpx: simulating step")]  # if slow
+        assert not said
 
 
 def test_an_unknown_strategy_of_verify_is_one_line_on_all_ranks() -> None:

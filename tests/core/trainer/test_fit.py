@@ -393,7 +393,8 @@ def test_ranks_of_a_host_begin_with_different_kernels() -> None:
         assert counted == [(done, 5) for done in range(6)]
 
 
-def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_quick_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(messages, "SILENCE_SECONDS", 1000)
     with messages.reporting_if_slow(True, "thinking"):
         pass
     assert capsys.readouterr().err == ""
