@@ -347,7 +347,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     try:
         delays = _find_delays(found)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: these are no events of fsdpx's traces: {error!r}") from error
+        raise ConfigError(f"{folder}: its content is not what fsdpx writes: {error!r}") from error
     return [replace(one, delay=delay) for one, delay in zip(found, delays, strict=True)]
 
 
