@@ -3,6 +3,7 @@ with the fastest step that fits into memory."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,8 @@ OFFLOAD_CHOICES = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "pa
 MAX_DEPTHS_TRIED, MAX_DEPTH_FACTOR = 6, 16
 """Limits of the search for the deepest model: at most `MAX_DEPTHS_TRIED` depths are predicted, up to `MAX_DEPTH_FACTOR`
 times the given depth."""
+MAX_DOUBLINGS = 6
+"""Limit of the search for the largest batch and sample: they are at most 2**6 times as large as the given ones."""
 FRUGAL_COUNT = 4
 """Number of configurations that are tried, besides the fastest one, in the search for the largest batch, sample and
 model. They are the configurations that need the least memory."""
@@ -434,26 +437,32 @@ class _Search:
     def _find_max_growth_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
-        """Return the largest factor, a power of 2 up to 64, by which dims [first, last) of the batch can grow so that
-        a step still fits, and the options that it needs.
+        """Return the largest factor, a power of 2 up to 2**MAX_DOUBLINGS, by which dims [first, last) of the batch can
+        grow so that a step still fits, and the options that it needs.
 
         The factor is None if the model rejects larger dims."""
-        times, by, refused = 1, frugal[0], False
-        for options in frugal:
-            while times < 64 and self.limit is not None:
-                batch = [
-                    ((*shape[:first], *(2 * times * n for n in shape[first:last]), *shape[last:]), dtype)
-                    for shape, dtype in self.batch
-                ]
-                try:
-                    memory = self._predict_step(batch, self.ranks, options).memory
-                except FsdpxError:
-                    refused = refused or options is frugal[0]
-                    break
-                if memory > self.limit:
-                    break
-                times, by = 2 * times, options
-        return None if refused and times == 1 else times, by
+        doublings, by, refused = 0, frugal[0], False
+        for options in frugal if self.limit is not None else ():
+            if doublings == MAX_DOUBLINGS:
+                break
+            predict_bytes = partial(self._predict_bytes_of_doubled_dims, options, first, last)
+            needed = predict_bytes(doublings + 1)
+            refused = refused or (needed == inf and options is frugal[0])
+            if needed <= self.limit:
+                fits = bisect_right(range(MAX_DOUBLINGS + 1), self.limit, doublings + 2, key=predict_bytes)
+                doublings, by = fits - 1, options
+        return None if refused and not doublings else 2**doublings, by
+
+    def _predict_bytes_of_doubled_dims(self, options: dict[str, Any], first: int, last: int, doublings: int) -> float:
+        """Return the bytes of memory that a rank needs if dims [first, last) of the batch are doubled `doublings`
+        times; infinity if the model rejects them."""
+        batch = [
+            ((*shape[:first], *(n << doublings for n in shape[first:last]), *shape[last:]), dtype)
+            for shape, dtype in self.batch
+        ]
+        with suppress(FsdpxError):
+            return self._predict_step(batch, self.ranks, options).memory
+        return inf
 
     def _find_deepest_model(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
