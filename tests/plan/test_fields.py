@@ -168,10 +168,6 @@ def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> No
     words = "plan unet2d --ranks 2 --machine laptop --field 64,64 --strategy fsdp --microbatches 1 --most 4".split()
     assert main(words) == 0
     assert re.search(r"^fsdp \+ domain 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
-    assert main([*words, "--domain", "1,2"]) == 0
-    text = capsys.readouterr().out
-    assert "domain=(1, 2)" in text
-    assert "domain=(2, 1)" not in text
     assert main("plan gpt-tiny --ranks 2 --machine laptop --domain 2,1".split()) == 2
     assert "--domain and --field: gpt-tiny takes no fields; unet2d, unet3d, fno2d do" in capsys.readouterr().err
 
