@@ -218,7 +218,7 @@ class ArrayDataset:
 
         Parameters
         ----------
-        indices : sample numbers `(k,)`; k may be 0
+        indices : sample indices `(k,)`; k may be 0
 
         Returns
         -------

@@ -42,10 +42,9 @@ class DistributedSampler:
     """Shuffles the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch
     over the ranks.
 
-    The global batch of step k is order[k batch : (k+1) batch]. Rank r of `size` gets the elements [floor(len r /
-    size), floor(len (r+1) / size)) of the batch, where len is the length of the batch. The global batches are
-    therefore the same for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as
-    padding.
+    The global batch of step k is order[k batch : (k+1) batch]. Of a batch of L samples, rank r of `size` gets those
+    from floor(L r / size) up to, but not including, floor(L (r+1) / size). The global batches are therefore the same
+    for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as padding.
 
     Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
     `position`, the number of samples of the epoch that all ranks together have received. At the end of an epoch,
@@ -246,7 +245,7 @@ class DistributedSampler:
         Returns
         -------
         bool
-            True if it is the first to have begun of the passes in progress
+            True if, of all passes in progress, this one began first
         """
         return self._pass is not None and self._pass() is epoch_pass
 
@@ -408,7 +407,7 @@ class DataLoader:
 
     Parameters
     ----------
-    dataset : samples by number, see `Dataset`
+    dataset : the samples; see the protocol `Dataset`
     batch_size : number of samples in the GLOBAL batch, which is split over the ranks; it does not depend on the number
         of ranks
     comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the default

@@ -88,8 +88,8 @@ class Adam(_AdamBase):
     betas : decay of m and of v per step, each in [0, 1)
     eps : added to the square root
     weight_decay : coefficient; weight_decay * p is added to g
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
-        match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+        parameters
     """
 
     decoupled = False

@@ -29,8 +29,8 @@ __all__ = ["EMA", "SWA", "AveragedOptimizer"]
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class EMA:
-    """Exponential moving average: after each step, average = decay average + (1 - decay) parameters. The first average
-    equals the parameters after the first step, as in `torch.optim.swa_utils.AveragedModel`.
+    """Exponential moving average: after each step, average = decay * average + (1 - decay) * parameters. The first
+    average equals the parameters after the first step, as in `torch.optim.swa_utils.AveragedModel`.
 
     Parameters
     ----------
@@ -50,8 +50,8 @@ class EMA:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SWA:
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after steps start, start + every,
-    start + 2 every, and so on. Before step `start`, the average equals the parameters.
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after step `start` and after
+    every `every`-th step from then on. Before step `start`, the average equals the parameters.
 
     Parameters
     ----------
@@ -113,7 +113,8 @@ class AveragedOptimizer(WrappedOptimizer):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Update in place the parameters, with the inner optimizer, and then their average. See `Optimizer.update`."""
+        """Update the parameters in place with the inner optimizer, and then update their average. See
+        `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
         # overflow is no error in updates; gradients are checked for NaN and Inf elsewhere

@@ -99,8 +99,8 @@ class LAMB:
     betas : decay of m and of v per step, each in [0, 1)
     eps : added to the square root
     weight_decay : coefficient; weight_decay * p is added to u
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
-        match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+        parameters
     """
 
     lr: LearningRate = 1e-3

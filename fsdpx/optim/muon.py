@@ -57,8 +57,8 @@ class Muon:
     exclude : name patterns (fnmatch) of matrices to be updated by `others`
     others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
         by those of this optimizer
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
-        match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+        parameters
     """
 
     lr: LearningRate = 1e-3
@@ -101,7 +101,7 @@ class Muon:
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
         g : their gradient `(n,)` before `scale`; not changed
-        slots : state arrays `(n,)` by name; changed in place
+        slots : dict from name to state array `(n,)`; changed in place
         lr : learning rate of the step
         step : 1 for the first update
         segments : the parameters, or parts of parameters, that the shard holds
@@ -110,7 +110,7 @@ class Muon:
         Raises
         ------
         ConfigError, ShapeError
-            the slots or the arrays do not fit the segments
+            if the slots or the arrays do not fit the segments
         """
         require_matching_shard(self, p, g, slots, step, segments)
         parts: dict[str, Any] = {}

@@ -163,7 +163,7 @@ class Optimizer(Protocol):
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
         g : their gradient `(n,)` before `scale`; not changed
-        slots : state arrays `(n,)` by name; changed in place
+        slots : dict from name to state array `(n,)`; changed in place
         lr : learning rate of the step, `get_learning_rate(optimizer, step)`
         step : 1 for the first update. If some parameters have missed updates, see `update_parameters`
         segments : the parameters, or parts of parameters, that the shard holds
@@ -255,8 +255,8 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return what ranks compare about a step: (learning rate, weight of the old average of the parameters in the new
-    one).
+    """Return the values that ranks compare in each step: (learning rate, weight of the old average of the parameters
+    in the new one).
 
     The learning rate is nan if the schedule is invalid; the error is raised later, once all ranks know about it. The
     weight is 0 if parameters are not averaged."""

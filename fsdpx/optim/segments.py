@@ -101,8 +101,7 @@ class ShardPeers:
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """One segment for each parameter that is split over several ranks: the segment that one of these ranks holds.
-        """
+        """One segment for each parameter that is split over several ranks, as held by one of these ranks."""
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -262,8 +261,7 @@ class ShardSegments:
         ----------
         xp : namespace of the arrays
         parts : maps the name of each parameter to be exchanged to the flat array of `dtype` that this rank contributes
-        sends : function from a segment to the number of elements that the rank holding the segment contributes; may be
-            0
+        sends : function from a segment to the number of elements (or 0) that the rank holding the segment contributes
         dtype : dtype of all arrays
 
         Returns
@@ -308,8 +306,8 @@ class ShardSegments:
 
     @cached_property
     def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each other rank, pairs (its segment, this rank's segment) for the parameters that both ranks hold parts
-        of."""
+        """For each other rank, a pair (its segment, this rank's segment) for each parameter that the two ranks share.
+        """
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [

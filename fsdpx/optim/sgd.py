@@ -71,8 +71,8 @@ class SGD(Elementwise):
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; weight_decay * p is added to g
     nesterov : whether to use Nesterov momentum; `momentum` must then be above 0
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay` and `lr_scale` for the parameters that
-        match
+    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+        parameters
     """
 
     lr: LearningRate = 1e-3

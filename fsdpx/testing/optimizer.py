@@ -98,8 +98,7 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads that share an optimizer get the same bits as a single thread with its own optimizer.
-        """
+        """Check that two threads that share an optimizer get the same bits as a thread with its own optimizer."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_state("float32", slice(None), optimizer)

@@ -1,4 +1,4 @@
-"""Helpers to test objects that are shared by ranks that run as threads. They run functions on threads that switch at
+"""Helpers for testing objects that are shared by ranks that run as threads: run functions on threads that switch at
 every bytecode."""
 
 import sys

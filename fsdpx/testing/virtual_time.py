@@ -18,12 +18,11 @@ __all__ = ["VirtualTime"]
 
 
 class VirtualTime:
-    """A virtual clock shared by ranks that run as threads. To use it, pass `distribute(...,
-    comm=virtual.wrap_communicator(comm))`.
+    """A virtual clock for ranks that run as threads: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Pulls (reading parameters) and updates take no time. The step between a pull and an update takes as long as
-    `seconds` says for the rank. If two ranks have the same virtual time, the lower rank continues first. Ranks compute
-    one at a time.
+    Pulls (reading parameters) and updates take no time. The step between a pull and an update takes the time that
+    `seconds` gives for the rank. If two ranks have the same virtual time, the lower rank continues first. Ranks
+    compute one at a time.
 
     Parameters
     ----------
@@ -141,8 +140,8 @@ class VirtualTime:
             self._wait_until_ready(lambda: rank not in self._waiting, window, what)
 
     def arrive_at_barrier(self, rank: int) -> None:
-        """Mark a rank as arrived at a barrier. When the last rank has arrived, the virtual time of all ranks becomes
-        the latest time of any rank.
+        """Record that a rank has arrived at a barrier. When the last rank has arrived, the virtual time of all ranks
+        becomes the latest time of any rank.
 
         Parameters
         ----------

@@ -41,8 +41,8 @@ class Codec(ABC):
     many elements as the gradient."""
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
-        """Return the codec for a flat gradient that consists of tensors of these shapes; the base class returns
-        itself.
+        """Return the codec for a flat gradient that consists of tensors of these shapes. The base class returns
+        `self`.
 
         Parameters
         ----------
@@ -74,7 +74,7 @@ class Codec(ABC):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        """Start to sum `grad` over the ranks, with each rank receiving its own part of the sum in `out`, and return
+        """Start summing `grad` over the ranks, with each rank receiving its own part of the sum in `out`, and return
         the handle. Collective.
 
         Parameters
@@ -93,7 +93,7 @@ class Codec(ABC):
 
     @abstractmethod
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        """Start to sum `grad` over the ranks in place, with every rank receiving the full sum, and return the handle.
+        """Start summing `grad` over the ranks in place, with every rank receiving the full sum, and return the handle.
         Collective.
 
         Parameters

@@ -71,8 +71,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 
 def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
-    """Return a line of text for each layer or loss that has array attributes, such as masks. It contains a checksum of
-    these arrays, because their values do not appear in the repr."""
+    """Return a line of text for each layer or loss that has array attributes, such as masks. The line has a checksum
+    of these arrays, because their values do not appear in the repr."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []

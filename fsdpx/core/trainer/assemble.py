@@ -86,7 +86,7 @@ def assemble_session(
     world : communicator of all ranks of the trainer
     tuning : machine-dependent choices made earlier (default: measure them, or read them from disk)
     initial : True: initialize the parameters; False: the caller sets them
-    commit : see `StepInputs`
+    commit : function to call before each update, with the mean loss and the update scale of the step, or None
     watch : function that starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
@@ -275,8 +275,8 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
-    """Return the model that this rank runs, sharded over the tensor axis, and its layers as a list in the order of
-    execution."""
+    """Return the model that this rank runs, sharded over the tensor axis, and its layers as a list in execution order.
+    """
     training, axes = recipe.training, ranks.axes
     distribution, dtype = recipe.distribution, parse_dtype(formats.compute)
     samples = distribution.sample_partition.make_sample_layout(training.model, axes)
@@ -377,8 +377,7 @@ def _make_step_options(
     reducing: ReductionChoices,
     pages: LaidOutModel,
 ) -> StepOptions:
-    """Return the options that a training step depends on. Raise ConfigError if two of the options cannot be combined.
-    """
+    """Return the options that a training step depends on. Raise ConfigError if two of them cannot be combined."""
     training, distribution, runtime = recipe.training, recipe.distribution, recipe.runtime
     recomputing, schedule = parse_recompute(training.recompute), distribution.schedule
     every, count = recomputing.every, len(pages.layout.units)

@@ -417,8 +417,8 @@ def split_into_microbatches(
     placement: Placement, batch: LocalBatch, microbatches: int, evenly: bool = False
 ) -> list[Microbatch | None]:
     """Split this rank's samples into microbatches, in the order in which their gradients are added. Every rank gets
-    the same number of microbatches, in which None stands for a microbatch without samples. The split is as even as
-    possible if `evenly` is True, and otherwise follows the order of gradient accumulation."""
+    the same number of microbatches; None stands for a microbatch without samples. The split is as even as possible if
+    `evenly` is True, and otherwise follows the order of gradient accumulation."""
     bounds = [batch.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
         sums, rank = placement.accumulation, placement.axes.data.rank

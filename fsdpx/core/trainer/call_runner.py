@@ -214,8 +214,7 @@ class CallRunner(ABC):
 
     @property
     def has_own_speed(self) -> bool:
-        """True in asynchronous training, in which each rank steps at its own speed, so that `step` is not collective.
-        """
+        """True in asynchronous training, where each rank steps at its own speed and `step` is not collective."""
         return self.placement.sync_policy.own_speed
 
     @property

@@ -289,8 +289,8 @@ class _Validation:
 
     def run_validation(self) -> bool:
         """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
-        including the load of experts. Return False if there are no validation batches, or if this step has already
-        been validated."""
+        including the load of experts. Return False if there are no validation batches or this step has already been
+        validated."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False

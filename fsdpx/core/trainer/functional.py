@@ -148,7 +148,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
 
 
 def broadcast(x: Any, root: int = 0) -> np.ndarray:
-    """Return on every rank the `x` of rank `root`. Collective.
+    """Send the `x` of rank `root` to all ranks and return it. Collective.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarray | None:
-    """Reduce `x` over all ranks and return the result on rank `root`, and None on all other ranks. Collective.
+    """Reduce `x` over all ranks. Return the result on rank `root`, and None on all other ranks. Collective.
 
     Parameters
     ----------

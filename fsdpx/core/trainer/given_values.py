@@ -24,7 +24,7 @@ def release_given_values(model: Layer, comm: Communicator) -> None:
     be freed. Collective."""
     if not (given_values := _find_given_values(model)):
         return
-    comm.barrier(what="first values").wait()  # wait: ranks that are threads may still be reading
+    comm.barrier(what="first values").wait()  # wait: ranks that are threads may still be reading the values
     for values in given_values:
         values.release_reproducible_values()
     gc.collect()  # the conversion from PyTorch leaves reference cycles that keep the parameters alive

@@ -80,7 +80,7 @@ def _open_default_communicator(
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    # without extension of timeouts, because a rank outside a program reports no progress
+    # do not extend timeouts, because a rank reports no progress while it runs no program
     start_watching(base, extend_waits=False)
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
@@ -102,9 +102,9 @@ def _make_call_agreement(comm: Communicator) -> CallAgreement | None:
 
 
 def _find_local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """Return the local rank of `rank`, which numbers the n ranks of a host from 0 to n-1. Use the local ranks from the
-    launcher if they are these numbers; otherwise number the ranks of the host in rank order. `hosts` lists, for each
-    rank, its host name and its local rank according to the launcher."""
+    """Return the local rank of `rank`. The n ranks of a host have the local ranks 0 to n-1: those from the launcher if
+    they are these numbers, and otherwise numbers in rank order. `hosts` lists, for each rank, its host name and its
+    local rank according to the launcher."""
     here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))

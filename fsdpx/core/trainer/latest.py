@@ -48,7 +48,7 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
     require_valid_intracomm(comm)
     if comm is None:
         comm = default_communicator() if place_of_process().size > 1 else FakeCommunicator(0, 1)
-    if isinstance(comm, Communicator):  # compare calls first, so that an error names ranks that made another one
+    if isinstance(comm, Communicator):  # compare calls first, so that an error names the differing calls
         agree_on_call(comm, "latest_checkpoint")
     path = agree_on_path(comm, "latest_checkpoint", folder)
 

@@ -184,8 +184,8 @@ def is_collective(layer: Layer) -> bool:
 
 
 def format_exclusion_lists() -> str:
-    """Return the pairs of options that cannot be combined in Markdown, one list per option, including the pairs that
-    strategies add. Leave out a remedy if it only says not to use an option."""
+    """Return, as Markdown, the pairs of options that cannot be combined, with one list per option and including the
+    pairs that strategies add. Leave out a remedy if it only says not to use an option."""
     for name in list_extensions("strategy"):
         load_extension("strategy", name)
     lists: dict[str, list[str]] = {}

@@ -88,7 +88,7 @@ class CheckedBatch:
     target : the target, or None
     rows : number of samples
     features : text that must be the same on other ranks: shapes and dtypes, and sometimes a digest of the values
-    batched : see `StepInputs`
+    batched : whether the caller's arrays have a sample dimension
     error : error of the check that failed; None if the batch is valid
     """
 
@@ -114,7 +114,7 @@ class Session:
     engine : runs the programs of this rank
     model, loss : unsharded model and loss, as on a single process, against which batches are checked
     microbatches : configured number of microbatches per step
-    commit : see `StepInputs`
+    commit : function to call before each update, with the mean loss and the update scale of the step, or None
 
     Attributes
     ----------
@@ -406,8 +406,8 @@ class Session:
         (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
-        """Run a program and return its results by slot (name of a value in the program). With `local`, gradients are
-        not reduced over ranks."""
+        """Run a program and return its results, keyed by slot (name of a value in the program). With `local`,
+        gradients are not reduced over ranks."""
         try:
             executable = self._get_or_prepare_executable(kind, feed, local)
             self.state.ran.add(kind)

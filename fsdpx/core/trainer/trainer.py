@@ -82,8 +82,8 @@ class Trainer:
 
     @property
     def call_runner(self) -> CallRunner:
-        """The object that runs this trainer's calls. It owns the communicators of the ranks, and does what ranks do
-        together besides training."""
+        """The object that runs this trainer's calls. It owns the communicators of the ranks, and handles their
+        collective operations other than training."""
         return self._call_runner
 
     @property
@@ -419,7 +419,7 @@ class Trainer:
 
         Returns
         -------
-        dict : NumPy arrays by name
+        dict : maps names to NumPy arrays
         """
         self._call_runner.require_open("parameters")
         with self._call_runner.sharing_errors("parameters"):

@@ -7,7 +7,7 @@ call. If the batches of all ranks differ from the previous ones, the ranks compa
 some do, the lowest of these ranks writes an error into the windows of all ranks, together with the number of calls
 that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message remains
 unreceived and no rank waits for another. Because some ranks learn of the error only in their next call, all ranks
-raise it in every call up to that one, so that ranks that continue after the error are in the same call again."""
+raise it in every call up to that one. Ranks that continue after the error are then in the same call again."""
 
 from __future__ import annotations
 
