@@ -59,16 +59,17 @@ HOST = "host"
 
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """Call `body()` on every rank, and return the results of all ranks in rank order. If it raises an error on any
-    rank, all ranks raise CheckpointError with the text of the lowest such rank, so that no rank waits for another.
-    Collective."""
+    """Call `body()` on every rank, and return the results of all ranks in rank order. If the call raises an error on
+    any rank, all ranks raise CheckpointError with the text of that error (of the lowest rank, if several fail), so
+    that no rank waits for another. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
         value = body()
     except Exception as error:
         problem = error_to_text(error)
-        cause = None if isinstance(error, FsdpxError) else error  # an FsdpxError as the cause would show its text twice
+        # `problem` has the full text of an FsdpxError, so chaining that error would print its text twice
+        cause = None if isinstance(error, FsdpxError) else error
     for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -77,33 +78,33 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
-    """Call `body()` on rank 0 and return its result on every rank. If it raises an error, all ranks raise
+    """Call `body()` on rank 0 and return its result on every rank. If the call raises an error, all ranks raise
     CheckpointError. Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def require_equal_choices(world: Communicator, where: str, **choices: str) -> None:
-    """Raise CheckpointError on all ranks unless `choices` are the same on all of them. The error names two ranks that
+    """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error names two ranks that
     differ. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
-    """Return `path` as a Path, once all ranks have compared it. Raise CheckpointError on all ranks if the path is
-    invalid on one rank, or if the path or `choices` differ. Errors begin with `call`, the name of the public method.
-    Collective."""
+    """Return `path` as a Path, after checking that all ranks pass the same path and the same `choices`. If they do
+    not, or if the path is invalid on some rank, raise CheckpointError on all ranks. The error text begins with `call`,
+    the name of the public method. Collective."""
     return Path(agree_on_choices(world, call, lambda: {**list_path_facts(to_named_path(path)), **choices})["path"])
 
 
 def list_path_facts(path: Path) -> dict[str, str]:
-    """Return the facts that ranks compare about a path: its text, and for a relative path also the host and the
-    working folder."""
+    """Return what ranks compare to check that they pass the same path: its text, and for a relative path also the host
+    and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Return the result of `choices()`, once all ranks have compared it. Raise CheckpointError on all ranks if the
-    call fails on one rank, or if results differ between ranks. Collective."""
+    """Return the result of `choices()`, after checking that it is the same on all ranks. If it is not, or if the call
+    fails on some rank, raise CheckpointError on all ranks. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]
@@ -113,13 +114,13 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # not compared: a shared folder may have different paths on different hosts
+                continue  # do not compare: the same folder may have different paths on different hosts
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
 def error_to_text(error: BaseException) -> str:
-    """Return the text of an error in a form that is the same on every operating system."""
+    """Return the text of an error in a form that does not depend on the operating system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")
@@ -128,7 +129,7 @@ def error_to_text(error: BaseException) -> str:
 
 try:
     import fcntl
-except ImportError:  # on Windows, two jobs that save to the same path are not detected
+except ImportError:  # on Windows, nothing detects that two jobs save to the same path
     fcntl = None  # type: ignore[assignment]
 
 
@@ -162,8 +163,9 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and create a temporary folder with the files of `layout`, filled
-        with zeros. First remove temporary folders that killed saves to this path have left behind."""
+        """Lock the folder `path` against other jobs. Remove temporary folders that earlier saves to this path left
+        behind when they were killed. Then create a new temporary folder with the files of `layout`, filled with zeros.
+        """
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -183,7 +185,7 @@ class SaveTarget:
     def commit(self, layout: FileLayout, manifest: Manifest) -> None:
         """Write headers and manifest, and rename the temporary folder to `path`. All tensors must already be on disk.
 
-        Until the last rename, `resolve_checkpoint` finds the old checkpoint; afterwards it finds the new one."""
+        Until the last rename, `resolve_checkpoint` finds the old checkpoint; after it, the new one."""
         for name, contents in layout.files.items():
             write_header_and_sync(self.partial / name, contents.header)
         note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
@@ -223,35 +225,36 @@ class SaveTarget:
 
 
 def make_sibling_path(path: Path, kind: str) -> Path:
-    """Return the path of a temporary file or folder that a save makes next to the checkpoint `path`. `kind` is its
+    """Return the path of a temporary file or folder that a save creates next to the checkpoint `path`. `kind` is its
     purpose, such as "lock"."""
     return path.with_name(f"{_RESERVED_PREFIX}{kind}-{path.name}")
 
 
 def _parse_sibling_name(name: str) -> tuple[str, str] | None:
-    """Split the name of a temporary folder of a save into (kind, name of the checkpoint). Return None for any other
-    name."""
+    """Split the name of a temporary file or folder that a save creates into (kind, name of the checkpoint). Return
+    None for any other name."""
     match = _SIBLING_PATTERN.fullmatch(name)
     return match and (match[1], match[2])
 
 
 def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """Yield (path, kind, name of the checkpoint) for each temporary folder that saves have left in `folder`."""
+    """Yield (path, kind, name of the checkpoint) for each temporary file or folder that saves have left in `folder`."""
     for path in sorted(folder.iterdir()):
         if parsed := _parse_sibling_name(path.name):
             yield path, *parsed
 
 
 def resolve_checkpoint_name(name: str) -> str | None:
-    """Return the name of the checkpoint that a folder named `name` holds. This is `name` itself, or for a folder with
-    the previous version of a checkpoint the name of that checkpoint; None for other temporary folders of saves."""
+    """Return the name of the checkpoint that is stored in a folder named `name`. This is `name` itself, unless the
+    folder is a temporary one: if it keeps the previous version of a checkpoint, return the name of that checkpoint;
+    otherwise None."""
     kind, of = _parse_sibling_name(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
 
 def to_named_path(path: Any) -> Path:
-    """Return `path` as a Path with `~` expanded, whose last part is a name (not `..`), so that files can be created
-    next to it. Raise CheckpointError if `path` is not a str or PathLike, or has no name."""
+    """Return `path` as a Path with `~` expanded. Its last part is a name (not `..`), so that files can be created next
+    to it. Raise CheckpointError if `path` is not a valid str or PathLike, or has no such name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
@@ -272,8 +275,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def follow_link(path: Path) -> Path:
-    """Return the target of `path` if its last part is a symbolic link, and otherwise `path`. The target need not
-    exist.
+    """If the last part of `path` is a symbolic link, return the target, which need not exist. Otherwise return `path`.
 
     Links in the parent folders are not resolved, since they may differ between hosts. Raise CheckpointError for
     circular links."""
@@ -286,8 +288,8 @@ def follow_link(path: Path) -> Path:
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
-    """Return the folder that `path` names, with a symbolic link resolved. Raise CheckpointError if a rename cannot
-    replace the folder: it has a reserved name, or is the current folder or a mount point."""
+    """Return the folder that `path` names, after following a symbolic link. Raise CheckpointError if the folder cannot
+    be replaced by a rename because it is the current folder or a mount point, or if its name is reserved."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -314,16 +316,15 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the folder that holds the checkpoint `path`. This is the folder of the previous version if a job was
-    killed between the two renames of a commit."""
+    """Return the folder that holds the checkpoint `path`. If a job was killed between the two renames of a commit,
+    this is the folder that keeps the previous version."""
     path = follow_link(path)
     previous = make_sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete the files of a complete or partial checkpoint. Delete its folder as well, unless the folder has other
-    files.
+    """Delete the files of a complete or partial checkpoint, and then its folder unless that contains other files.
 
     The manifest is deleted first, since a folder without it does not count as a checkpoint. If `folder` is a symbolic
     link, only the link is deleted."""
@@ -334,13 +335,13 @@ def remove_checkpoint(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_NAME):
         if OWN_FILE_PATTERN.fullmatch(name) or name.startswith(CHECKSUM_PREFIX):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # keep a folder that also has files of other programs
+    with suppress(OSError):  # rmdir fails if other files are in the folder; keep the folder then
         folder.rmdir()
 
 
 def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
-    """Yield (number, path) for each checkpoint in `folder` whose name is `prefix` and a number, in the order of the
-    numbers."""
+    """Yield (number, path) for each checkpoint in `folder` whose name is `prefix` followed by a number, in ascending
+    order of these numbers."""
     pattern, folders = re.compile(re.escape(prefix) + r"(\d+)"), dict[int, Path]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = pattern.fullmatch(resolve_checkpoint_name(path.name) or "")
@@ -352,9 +353,9 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
 def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> None:
     """Delete old checkpoints so that the newest `keep` are left, including `path`.
 
-    Only checkpoints with the same prefix and a lower number than `path` are deleted, because higher numbers are from
-    another run. The checkpoint named `keep_also`, symbolic links, and the targets of links in that folder are never
-    deleted."""
+    Only checkpoints with the same prefix and a lower number than `path` are deleted, because higher numbers must come
+    from another run. Never deleted are the checkpoint named `keep_also`, symbolic links, and checkpoints to which a
+    link in the same folder points."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
@@ -372,8 +373,8 @@ def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> No
 
 
 def strip_trailing_number(path: Path) -> str:
-    """Return the name of a checkpoint without the number at its end: "step-" for "run/step-30". Raise CheckpointError
-    if there is no number."""
+    """Return the name of a checkpoint without the number at its end, such as "step-" for "run/step-30". Raise
+    CheckpointError if there is no number."""
     prefix = path.name.rstrip("0123456789")
     if prefix == path.name:
         raise CheckpointError(f"keep: {path} has no number at its end; save to folder/step-{{n}}")
@@ -412,8 +413,8 @@ def _lock_checkpoint(path: Path) -> int:
 def lock_file(path: Path, busy_text: str) -> int:
     """Create and lock a file. Return its file descriptor, which holds the lock until it is closed or the process ends.
 
-    If another process has the lock, raise CheckpointError with `busy_text`, that process's host and id, and the time
-    when it took the lock."""
+    If another process holds the lock, raise CheckpointError. The error has the text `busy_text`, the other process's
+    host and id, and the time when it took the lock."""
     while True:
         try:
             fd = safe_files.open_lock_file(path)
@@ -427,16 +428,16 @@ def lock_file(path: Path, busy_text: str) -> int:
                 owner = os.pread(fd, 1000, 0).decode(errors="replace")
                 raise CheckpointError(f"{busy_text}: {owner or 'it has just begun'}") from None
             except OSError:
-                pass  # some file systems have no locks: continue without one
+                pass  # some file systems do not support locks: continue without one
             if _is_same_file(fd, path):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-                with suppress(OSError):  # the text only informs other jobs; if the disk is full, the save itself fails
+                with suppress(OSError):  # the text is only informative; if the disk is full, the save itself will fail
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # also on Ctrl-C: the process may continue, and would never release the lock
+        except BaseException:  # also after Ctrl-C, because the process may continue and would never release the lock
             os.close(fd)
             raise
-        os.close(fd)  # try again: the previous owner has deleted the file since it was opened
+        os.close(fd)  # try again: the previous owner of the lock deleted the file after we opened it
 
 
 def _is_same_file(fd: int, name: Path) -> bool:

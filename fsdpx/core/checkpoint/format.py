@@ -53,7 +53,8 @@ __all__ = [
 
 
 def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert `array` to `dtype`; return it unchanged if it has that dtype. Overflow gives Inf without a warning."""
+    """Convert `array` to `dtype`. If it already has that dtype, return it unchanged. Overflow gives Inf without a
+    warning."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -65,21 +66,21 @@ def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     """Convert float64 to float32 by rounding to odd: an inexact value becomes the neighbor whose last bit is 1.
 
-    Rounding the result to bfloat16 then gives the same bits as rounding float64 only once (Boldo and Melquiond, 2008,
-    "Emulation of FMA and correctly rounded sums"). ml_dtypes by itself rounds twice."""
+    Rounding the result to bfloat16 then gives the same bits as rounding float64 directly (Boldo and Melquiond, 2008,
+    "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
     near = array.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
     inexact = (back != array) & ~np.isnan(array)
-    # after this step, the values are rounded toward zero
+    # undo rounding away from zero, so that all values are rounded toward zero
     bits -= (inexact & (np.abs(back) > np.abs(array))).astype(np.uint32)
     bits |= inexact.astype(np.uint32)
     return near
 
 
 ONES = 0xFFFFFFFF
-POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with reflected bits: the highest bit is x**0
-PAGE_OF_ZEROS = memoryview(bytes(4096))  # up to this length, zlib is faster than _multiply_polynomials
+POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with reflected bits: the highest bit is the coefficient of x**0
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # up to this many zeros, zlib is faster than _multiply_polynomials
 
 
 class PartialCrc:
@@ -99,18 +100,19 @@ class PartialCrc:
         self.at = start + len(data)
 
     def get_crc_share(self, nbytes: int) -> int:
-        """Return the contribution of the added bytes to the CRC-32 of a tensor of `nbytes` bytes, for `combine_crc`."""
+        """Return what the added bytes contribute to the CRC-32 of a tensor of `nbytes` bytes, for use in
+        `combine_crc`."""
         return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 
 def combine_crc(sums: int, nbytes: int) -> int:
-    """Return the CRC-32 of a tensor of `nbytes` bytes. `sums` is the xor of the results of `PartialCrc.get_crc_share`
+    """Return the CRC-32 of a tensor of `nbytes` bytes. `sums` is the xor of what `PartialCrc.get_crc_share` returned
     on all ranks."""
     return sums ^ _append_zeros_to_crc(ONES, nbytes) ^ ONES
 
 
 def _append_zeros_to_crc(state: int, zeros: int) -> int:
-    """Return the CRC state after appending `zeros` zero bytes."""
+    """Return the CRC state after `zeros` more bytes, all of them zero."""
     if state == 0 or zeros == 0:
         return state
     if zeros <= len(PAGE_OF_ZEROS):
@@ -121,7 +123,7 @@ def _append_zeros_to_crc(state: int, zeros: int) -> int:
 @lru_cache(maxsize=1024)
 def _compute_power_of_x(nbytes: int) -> int:
     """Return x ** (8 nbytes) modulo the CRC polynomial."""
-    result, square = 1 << 31, 1 << 23  # the polynomials 1 and x**8
+    result, square = 1 << 31, 1 << 23  # the polynomials 1 and x**8, with reflected bits
     while nbytes:
         if nbytes & 1:
             result = _multiply_polynomials(result, square)
@@ -165,7 +167,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Dtype code, shape and byte range [start, stop) of a tensor in a file. Bytes are counted from the start of the
+    """Dtype code and shape of a tensor in a file, and its byte range [start, stop), counted from the start of the
     file."""
 
     code: str
@@ -192,8 +194,8 @@ class FileHeader:
 
     Attributes
     ----------
-    tensors : entries by name, in the order of their bytes in the file
-    metadata : texts by name
+    tensors : tensor name -> entry, in the order of the tensors in the file
+    metadata : name -> text
     header : all bytes before the first tensor
     size : size of the file in bytes
     """
@@ -224,11 +226,11 @@ def code_to_dtype(code: str) -> np.dtype:
 def lay_out_file(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
-    """Make the header of a file with these tensors, byte for byte as the `safetensors` library writes it. `tensors`
-    maps a name to (dtype code, shape).
+    """Make the header of a file with these tensors, byte for byte as the `safetensors` library would write it.
+    `tensors` maps a name to (dtype code, shape).
 
     Tensors are sorted by dtype (wide dtypes first, so that all tensors are aligned), then by name. The header is JSON
-    without spaces, padded at the end with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
+    without spaces, padded at the end with spaces to a multiple of 8 bytes. Metadata entries are sorted by name."""
     order = list(ITEM_SIZES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -248,7 +250,7 @@ def lay_out_file(
 
 def parse_header(read: Any, size: int, where: str) -> FileHeader:
     """Parse and check the header of a file of `size` bytes. `read(n)` returns the first n bytes of the file, and
-    `where` names the file in errors.
+    `where` names the file in error messages.
 
     Raise CheckpointError unless the header is well-formed and every byte of the file belongs either to the header or
     to exactly one tensor."""
@@ -332,8 +334,8 @@ def write_at(fd: int, data: Any, offset: int) -> None:
 
 
 def read_at(fd: int, data: Any, offset: int) -> None:
-    """Fill the buffer `data` with bytes of the file from byte `offset` on. Raise CheckpointError if the file is too
-    short."""
+    """Fill the buffer `data` with bytes of the file, starting at byte `offset`. Raise CheckpointError if the file is
+    too short."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _read_once(fd, view, offset)
@@ -343,7 +345,8 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read_ahead(fd: int, offset: int, count: int) -> None:
-    """Ask the system to read `count` bytes from byte `offset` ahead of their use, if it has `posix_fadvise`."""
+    """Ask the system to start reading `count` bytes at byte `offset`, which are needed soon. Do nothing on systems
+    without `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
@@ -368,7 +371,7 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 def open_regular_file(path: Path, writing: bool = False) -> Iterator[int]:
     """Context manager that opens a file and yields its descriptor. Raise CheckpointError for a folder, a named pipe or
     a device."""
-    # checked before `os.open`, because opening a device can have side effects
+    # check before `os.open`, because opening a device can have side effects
     _require_regular_file(path, os.stat(path))
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | NON_BLOCKING_FLAGS)
     try:
@@ -426,10 +429,10 @@ class FileLayout:
 
     Attributes
     ----------
-    files : header of each safetensors file, by file name
-    texts : contents of each small file, by file name
-    note : description of the run that writes the files (`NOTE_FILE_NAME`). No checksum includes it, so it may differ
-        between otherwise equal checkpoints
+    files : name of a safetensors file -> header
+    texts : name of a small file -> contents
+    note : description of the run that writes the files (contents of `NOTE_FILE_NAME`). No checksum covers it, so it may
+        differ between otherwise equal checkpoints
     """
 
     files: dict[str, FileHeader]
@@ -438,11 +441,11 @@ class FileLayout:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """(file name, entry) of each tensor, by the name of the tensor."""
+        """Tensor name -> (file name, entry)."""
         return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
     def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
-        """Yield (file name, tensor name, entry) in the order of arrays with one checksum per tensor."""
+        """Yield (file name, tensor name, entry). Arrays of checksums have one element per tensor, in this order."""
         for file, contents in self.files.items():
             for name, entry in contents.tensors.items():
                 yield file, name, entry
@@ -451,9 +454,10 @@ class FileLayout:
 def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
     """Return the layout of the files of a checkpoint.
 
-    `weights` holds the tensors of the model, in its order. `slots` (optimizer tensors) and `state` (a `RunScalars` as
-    JSON) go to a second file (`STATE_FILE_NAME`), which is written only if `state` is not None. `shard_bytes` is the
-    maximum number of tensor bytes in one file of weights (a larger tensor gets its own file); None: one file."""
+    `weights` holds the tensors of the model, in the order in which they are split into files. `slots` (optimizer
+    tensors) and `state` (a `RunScalars` as JSON) go into another file (`STATE_FILE_NAME`), which is written only if
+    `state` is not None. `shard_bytes` is the maximum number of tensor bytes in one file of weights (a larger tensor
+    gets its own file); None: put all weights into one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -466,7 +470,7 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
 
 
 def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
-    """Group consecutive tensors for several files, so that each group has at most `max_bytes` bytes or is a single
+    """Group consecutive tensors into files, so that each group has at most `max_bytes` bytes or consists of a single
     tensor."""
     groups: list[Tensors] = [{}]
     left = max_bytes
@@ -481,7 +485,7 @@ def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
 
 
 def make_index_json(files: Mapping[str, FileHeader]) -> bytes:
-    """Return the index of several safetensors files as JSON bytes, as Hugging Face writes it."""
+    """Return the index of several safetensors files as JSON bytes, in the format of Hugging Face."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}
     table = {"metadata": {"total_size": total}, "weight_map": weights}

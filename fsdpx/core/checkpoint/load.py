@@ -1,4 +1,4 @@
-"""Load checkpoints on any number of ranks. Everything is checked before the trainer changes. Weights from other
+"""Load checkpoints on any number of ranks. Everything is checked before the trainer is changed. Weights from other
 sources are matched to the model by name, and differences are reported."""
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     ----------
     state : train state to fill
     path : folder of the checkpoint
-    loader : object whose saved position is restored by `load_state_dict`; None: ignore the saved position
-    convert : True: allow weights and optimizer state of another dtype
-    verify : True: first check the checksums of all bytes
+    loader : data loader whose position is restored with `load_state_dict`; None: ignore the saved position
+    convert : whether to accept weights and optimizer state of another dtype, and convert them
+    verify : whether to check the checksums of all bytes first
     count : counter to which the bytes that this rank loads are added
     """
     world = state.placement.axes.world
@@ -122,15 +122,15 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
 
 def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> list[str]:
-    """Read all tensors on this rank, and return the names of those whose checksums differ from the checkpoint's
-    manifest."""
+    """Read all tensors on this rank, and return the names of those whose checksums differ from those in the manifest.
+    """
     assert source.manifest is not None
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
 
 def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
     """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each
-    rank reads an equal share of the bytes. Collective."""
+    rank reads an equal number of bytes. Collective."""
     parts: list[np.ndarray] = []
     run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
     total = gather_xor_of_checksums(world, parts[0])
@@ -147,11 +147,13 @@ def require_intact(world: Communicator, source: CheckpointSource, where: str) ->
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """Fill the arrays of the train state. From this point on, loading changes the trainer. Collective.
+    """Fill the arrays of the train state by calling `read`. This is the point at which loading begins to change the
+    trainer. Collective.
 
-    `read` is a function that fills the arrays of the shards passed to it. See `iterate_local_shards` for `replicas`."""
+    `read` is a function that fills the arrays of the shards that are passed to it. `replicas` is explained in
+    `iterate_local_shards`."""
     world = state.placement.axes.world
-    # wait, because other ranks may still be reading this rank's arrays in shared memory
+    # wait, because other ranks may still be reading this rank's shared memory
     world.barrier(what=where).wait()
     run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
     state.invalidate_full_parameters()
@@ -195,8 +197,8 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless the checkpoint (`found`) has exactly the tensors in `wanted`, with their shapes and
-    dtypes."""
+    """Raise CheckpointError unless the tensors of the checkpoint (`found`) are exactly those in `wanted`, with the
+    same shapes and dtypes. With `convert`, float dtypes may differ."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
@@ -204,8 +206,8 @@ def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: b
 
 def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
     """Raise CheckpointError unless the tensors in `found` have the shapes and dtypes given in `wanted`. With
-    `convert`, floats may have another dtype. `found` must have all names in `wanted`. `remedy` is advice for a wrong
-    shape, to append to the error."""
+    `convert`, float dtypes may differ. `found` must have all names in `wanted`. `remedy` is advice that is appended to
+    the error about a wrong shape."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
     _require_no_names(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
@@ -270,10 +272,10 @@ class WeightsSource:
     Attributes
     ----------
     where : name of the source, for error messages
-    tensors : dtype code and shape of its tensors, by name
-    read : function that fills shards, which are named as in the source
+    tensors : tensor name -> (dtype code, shape)
+    read : function (shards, array module) that fills shards; their names are those of the source
     require_intact : collective function that raises CheckpointError if checksums do not match; it does nothing if the
-        source has none
+        source has no checksums
     """
 
     where: str
@@ -301,9 +303,9 @@ def load_parameters(
     state : train state to fill
     source : path of a checkpoint or of safetensors files, or a dict
     call : name of the public method, for error messages
-    strict : True: raise an error if a parameter is missing, or if the source has a tensor that the model lacks
-    rename : dict from name pattern in the source to names in the model; see `_RenameRules`
-    convert : True: allow another dtype
+    strict : whether to raise an error if a parameter is missing, or if the source has a tensor that the model lacks
+    rename : dict from a name pattern in the source to the name in the model; see `_RenameRules`
+    convert : whether to accept weights of another dtype, and convert them
     count : counter to which the bytes that this rank loads are added
     """
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
@@ -348,9 +350,8 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
-    """Return a dict of full arrays as a source of weights. Raise CheckpointError on all ranks unless all ranks have
-    the same arrays, which they check with a CRC-32 of names, shapes and dtypes and another of the contents.
-    Collective."""
+    """Wrap a dict of full arrays as a source of weights. Raise CheckpointError on all ranks unless all ranks pass the
+    same arrays. They compare two CRC-32s, one of names, shapes and dtypes and one of the contents. Collective."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -388,7 +389,7 @@ def _match_names(
     """Match the tensor names of a source (`theirs`) to the parameters of the model. Return a dict from the name in the
     model to the name in the source, and a report.
 
-    A tied parameter may have any of its names in the source."""
+    The source may store a tied parameter under any of its names."""
     layout, known, rules = placement.layout, _map_known_aliases(placement), _RenameRules(rename)
     ours: dict[str, str] = {}
     unused: list[str] = []
@@ -416,8 +417,8 @@ def _match_names(
 
 
 class _RenameRules:
-    """Rules that rename tensors by pattern. Each * in a pattern matches any text, which replaces the corresponding *
-    in the new name."""
+    """Rules that rename tensors by pattern. Each * in a pattern matches any text, which is inserted for the
+    corresponding * of the new name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
         self._rules: list[tuple[str, re.Pattern[str], str]] = []
@@ -428,7 +429,7 @@ class _RenameRules:
         self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """Rename `name` by the first pattern that matches, or return it unchanged if none does."""
+        """Rename `name` by the first pattern that matches. If none does, return it unchanged."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
@@ -444,8 +445,8 @@ class _RenameRules:
 
 
 def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Return the names that other libraries give to parameters of this model, as a dict to the names in this model. A
-    tensor that the model does not need is mapped to None."""
+    """Return a dict from the names that other libraries use for parameters of this model to their names in this model.
+    A tensor that the model does not need is mapped to None."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 
@@ -457,8 +458,8 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
 
 
 def _require_complete_match(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
-    """Raise CheckpointError if a parameter of the model is missing in the source, or if the source has a tensor that
-    the model lacks. Running statistics may be missing."""
+    """Raise CheckpointError if the source lacks a parameter of the model, or has a tensor that the model lacks.
+    Running statistics may be missing."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {format_first_names(sorted(names))}" for what, names in problems if names]

@@ -1,5 +1,5 @@
-"""The shards of tensors that a rank saves and loads, including arrays of compression codecs ("codec memory"), such as
-error-feedback residuals."""
+"""The shards of tensors that a rank saves and loads. They include arrays that compression codecs keep between steps
+("codec memory"), such as error-feedback residuals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ memory."""
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """Consecutive elements of this rank's shard, and the runs of elements of the full flat tensor where they belong."""
+    """A block of consecutive elements of this rank's shard. `runs` are the ranges of the full flat tensor to which
+    these elements belong."""
 
     array: Any
     runs: tuple[Interval, ...]
@@ -68,7 +69,7 @@ class LocalShard:
     ----------
     name : name of the tensor
     array : flat array of n elements
-    start : the array holds elements [start, start + n) of this tensor rank's part of the tensor
+    start : `array` holds elements [start, start + n) of this tensor rank's part of the tensor
     spec : specification of the full tensor
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks; 0 and 1 if the tensor axis does
         not shard the tensor
@@ -110,7 +111,7 @@ class TensorPiece(Protocol):
 
 
 def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
-    """Yield consecutive blocks of at most `BLOCK_BYTES` bytes, both in memory and in the file. `itemsize` is the
+    """Yield consecutive blocks that have at most `BLOCK_BYTES` bytes in memory and also in the file. `itemsize` is the
     number of bytes per element in the file."""
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
@@ -119,20 +120,20 @@ def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iter
     """Yield all shards of the training state on this rank. Arrays of compression codecs are not included, because they
     differ between ranks (see `iterate_codec_memory`).
 
-    `replicas` is the number of replica states in the checkpoint, if each replica has a state of its own; replica r of
-    this run then takes state r modulo `replicas`."""
+    If each replica has its own state, `replicas` is the number of replicas whose state is in the checkpoint. Replica r
+    of this run then takes the state of replica r modulo `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
             yield from _iterate_shards_of_row(state.placement, row, array, replicas=replicas)
 
 
 def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """Yield the shards that this rank writes. Exactly one rank writes each element of each tensor.
+    """Yield the shards that this rank writes. Each element of each tensor is written by exactly one rank.
 
     If replicas have equal states, each writes an equal part; otherwise each writes its own state. Parameters that the
-    tensor axis does not shard are written by the first tensor rank, because other tensor ranks may hold other elements
-    of them. A tied parameter is written by the ranks that hold its first copy, and running statistics by one of the
-    ranks that update them."""
+    tensor axis does not shard are written by the first tensor rank, because the shards of other tensor ranks may hold
+    other elements of them. A tied parameter is written by the ranks that hold its first copy, and running statistics
+    by one of the ranks that update them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.iterate_saved_rows():
@@ -148,8 +149,8 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """Yield the shards in one array of the ledger: the parameters of a page (flat buffer), or a single tensor that is
-    in no page."""
+    """Yield the shards in one array of the ledger. The array holds either the parameters of a page (flat buffer), or a
+    single tensor that is in no page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
@@ -172,9 +173,9 @@ class CodecMemoryName(NamedTuple):
     ----------
     axis : axis over which the codec sums, "shard" or "replica"
     memory : the codec's name for the array
-    rank_number : index of the rank among all ranks that hold such an array; if the array is the same on all ranks along
-        the axis, index of this group of ranks
-    tensor : name of the parameter; for arrays without one element per parameter element, name of the page
+    rank_number : index of the rank among all ranks with such an array; if all ranks along the axis have the same array,
+        index of this group of ranks
+    tensor : name of the parameter; if the array does not have one element per parameter element, name of the page
     """
 
     axis: str
@@ -194,8 +195,8 @@ class CodecMemoryName(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedPart:
-    """This rank's part of an array that a compression codec keeps. `writes` says whether this rank writes it to
-    checkpoints; it is False if another rank with the same values does."""
+    """This rank's part of an array that a compression codec keeps. `writes` says whether this rank writes the part to
+    checkpoints; it is False if another rank writes the same values."""
 
     name: CodecMemoryName
     held: LocalShard
@@ -203,8 +204,8 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` holds arrays to use instead
-    of those in the ledger, by ledger key."""
+    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps the key of a ledger row
+    to an array that replaces the one in the ledger."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
@@ -215,8 +216,9 @@ def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
 
 
 def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """Yield the shards to be read from a checkpoint for the codec arrays of this rank, each with the array to which it
-    must be added after reading, or None if it is read in place. Arrays that the checkpoint lacks are set to zero.
+    """Yield the shards to read from a checkpoint for this rank's codec arrays, as (shard, target). `target` is the
+    array to which the shard must be added after it was read, or None if it is read directly into its final array.
+    Arrays that the checkpoint lacks are set to zero.
 
     `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
     ignored."""
@@ -237,8 +239,8 @@ def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int
 
 
 def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
-    """Yield the shards to be read. The caller must fill each shard before it asks for the next one; it is then added
-    to its target array, if it has one."""
+    """Yield the shards to read. The caller must fill each shard before it asks for the next one; the shard is then
+    added to its target array, if it has one."""
     for piece, target in arriving:
         yield piece
         if target is not None:
@@ -287,8 +289,8 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def find_sources(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
-        """Return the names of the saved tensors whose sum gives `part`; usually there is only one. `names` holds the
-        saved tensors of the same kind, parameter (or page) and shape."""
+        """Return the names of the saved tensors that must be added to get `part`; usually there is only one. `names`
+        holds the saved tensors with the same codec array, the same parameter (or page) and the same shape."""
         if not self.is_summed:
             return [part.name] if part.name in names else list(names[:1])
         place, name = self.placement, part.name
@@ -304,10 +306,10 @@ class CodecMemory:
         return axis, memory
 
     def _get_rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """Return the index of this rank's saved tensor for a parameter, and the number of such tensors.
+        """Return the index of the saved tensor that this rank uses for a parameter, and the number of such tensors.
 
-        Tensor ranks share one tensor for an unsharded parameter, unless each of them computes only a summand of its
-        gradient. In that case each rank has a tensor of its own."""
+        Tensor ranks share one saved tensor for an unsharded parameter, unless each of them computes only a summand of
+        the gradient. In that case each tensor rank has its own."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

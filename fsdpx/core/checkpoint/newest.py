@@ -17,10 +17,9 @@ __all__ = ["find_newest_checkpoint"]
 def find_newest_checkpoint(folder: Path) -> Path | None:
     """Return the path of the newest complete checkpoint in a folder, to pass to `load`; None if there is none.
 
-    The newest checkpoint has the largest numbers in its name; among checkpoints with equal numbers or without numbers
-    it is the one written last. A checkpoint is complete if its manifest is intact and each of its files exists with
-    the right size. An incomplete checkpoint is skipped with a warning; weights without training state are skipped
-    silently."""
+    The newest checkpoint is the one with the largest numbers in its name. If numbers are equal or absent, it is the
+    one written last. A checkpoint is complete if its manifest is intact and each of its files exists with the right
+    size. An incomplete checkpoint is skipped with a warning. A checkpoint that has only weights is skipped silently."""
     entries = folder.iterdir() if folder.exists() else ()
     names = {name for path in entries if (name := resolve_checkpoint_name(path.name))}
     steps_by_folder = {folder / name: resolve_checkpoint(folder / name) for name in names}

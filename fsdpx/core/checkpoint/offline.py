@@ -52,8 +52,8 @@ class TensorDifference:
     Attributes
     ----------
     what : the difference as text
-    largest : largest absolute difference of corresponding elements; nan if only one of two elements is NaN; None if the
-        tensors cannot be compared
+    largest : largest absolute difference of corresponding elements; nan if an element is NaN in only one of the
+        tensors; None if the tensors cannot be compared
     """
 
     name: str
@@ -62,27 +62,27 @@ class TensorDifference:
 
 
 def open_source(path: Path) -> CheckpointSource:
-    """Open a checkpoint with its training state, or other safetensors files, which have only weights. Check the
-    headers of all files."""
+    """Open a checkpoint with its training state, or safetensors files from elsewhere, which have only weights. Check
+    the headers of all files."""
     source = open_weights(path)
     return source if source.manifest is None else open_checkpoint(path)
 
 
 def read_state_text(source: CheckpointSource) -> str | None:
-    """Return the scalar training state (steps, seed, ...) of a checkpoint as JSON; None if it holds only weights."""
+    """Return the scalar training state (steps, seed, ...) of a checkpoint as JSON; None if there are only weights."""
     return source.files[STATE_FILE_NAME].metadata.get(STATE_KEY) if STATE_FILE_NAME in source.files else None
 
 
 def read_state(source: CheckpointSource) -> dict[str, Any]:
-    """Return the scalar training state (fields of `RunScalars`) by name; empty if there are only weights. Raise
-    CheckpointError if it cannot be parsed."""
+    """Return the scalar training state as a dict of the fields of `RunScalars`; empty if there are only weights. Raise
+    CheckpointError if the state cannot be parsed."""
     text = read_state_text(source)
     return {} if text is None else vars(RunScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """Open a checkpoint or other files, and return them with the names of tensors whose checksums do not match. Files
-    without a manifest have no checksums, so the list is empty."""
+    """Open a checkpoint or other safetensors files. Return them, and the names of the tensors whose checksums do not
+    match. Files without a manifest have no checksums, so their list is empty."""
     source = open_source(path)
     if source.manifest is None:
         return source, []
@@ -114,12 +114,12 @@ def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[Tensor
 
 
 def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
-    """Write the weights of `source` into the folder `target` with another dtype or file size; return the layout of the
+    """Write the weights of `source` into the folder `target` with another dtype or file size. Return the layout of the
     new files.
 
     Optimizer state and scalars of a checkpoint are copied unchanged. `dtype` is the name of the new dtype; None: keep
     it. `shard_bytes` is the maximum number of bytes of one file; None: one file. Raise CheckpointError if a checksum
-    of the source does not match, or if `target` is the source itself, because rounded weights could not be restored."""
+    of the source does not match, or if `target` is the source itself, because the original weights would be lost."""
     verified, wrong = open_and_list_damaged_tensors(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()
@@ -165,8 +165,8 @@ def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
 
 
 def _find_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest absolute difference of corresponding elements, computed in float64. Two NaNs count as equal;
-    if only one of two elements is NaN, return nan."""
+    """Return the largest absolute difference of corresponding elements, computed in float64. Two NaNs count as equal.
+    If an element is NaN in only one of the arrays, return nan."""
     largest = 0.0
     for x, y in _iterate_block_pairs(a, b):
         x64, y64 = x.astype(np.float64), y.astype(np.float64)

@@ -61,7 +61,7 @@ class CheckpointSource:
     Attributes
     ----------
     folder : the folder
-    files : headers by file name
+    files : file name -> header
     manifest : list of files with sizes and checksums; None if the files are not a checkpoint of fsdpx
     """
 
@@ -71,24 +71,23 @@ class CheckpointSource:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """(file name, entry) of each tensor, by the name of the tensor."""
+        """Tensor name -> (file name, entry)."""
         return FileLayout(self.files).locations
 
     @property
     def tensors(self) -> Tensors:
-        """(dtype code, shape) of each tensor, by the name of the tensor and in the order of the files."""
+        """Tensor name -> (dtype code, shape), in the order of the files."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def filter_files(self, state: bool) -> CheckpointSource:
-        """Return only the file with the training state (`state=True`), or only the files with the weights
-        (`state=False`)."""
+        """Return a source with only the training state (`state=True`) or only the weights (`state=False`)."""
         return CheckpointSource(
             self.folder, {n: c for n, c in self.files.items() if (n == STATE_FILE_NAME) is state}, self.manifest
         )
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
-    """Open the checkpoint `path`, or its previous version if a job was killed between the renames of a commit.
+    """Open the checkpoint `path`. If a job was killed between the two renames of a commit, open the previous version.
 
     Only headers and text files are read. Raise CheckpointError if there is no checkpoint, or if its files do not match
     its manifest."""
@@ -116,10 +115,10 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
 
 def open_weights(path: Path) -> CheckpointSource:
-    """Open the weights in a checkpoint, in a safetensors file, in the files of an index file, or in a folder with an
-    index or a `model.safetensors`.
+    """Open the weights at `path`: a checkpoint, a safetensors file, an index file that lists several of them, or a
+    folder with an index file or a `model.safetensors`.
 
-    Raise CheckpointError if there are no weights, or if a header or the index is wrong."""
+    Raise CheckpointError if there are no weights, or if a header or the index is invalid."""
     folder = resolve_checkpoint(path)
     if folder.exists() and not folder.is_dir():
         return (
@@ -157,8 +156,8 @@ def read_header(path: Path) -> FileHeader:
 
 
 def _open_indexed_files(path: Path) -> CheckpointSource:
-    """Open the safetensors files that an index file lists. Raise CheckpointError unless they have exactly the tensors
-    in the index."""
+    """Open the safetensors files that an index file lists. Raise CheckpointError unless the files and the index have
+    exactly the same tensors."""
     try:
         table = parse_json(_read_small_file(path))
         names = table["weight_map"]
@@ -200,15 +199,15 @@ def _read_small_file(path: Path) -> bytes:
 
 
 def _describe_nearest_folder(path: Path) -> str:
-    """Return a phrase for an error about a missing path: the newest checkpoint in the nearest existing parent folder,
-    or else the contents of that folder."""
+    """Return a phrase to append to the error about a missing path. It names the newest checkpoint in the nearest
+    parent folder that exists, or else the contents of that folder."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return a phrase for an error that names the newest checkpoint in a folder; "" if there is no checkpoint, or if
-    its name has no number."""
+    """Return a phrase to append to an error, which names the newest checkpoint in a folder. Return "" if there is no
+    checkpoint, or if its name has no number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -231,7 +230,8 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
     """Split the bytes of all tensors evenly over the ranks, and yield this rank's byte ranges as (index of the tensor,
     first byte, number of bytes).
 
-    `sizes` holds the bytes of each tensor. A range has at most `BLOCK_BYTES` bytes, because it is read at once."""
+    `sizes` holds the number of bytes of each tensor. A range has at most `BLOCK_BYTES` bytes, so that it can be read
+    at once."""
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
@@ -243,10 +243,10 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
 def compute_partial_crcs(
     source: CheckpointSource, rank: int, ranks: int, count: ProgressCallback = lambda done, total: None
 ) -> np.ndarray:
-    """Read this rank's share of all bytes, and return its contribution to the CRC-32 of each tensor.
+    """Read this rank's part of all bytes, and return its contribution to the CRC-32 of each tensor.
 
-    The result is a uint64 array in the order of `FileLayout.iterate_tensors`. `combine_crc` takes the xor of the
-    results of all ranks."""
+    The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
+    all ranks is what `combine_crc` needs."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -255,7 +255,7 @@ def compute_partial_crcs(
         for done, (number, first, size) in enumerate(ranges):
             count(done, len(ranges))
             (file, _, entry), part = tensors[number], buffer[:size]
-            # the system reads ahead while the CRC is computed
+            # let the system read the next bytes while the CRC of these is computed
             advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)
             _read_at(source, files, file, part, entry.start + first)
             totals[number].add_bytes(first, part)
@@ -264,15 +264,15 @@ def compute_partial_crcs(
 
 
 def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
-    """Yield each block of a shard with its runs (element ranges in the file), grouped by read operation. A group is
-    read at once, including the gaps between its runs."""
+    """Yield each block of a shard with groups of its runs (element ranges in the file). The runs of a group are read
+    in one operation, including the gaps between them."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
 def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Read each shard in `pieces` from the tensor of the same name, converted to the dtype of the shard's array. `xp`
-    is the array module of these arrays."""
+    """Fill each shard in `pieces` from the tensor of the same name, converted to the dtype of the shard's array. `xp`
+    is the array module of the shards."""
     with SourceFiles(source) as files:
         for piece in pieces:
             file, entry = source.locations[piece.name]
@@ -321,8 +321,8 @@ def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
 def _read_runs_into(
     source: CheckpointSource, files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview
 ) -> int:
-    """Read all `runs` (element ranges of a tensor) in one operation, copy them to the start of `data`, and return
-    their number of bytes."""
+    """Read all `runs` (element ranges of a tensor) in one operation, and copy them to the start of `data`. Return the
+    number of bytes copied."""
     size, first, last = entry.itemsize, runs[0][0], runs[-1][1]
     if len(runs) == 1:
         part = data[: (last - first) * size]
@@ -346,8 +346,8 @@ def _read_at(source: CheckpointSource, files: SourceFiles, file: str, data: memo
 
 
 class SourceFiles(ExitStack):
-    """Context manager that holds the file descriptors of a checkpoint. A file is opened on first use. If its size has
-    changed since its header was read, CheckpointError is raised."""
+    """Context manager that holds the file descriptors of a checkpoint. Each file is opened on first use; this raises
+    CheckpointError if its size has changed since its header was read."""
 
     def __init__(self, source: CheckpointSource) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """Save checkpoints: the options of a save, the description of the run, the collective save, and the background save,
-in which a thread on each rank writes while training continues."""
+in which each rank has a thread that writes while training continues."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ UNKNOWN = "unknown software"
 
 
 def make_run_note(placement: Placement) -> bytes:
-    """Return a description of this run as JSON for the file `NOTE_FILE_NAME`: strategy, mesh, precision, software
+    """Return a JSON description of this run for the file `NOTE_FILE_NAME`: strategy, mesh, precision and software
     versions."""
     options, axes, precision = placement.options, placement.axes, placement.formats.precision
     description = {
@@ -99,8 +99,8 @@ def make_run_note(placement: Placement) -> bytes:
 
 
 def read_note(source: CheckpointSource) -> bytes | None:
-    """Return the description of the run (file `NOTE_FILE_NAME`) in a checkpoint; None if `source` is not a checkpoint
-    or the file cannot be read."""
+    """Return the description of the run (file `NOTE_FILE_NAME`) from a checkpoint; None if `source` is not a
+    checkpoint or the file cannot be read."""
     if source.manifest is None:
         return None
     try:
@@ -113,8 +113,8 @@ def read_note(source: CheckpointSource) -> bytes | None:
 
 
 def format_note(note: bytes | None) -> str:
-    """Format the description of a run as one line of text. Whatever it contains, no error is raised, because it is
-    only informative."""
+    """Format the description of a run as one line of text. It is only informative, so no error is raised if it is
+    malformed."""
     if note is None:
         return UNKNOWN
     try:
@@ -125,8 +125,8 @@ def format_note(note: bytes | None) -> str:
 
 
 def _find_strategy_name(sharding: Sharding) -> str:
-    """Return the name of the strategy that shards in this way, such as "fsdp", or the sharding as text if no strategy
-    does."""
+    """Return the name of the strategy with this sharding, such as "fsdp". If there is none, return the sharding as
+    text."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in (*PRESETS_BY_MEMORY, *PRESETS):
         if replace(sharding_of(PRESETS[name], ranks), prefetch=sharding.prefetch) == sharding:
@@ -152,8 +152,8 @@ class SaveChoices:
     dtype : dtype of the weights in the file; None: that of the trainer
     shard_bytes : maximum bytes of one file of weights; None: one file
     keep : number of numbered checkpoints to keep; None: all
-    keep_also : name of a checkpoint that is kept in addition
-    weights : "average" saves only the averaged weights, without training state
+    keep_also : name of one more checkpoint to keep
+    weights : "parameters", or "average" to save only the averaged weights, without training state
     """
 
     dtype: DtypeName | None = None
@@ -201,7 +201,7 @@ class PreparedSave:
         )
 
     def commit_and_prune(self, sums: np.ndarray) -> None:
-        """Commit the checkpoint and delete old ones. Rank 0 calls this once the data of all ranks are on disk.
+        """Commit the checkpoint and delete old ones. Only rank 0 calls this, after the data of all ranks are on disk.
 
         `sums` is the xor of the partial CRCs of all ranks, as `gather_xor_of_checksums` returns it."""
         assert self.target is not None
@@ -217,10 +217,10 @@ class PreparedSave:
 def save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None, count: ByteCounter
 ) -> None:
-    """Write the checkpoint `path`, and return when it is complete on disk. If that fails, raise the same error on all
-    ranks. Collective.
+    """Write the checkpoint `path`, and return when it is complete on disk. If that fails on any rank, all ranks raise
+    the same error. Collective.
 
-    See `collect_scalars` for `loader` and `fit`. The bytes that this rank writes are added to `count`."""
+    `loader` and `fit` are explained in `collect_scalars`. The bytes that this rank writes are added to `count`."""
     world = state.placement.axes.world
     prepared = prepare_save(state, path, choices, loader, fit)
     try:
@@ -239,9 +239,10 @@ def save(
 def prepare_save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
-    """Compare path and options between ranks, and create the files of a checkpoint without writing data. Collective.
+    """Check that path and options are the same on all ranks, and create the files of a checkpoint without writing
+    data. Collective.
 
-    Raise CheckpointError on all ranks if path or options differ between ranks, or if one rank cannot save."""
+    Raise CheckpointError on all ranks if path or options differ, or if some rank cannot save."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_counters(state)
@@ -275,13 +276,13 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
     if state.gradient_source:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.require_valid(path)
-    scalars.to_json()  # raises an error if the loader's state cannot be stored as JSON
+    scalars.to_json()  # only to raise an error early if the loader's state cannot be stored as JSON
     return scalars
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of the files of a checkpoint, which is the same on every rank. `memory` holds the shapes of
-    the arrays that compression codecs keep on any rank, by name."""
+    """Return the layout of the files of a checkpoint, which is the same on every rank. `memory` maps the name of an
+    array that a compression codec keeps on any rank to its shape."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
@@ -295,7 +296,7 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
 
 
 def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
-    """Return the elementwise xor of the uint64 arrays `sums` of all ranks on rank 0; other ranks get back their own
+    """On rank 0, return the elementwise xor of the uint64 arrays `sums` of all ranks. Other ranks get back their own
     `sums`. Collective."""
     if world.size == 1 or sums.size == 0:
         return sums
@@ -304,22 +305,22 @@ def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
 
 
-POLL_SECONDS = 0.01  # interval at which rank 0 looks for the checksum files of other ranks
+POLL_SECONDS = 0.01  # how often rank 0 looks for the checksum files of other ranks
 GRACE_SECONDS = 10.0  # how long rank 0 waits for checksum files after the main program has ended
 
 
 class BackgroundSave:
-    """A save that a thread on each rank writes while training continues.
+    """A save in which each rank has a thread that writes while training continues.
 
-    The constructor copies the shards that this rank writes, and starts the thread. When the thread has written them,
-    it writes this rank's checksums to a file in the temporary folder. Once the files of all ranks exist, the thread of
-    rank 0 commits the checkpoint, without another call of the trainer."""
+    The constructor copies the shards that this rank writes, and starts the thread. The thread writes the copies, and
+    then a file with this rank's checksums in the temporary folder. Once the checksum files of all ranks exist, the
+    thread of rank 0 commits the checkpoint. The trainer need not be called for this."""
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._problem: str | None = None  # text of the error, if writing or committing has failed
+        self._problem: str | None = None  # error message, if writing or committing has failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        # a lock instead of Thread.join, because in Python 3.11 Ctrl-C during join marks the thread as ended
+        # a lock instead of Thread.join, because in Python 3.11 Ctrl-C during join marks a running thread as ended
         self._running = threading.Lock()
         try:
             pieces = count.iterate_and_count(prepared.iterate_shards(state))
@@ -394,8 +395,8 @@ class BackgroundSave:
 
 
 def _write_checksum_file(folder: Path, rank: int, sums: np.ndarray) -> None:
-    """Write this rank's checksums to the file for which rank 0 waits. The file is renamed at the end, so that rank 0
-    never sees an incomplete one."""
+    """Write this rank's checksums to the file for which rank 0 waits. The file gets its final name only when it is
+    complete, so that rank 0 never reads a part of it."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")
     unseen.touch()

@@ -25,14 +25,15 @@ class RunScalars:
     ----------
     steps : number of updates
     rows : number of samples since the last update
-    seed : seed of all random numbers, which depend only on it and on the position in training
+    seed : seed of all random numbers, which depend only on the seed and on the position in training
     scale, good, dynamic : loss scale, number of steps since it last changed, and whether it is dynamic
     slots : names of the optimizer's state arrays, such as "m"
     optimizer : name of the optimizer's class
     data : `state_dict` of the data loader; None without a loader
     fit : progress of the training loop `fit`; None without it
     local : if replicas train independently, their progress since the last synchronization; otherwise None
-    missed : number of steps in which a parameter was frozen, by name; None if there are none
+    missed : parameter name -> number of steps that did not update the parameter because it was frozen; None if every
+        step updated all parameters
     """
 
     steps: int
@@ -63,15 +64,16 @@ class RunScalars:
 
     @property
     def replica_count(self) -> int | None:
-        """Number of replicas with a state of their own; None if all replicas have the same state."""
+        """Number of replicas that have their own state; None if all replicas have the same state."""
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
-        """Return the scalars as JSON. Raise CheckpointError if the loader's state has values that JSON cannot hold."""
+        """Return the scalars as JSON. Raise CheckpointError if the loader's state has values that JSON cannot
+        represent."""
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-            # raises an error for text that UTF-8 cannot encode, such as half of a surrogate pair
+            # encoding raises an error for text that is invalid in UTF-8, such as half of a surrogate pair
             return text.encode().decode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
@@ -113,8 +115,8 @@ def collect_scalars(
 
 
 def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
-    """Set the counters, the seed and a dynamic loss scale of `state` to those of a checkpoint. A fixed loss scale
-    stays unchanged."""
+    """Set the counters and the seed of `state` to those of a checkpoint, and also the loss scale if it is dynamic. A
+    fixed loss scale stays unchanged."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
     state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 

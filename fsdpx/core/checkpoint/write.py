@@ -67,7 +67,7 @@ class FileRecord:
     ----------
     size : size in bytes
     header_crc : CRC-32 of the header, or of the full contents of a text file
-    tensors : CRC-32 of the bytes of each tensor, by name
+    tensors : tensor name -> CRC-32 of the tensor's bytes
     """
 
     size: int
@@ -76,7 +76,7 @@ class FileRecord:
 
     @property
     def is_valid(self) -> bool:
-        """True if size and checksums are integers in their ranges."""
+        """True if the size and all checksums are integers in the valid range."""
         sums = [self.header_crc, *self.tensors.values()]
         return _is_count(self.size, 1 << 63) and all(_is_count(value, 1 << 32) for value in sums)
 
@@ -87,8 +87,8 @@ class Manifest:
 
     @classmethod
     def from_layout(cls, layout: FileLayout, sums: Sequence[int]) -> Manifest:
-        """Make the manifest of a checkpoint with these files. `sums` is the xor of the partial CRCs of all ranks, in
-        the order of `layout.iterate_tensors()`."""
+        """Make the manifest of a checkpoint with these files. `sums` is the elementwise xor of the partial CRCs of all
+        ranks, in the order of `layout.iterate_tensors()`."""
         records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in layout.files.items()}
         for (file, name, entry), value in zip(layout.iterate_tensors(), sums, strict=True):
             records[file].tensors[name] = format.combine_crc(int(value), entry.nbytes)
@@ -106,8 +106,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Manifest:
-        """Parse a manifest. Raise CheckpointError unless `data` is exactly what `to_json` returns. `where` names the
-        file in errors."""
+        """Parse a manifest. Raise CheckpointError unless `data` is exactly what `to_json` would return. `where` names
+        the file in error messages."""
         try:
             table = parse_json(data)
             version = table["checkpoint"]
@@ -130,7 +130,7 @@ class Manifest:
 
     def require_file_match(self, name: str, header: bytes, size: int, tensors: Iterable[str], where: str) -> None:
         """Raise CheckpointError unless the file `name` has the size, header and tensors that the manifest records. For
-        a text file, `header` is its full contents. `where` names the file in errors."""
+        a text file, `header` is its full contents. `where` names the file in error messages."""
         record = self.files[name]
         if size != record.size:
             kind = "truncated" if size < record.size else "longer than written"
@@ -143,8 +143,8 @@ class Manifest:
             )
 
     def list_damaged_tensors(self, files: Mapping[str, FileHeader], sums: Sequence[int]) -> list[str]:
-        """Return the names of the tensors whose CRC-32 differs from the manifest. `sums` is the xor of the partial
-        CRCs of all ranks, in the order of `FileLayout.iterate_tensors`."""
+        """Return the names of the tensors whose CRC-32 differs from the one in the manifest. `sums` is the elementwise
+        xor of the partial CRCs of all ranks, in the order of `FileLayout.iterate_tensors`."""
         problems = []
         for (file, name, entry), value in zip(FileLayout(dict(files)).iterate_tensors(), sums, strict=True):
             if self.files[file].tensors.get(name) != format.combine_crc(int(value), entry.nbytes):
@@ -169,10 +169,10 @@ Task = Callable[[], object]
 
 class Worker:
     """A thread that runs one task at a time: `begin_task(task)` starts a task, and `wait_for_task()` waits for it and
-    raises its error. The thread exists inside the `with` block.
+    raises its error. The thread lives as long as the `with` block.
 
-    An executor of `concurrent.futures` would refuse tasks once the main program has ended, but a background save
-    continues after that."""
+    It is used instead of an executor of `concurrent.futures`, which refuses tasks once the main program has ended,
+    because a background save may continue after that."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -186,7 +186,7 @@ class Worker:
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Wait for the previous task and raise its error if it has failed; otherwise start `task`."""
+        """Wait for the previous task. If it failed, raise its error; otherwise start `task`."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
@@ -215,7 +215,7 @@ class Worker:
                 self._ends.put(None)
             except BaseException as error:
                 self._ends.put(error)
-            del task  # free the arrays to which the task refers
+            del task  # free the arrays that the task refers to
 
 
 FLUSH_BYTES = 64 << 20
@@ -229,9 +229,10 @@ computing its CRC takes less time than waking a thread."""
 
 def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
     """Write the shards in `pieces` into the existing files of `layout` in `folder`, and flush them to disk. Return
-    this rank's contribution to the CRC-32 of each tensor as uint64, in the order of `layout.iterate_tensors()`.
+    this rank's contribution to the CRC-32 of each tensor as a uint64 array, in the order of
+    `layout.iterate_tensors()`.
 
-    Two blocks of extra memory are needed. While the CRC of a block is computed, one thread writes the block and
+    This needs two blocks of extra memory: while the CRC of a block is computed, one thread writes the block and
     another flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
@@ -268,7 +269,7 @@ def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer:
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        # for small writes, switching threads would take longer
+        # do small writes in this thread, because switching threads would take longer
         aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]
