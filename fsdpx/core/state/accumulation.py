@@ -57,8 +57,8 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Adds gradients in the order in which they arrive: microbatches as they run, and ranks in the order that the
-    collective uses."""
+    """Adds gradients in the order in which they arrive: microbatches in the order in which they run, and ranks in
+    whatever order the collective adds them."""
 
     bitwise = False
     """True if results must not depend on the number of ranks and on how pages are sharded."""

@@ -42,7 +42,7 @@ def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
 
 def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     """Return how many ranks of this host can share one copy of their full parameters; 0 if they cannot. With a shared
-    copy, each rank's shard is a view of it, so an all-gather moves no data within the host.
+    copy, the shard of each rank is a view of that copy, so an all-gather moves no data within the host.
 
     Ranks can share a copy if all ranks of each shard axis are on one host, or if full parameters are kept anyway.
     Collective."""
@@ -108,7 +108,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     must fill them. Collective."""
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
-    # no shared memory for asynchronous training: allocating it makes ranks wait for each other
+    # no shared memory for asynchronous training, because ranks would wait for each other while they allocate it
     arena = Arena(xp, choose_shared_memory(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _list_rows_and_allocate_shared(placement, arena)
     for key, array in common:

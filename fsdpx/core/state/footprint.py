@@ -43,7 +43,7 @@ class Footprint:
 
     Parameters
     ----------
-    parts : bytes by name of the part, such as "arena"; together they are the memory of the process
+    parts : name of a part, such as "arena" -> its bytes; together the parts are the memory of the process
     ranks_here : number of ranks on the host; None if unknown
     """
 
@@ -58,7 +58,7 @@ class Footprint:
     @property
     def pss(self) -> int:
         """Resident bytes of this rank's process, in which memory shared by several ranks is divided by their number.
-        Summed over the ranks of a host, it is the memory that they use there."""
+        The sum over the ranks of a host is the memory that they use together."""
         return sum(part.pss for part in self.parts.values())
 
     @property

@@ -52,7 +52,7 @@ def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
 
 
 def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """Return how many of the `samples` samples in a global batch `DataLoader` gives to data rank `rank`."""
+    """Return how many samples of a global batch of `samples` samples data rank `rank` gets from `DataLoader`."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -299,7 +299,7 @@ class PartialSumExchange:
                 ]
 
     def test(self) -> bool:
-        # call test() on every handle, because MPI moves data only during such calls
+        # call test() on every handle, because MPI transfers may make progress only during such calls
         done = [handle.test() for handle in self.handles]
         return all(done)
 

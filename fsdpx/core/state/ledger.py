@@ -1,4 +1,5 @@
-"""The ledger: a table with one row for each array that a rank holds, and where that array is stored."""
+"""The ledger: a table with one row for each array that a rank holds. A row says what the array contains and where it
+is stored."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ class LedgerKind:
 
     Attributes
     ----------
-    memory : the heading under which memory reports count it
+    memory : the heading under which memory reports count arrays of this kind
     slot : the kind of slot (named value) through which programs access it; "" if no program does
     saved : whether checkpoints store it, resharding moves it and recovery keeps copies of it; arrays that are not saved
         can be recomputed from those that are
-    prefix : prefix of its name in checkpoints
+    prefix : prefix of the arrays' names in checkpoints
     """
 
     memory: str

@@ -172,7 +172,7 @@ class StepOptions(StepChoices):
     schedule : the pipeline schedule as text
     recompute : which units run forward again before their backward
     storage : which state is offloaded, for example to disk, between uses
-    sync_choice : how ranks synchronize; with strategies such as local SGD, they do not do so in every step
+    sync_choice : how and when ranks synchronize (not in every step with strategies such as local SGD)
     planned : text that says what strategy="auto" chose and why
     """
 
@@ -279,8 +279,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if gathered parameters are kept until the update: because the sharding asks for it or there is only one
-        shard, and only if shards are not offloaded."""
+        """True if gathered parameters are kept until the update. This is the case if the sharding asks for it or there
+        is only one shard, provided that shards are not offloaded."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 

@@ -52,7 +52,7 @@ class StateStorage:
 
 
 class StorageLevelChoice(ABC):
-    """Base class for offload options, which say what state is kept outside memory, in slower storage, while it is not
+    """Base class for offload options. An option says which state is kept in storage slower than memory while it is not
     in use."""
 
     @abstractmethod
@@ -76,8 +76,7 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return a ledger row with the storage level where its array is kept. `row` describes the array as if it were
-        not offloaded."""
+        """Return the ledger row `row`, with its storage level changed if this option offloads the array."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:

@@ -109,8 +109,8 @@ class SyncPolicy:
         return EVERY_STEP
 
     def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
-        """Return the kinds of steps in one round, which lasts until all ranks synchronize, as (rules, number of such
-        steps). The step that synchronizes comes last."""
+        """Return the kinds of steps in one round, as (rules, number of such steps). A round is all steps up to and
+        including the next one in which all ranks synchronize, and that step comes last."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:

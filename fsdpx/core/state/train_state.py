@@ -163,7 +163,7 @@ class TrainState:
 
     Attributes
     ----------
-    store : the values that programs read and write, by slot (name of a value, such as the gradient of page 3)
+    store : slot (name of a value, such as the gradient of page 3) -> value that programs read or write
     steps : number of updates made so far
     samples : number of samples in the global batches since the last update
     gradient_source : the call that computed the gradients in the store, "accumulate" or "backward"; "" without

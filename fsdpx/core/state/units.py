@@ -57,7 +57,7 @@ class ModelSpread:
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks
     partial : names of the parameters for which each tensor rank computes only a summand of the gradient
     copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank, so that the
-        gradients are added in the same order for every split of the model
+        gradients are added in the same order no matter how the model is split
     """
 
     starts: tuple[int, ...] = (0,)
