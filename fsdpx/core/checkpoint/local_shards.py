@@ -83,7 +83,7 @@ class LocalShard:
     width: int
 
     def take_part(self, index: int, count: int) -> LocalShard:
-        """Split this shard into `count` equal parts, and return part number `index`."""
+        """Split this shard into `count` parts, as equal as possible, and return part number `index`."""
         first, last = shard_bounds(int(self.array.size), index, count)
         return LocalShard(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 

@@ -42,8 +42,8 @@ def get_arena_storage_ids(arena: Arena) -> set[int]:
 class ActivationMeter:
     """Counts the bytes of activations that a program keeps, updated after each action.
 
-    A view counts with its base array, and each base array counts once. Parameters that a layer saves for backward are
-    not counted, because the ledger counts them.
+    A view counts as its base array, and each base array counts once. Parameters that a layer saves for backward are not
+    counted, because the ledger counts them.
 
     Attributes
     ----------

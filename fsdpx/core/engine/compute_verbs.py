@@ -1,5 +1,5 @@
 """The operations that compute: load inputs, forward, loss, backward and recompute. They run the nodes (layer calls) of
-a unit in order; nodes pass each other activations, which are identified by number."""
+a unit in order. Nodes pass activations to each other, and refer to them by number."""
 
 from __future__ import annotations
 

@@ -235,8 +235,8 @@ class Engine:
     def get_contexts_and_parameters(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
-        """Return the contexts and parameters of a unit's layers for inference, after an inference program has run.
-        `held` holds the unit's gathered pages (flat parameter buffers) and running statistics."""
+        """Return the contexts and the parameters with which a unit's layers run inference. An inference program must
+        have run before. `held` holds the unit's gathered pages (flat parameter buffers) and running statistics."""
         assert self._views is not None
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 

@@ -471,7 +471,7 @@ class ExecutableAction(NamedTuple):
 
     Attributes
     ----------
-    words : the action as text, for errors and observers
+    words : the action as text, for error messages and observers
     gives : the slots (named values) that it fills, then the slots to which it adds
     """
 

@@ -227,7 +227,7 @@ class Workspace:
         return self.take_next_slab_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
 
     def get_shard_gradient(self, page: int) -> Any:
-        """Return the array for this rank's reduced gradient shard of a page, which is kept until the update."""
+        """Return the array that holds this rank's reduced gradient shard of a page until the update."""
         kept = self._part.get(page)
         return self.state.get_or_allocate_until_update(LedgerKey("part", page)) if kept is None else kept
 
@@ -337,7 +337,7 @@ class ProgramRun:
 
     @property
     def sync_group(self) -> Communicator:
-        """Communicator of the ranks whose losses and gradients are summed; all ranks for "evaluate"."""
+        """Communicator of the ranks whose losses and gradients are summed. For "evaluate", these are all ranks."""
         axes = self.placement.axes
         return axes.world if self.workspace.program.kind == "evaluate" else axes.group
 

@@ -111,7 +111,7 @@ def _warm_up_kernel(name: str, *given: Any) -> None:
 
 
 def _warm_up_linear(x: Any, w: Any, s: Any) -> None:
-    """Warm up the matrix products of a Linear layer, which are not kernels but run in the chosen BLAS library."""
+    """Warm up the matrix products of a Linear layer. They are not kernels, but run in the chosen BLAS library."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
