@@ -43,7 +43,8 @@ def markdown(text: str) -> dict[str, object]:
 
 def notebook(text: str) -> str:
     """The page as nbformat 4.5 has it."""
-    text = re.sub(r"The page is also a notebook, .*?\. ", "", text)
+    text, count = re.subn(r"This page is also available as a notebook, .*?\. ", "", text)
+    assert count == 1, "the sentence that offers the notebook has changed"
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     made = {"cells": cells(text), "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
