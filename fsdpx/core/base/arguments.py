@@ -1,7 +1,8 @@
 """Check arguments against the type hints of a function, so that a wrong argument raises a ConfigError that names it.
 
 A function's own checks are more specific, so they run first. The hints are checked only after the function has
-returned, or has raised an error other than an FsdpxError."""
+returned, or has raised an error other than an FsdpxError.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +40,10 @@ def wrap_with_argument_check(
     ----------
     function : the function to wrap
     name : name of the function in error messages (default: its own name)
-    when : when the hints are checked. "after": after the function has returned or failed; this is meant for constructors,
-        whose own checks give more specific errors. "failed": only after it has failed; this is meant for calls with side
-        effects. An FsdpxError does not count as a failure and is passed on"""
+    when : when the hints are checked. "after": after the function has returned or failed; this is meant for
+        constructors, whose own checks give more specific errors. "failed": only after it has failed; this is meant for
+        calls with side effects. An FsdpxError does not count as a failure and is passed on
+    """
     label = name or function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
@@ -98,7 +100,8 @@ def _require_fitting_arguments(
     """Raise ConfigError for the first argument that does not fit its type hint.
 
     `error` is the exception that the call has raised, or None. If the call has failed, a 0-d array does not count as a
-    number, because it may have caused the failure: not all code accepts an array in place of a number."""
+    number, because it may have caused the failure: not all code accepts an array in place of a number.
+    """
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
@@ -125,7 +128,8 @@ def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
     a tuple.
 
     If `failed` is true, the call has already failed with this value. In that case a 0-d array does not count as a
-    number, and an object of a user-defined class is not accepted in place of an fsdpx object."""
+    number, and an object of a user-defined class is not accepted in place of an fsdpx object.
+    """
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return any(fits_hint(value, one, failed) for one in inner)

@@ -37,7 +37,8 @@ def to_python_number(value: Any) -> Any:
     """Convert a NumPy scalar, or a 0-d array or tensor, to a Python number, which unlike them does not affect dtype
     promotion.
 
-    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged."""
+    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged.
+    """
     if value.__class__ in _PYTHON:
         return value
     if isinstance(value, dict):
@@ -58,7 +59,8 @@ def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, p
     `config_class(value)`. Otherwise raise ConfigError.
 
     The error message begins with `prefix`, for example "trace={}", and mentions `other_field`, another field of the
-    class, as an example."""
+    class, as an example.
+    """
     if isinstance(value, str | PathLike):
         return config_class(value)
     if not isinstance(value, config_class):  # type: ignore[arg-type]
@@ -104,8 +106,9 @@ class Sharding:
     replica, shard : widths of the two data-parallel mesh axes; None: all ranks that the other axis leaves over
     full_params : "use" frees gathered parameters as soon as their layers have run, "step" keeps them until the update
     full_grads : "use" reduces gradients after each microbatch, "step" reduces only their sum over all microbatches
-    prefetch : maximum number of units (groups of layers) whose parameters are gathered ahead of use, and maximum number of
-        gradient reductions in flight"""
+    prefetch : maximum number of units (groups of layers) whose parameters are gathered ahead of use, and maximum number
+        of gradient reductions in flight
+    """
 
     replica: int | None = 1
     shard: int | None = None
@@ -146,7 +149,8 @@ def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
     """Convert a strategy name or a `Sharding` to a `Sharding` whose widths are both set, with replica * shard ==
     ranks.
 
-    For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least sqrt(ranks)."""
+    For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least sqrt(ranks).
+    """
     if isinstance(strategy, str) and strategy in PRESETS:
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
@@ -180,7 +184,8 @@ class TraceConfig:
     ----------
     folder : folder for the files rank-00000.json.gz and so on, one per rank
     steps : number of most recent programs to keep in the trace. A training step is one program, and so is each call of
-        `accumulate`"""
+        `accumulate`
+    """
 
     folder: str | PathLike[str]
     steps: int = 100
@@ -203,7 +208,8 @@ class TraceConfig:
 
         Raises
         ------
-        ConfigError : `given` is neither"""
+        ConfigError : `given` is neither
+        """
         return get_config_or_make_from_folder(cls, given, "trace={}", "steps")
 
 
@@ -219,20 +225,21 @@ class Precision:
     ----------
     compute : dtype in which layers compute, and of their outputs and saved activations: "float32", "float64", "bf16"
         (or "bfloat16"), "fp16" (or "float16")
-    param : dtype in which the all-gather sends parameters. None: the same as `compute`. Other choices are float32 (float64
-        if `compute` is float64) and, unless `compute` is a 16-bit dtype, "bf16" or "fp16"
+    param : dtype in which the all-gather sends parameters. None: the same as `compute`. Other choices are float32
+        (float64 if `compute` is float64) and, unless `compute` is a 16-bit dtype, "bf16" or "fp16"
     reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16";
         None: no rounding
-    buffers : dtype of running statistics, "float32" or "float64"; None: float32 (float64 if `compute` is float64). 16-bit
-        dtypes are rejected, because a single step changes the statistics by less than their last bit
-    master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; None: float32 (float64
-        if `compute` is float64). "bf16" with compute="bf16" trains in 16 bits throughout
+    buffers : dtype of running statistics, "float32" or "float64"; None: float32 (float64 if `compute` is float64).
+        16-bit dtypes are rejected, because a single step changes the statistics by less than their last bit
+    master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; None: float32
+        (float64 if `compute` is float64). "bf16" with compute="bf16" trains in 16 bits throughout
     rounding : how updates smaller than the last bit of a 16-bit master are applied. None or "stochastic": the result is
-        rounded up or down at random, without bias (Gupta et al. 2015); "kahan": the rounding error is kept as part of the
-        optimizer's state (Kahan 1965; Zamirai et al. 2020)
+        rounded up or down at random, without bias (Gupta et al. 2015); "kahan": the rounding error is kept as part of
+        the optimizer's state (Kahan 1965; Zamirai et al. 2020)
     loss_scale : factor by which the loss is multiplied before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : initial value of the dynamic loss scale, which is halved on overflow
-    growth_interval : number of steps without overflow after which the dynamic loss scale is doubled"""
+    growth_interval : number of steps without overflow after which the dynamic loss scale is doubled
+    """
 
     compute: DtypeName = "float32"
     param: DtypeName | None = None
@@ -336,8 +343,9 @@ class ElasticConfig:
     every : number of steps between two copies, and so the maximum number of steps to repeat after a failure (default:
         chosen such that copying takes about 1 % of the time)
     ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks stand by
-    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the next
-        step on"""
+    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the
+        next step on
+    """
 
     copies: int = 1
     every: int | None = None

@@ -69,7 +69,8 @@ class LauncherInfo:
     local_size, local_rank : number of ranks on this host, and the rank of this process among them
     variable : name of the environment variable that contains the rank
     mpi : whether the ranks use MPI
-    store : where ranks without MPI meet (FSDPX_STORE, or MASTER_ADDR and MASTER_PORT)"""
+    store : where ranks without MPI meet (FSDPX_STORE, or MASTER_ADDR and MASTER_PORT)
+    """
 
     name: str
     size: int | None = None
@@ -106,7 +107,8 @@ class Environment:
         OMPI_MCA_mpi_ft_enable)
     slurm_job : ID of the Slurm job (SLURM_JOB_ID)
     threads : number of BLAS threads per rank that the user has set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS,
-        OMP_NUM_THREADS)"""
+        OMP_NUM_THREADS)
+    """
 
     check: bool = False
     node: bool = True
@@ -160,7 +162,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 
     In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. These variables are taken
     to describe ranks only in a job step without PMI_ or OMPI_ variables, because those are set if another launcher
-    runs inside the step."""
+    runs inside the step.
+    """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
         launcher = LauncherInfo("FSDPX_EXPECT_SIZE", expected)
@@ -189,7 +192,8 @@ def set_rank_variables(
     """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, whatever launcher started it.
 
     Do nothing if fsdpx would then detect a different launcher. Together with FSDPX_STORE, for example, these variables
-    declare a rank without MPI."""
+    declare a rank without MPI.
+    """
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
@@ -234,7 +238,8 @@ def require_expected_world_size(size: int, environment: Environment, library: st
     launcher started or the user expects.
 
     They differ if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its own
-    MPI_COMM_WORLD."""
+    MPI_COMM_WORLD.
+    """
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
         raise LaunchError(
@@ -262,7 +267,8 @@ def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ)
 
     Return a note for the user if this is a single process in a Slurm job with several tasks, else "". SLURM_NTASKS
     alone does not mean that this process is one of several ranks, because it is set for every process of an
-    allocation."""
+    allocation.
+    """
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
@@ -415,7 +421,8 @@ def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) ->
     """Return the number of ranks for which the scheduler has allocated resources, and the name of the variable that
     says so. Return None if there is no allocation.
 
-    If SLURM_NTASKS is not set, the number is computed from the number of nodes and the tasks per node (default: 1)."""
+    If SLURM_NTASKS is not set, the number is computed from the number of nodes and the tasks per node (default: 1).
+    """
     if "SLURM_JOB_ID" in environ:
         nodes = _parse_count_variable(environ, "SLURM_NNODES") or 1
         each = _parse_count_variable(environ, "SLURM_NTASKS_PER_NODE") or 1

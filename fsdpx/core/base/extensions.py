@@ -2,7 +2,8 @@
 it.
 
 Other packages add extensions through entry points. In the group `fsdpx.codec`, for example, an entry point gives the
-name of a codec and its `module:attribute`."""
+name of a codec and its `module:attribute`.
+"""
 
 from __future__ import annotations
 

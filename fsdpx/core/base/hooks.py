@@ -3,7 +3,8 @@ handlers, and are removed when they are no longer needed.
 
 Hooks stay installed while they have an owner: a trainer that runs on several processes, or a communicator that the
 user's program has opened. They are removed when the last owner releases them. If the program has since installed a
-hook of its own on top, that hook stays, and the hook of fsdpx only passes calls on to the function that it replaced."""
+hook of its own on top, that hook stays, and the hook of fsdpx only passes calls on to the function that it replaced.
+"""
 
 from __future__ import annotations
 
@@ -88,8 +89,10 @@ class _Holder:
 
     Attributes
     ----------
-    comm : weak reference to the communicator whose `abort` ends all ranks, so that it can be freed together with its owner
-    end : finalizer that runs when the owner is garbage-collected"""
+    comm : weak reference to the communicator whose `abort` ends all ranks, so that it can be freed together with its
+        owner
+    end : finalizer that runs when the owner is garbage-collected
+    """
 
     comm: weakref.ref[Any]
     end: weakref.finalize[Any, Any]
@@ -97,7 +100,7 @@ class _Holder:
 
 _hooks: list[Hook] = []
 _holders: dict[int, _Holder] = {}
-_lock = threading.RLock()  # reentrant, because the garbage collector may run a finalizer while this thread holds the lock
+_lock = threading.RLock()  # reentrant, because garbage collection may run a finalizer while this thread holds the lock
 _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
@@ -167,7 +170,8 @@ def releasing_hooks_after_block() -> Iterator[None]:
     """Return a context manager that, at its end, removes all owners of hooks that were added inside its block.
 
     If an exception leaves the block, the exception becomes an owner instead, so that all ranks end if nobody catches
-    it."""
+    it.
+    """
     begun: list[Any] = []
     token = _visit.set(begun)
     try:
@@ -221,7 +225,8 @@ class SignalHandler:
     number : the signal
     function : the handler known to Python
     record : the system's `struct sigaction`, which begins with the address of the handler. It is needed because Python
-        does not see handlers set by C code. Empty if the system has no `sigaction`"""
+        does not see handlers set by C code. Empty if the system has no `sigaction`
+    """
 
     number: signal.Signals
     function: Any
@@ -237,7 +242,8 @@ class SignalHandler:
         """Return whether this handler must not be replaced, because the user's program relies on it.
 
         This is the case for SIGHUP if it is ignored (nohup), and for SIGQUIT if it is handled by C code, such as
-        faulthandler's stack dump."""
+        faulthandler's stack dump.
+        """
         if self.number.name == "SIGHUP":
             return self.function is signal.SIG_IGN
         address = int.from_bytes(self.record[: ctypes.sizeof(ctypes.c_void_p)], sys.byteorder)

@@ -20,7 +20,8 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
 
     Parameters
     ----------
-    package : `__name__` of the package"""
+    package : `__name__` of the package
+    """
     module = sys.modules[package]
     homes = _map_names_to_modules(package, module.__loader__.get_source(package))  # type: ignore[union-attr]
     names = sorted(homes)

@@ -105,10 +105,11 @@ def reporting_if_slow(
 
     Parameters
     ----------
-    enabled : whether to report anything. If False, no thread is started either, since a simulated rank may lack the memory
-        for one
+    enabled : whether to report anything. If False, no thread is started either, since a simulated rank may lack the
+        memory for one
     what : name of the task
-    outcome : function that returns text to append to the last line; None: no last line, because a result follows"""
+    outcome : function that returns text to append to the last line; None: no last line, because a result follows
+    """
     if not enabled:
         yield lambda *reached: None
         return
@@ -172,7 +173,8 @@ def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
     are right-aligned.
 
     If `text` is true, the last column is left-aligned text. If it would make the table wider than `COLUMNS`, it is
-    placed on lines of its own below each row instead."""
+    placed on lines of its own below each row instead.
+    """
     cut = len(rows[0]) - text
     widths = [max(len(row[i]) for row in rows) for i in range(cut)]
     lines = [_format_row(row[:cut], widths) for row in rows]

@@ -173,7 +173,8 @@ def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
     type hint. Return the class.
 
     The error for an unknown option suggests what was probably meant. If an optimizer is given parameters, as in
-    PyTorch, the error says to leave them out."""
+    PyTorch, the error says to leave them out.
+    """
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
 
@@ -233,7 +234,8 @@ def require_pattern_matches(
     patterns, names : the given patterns, and the existing names
     what : the kind of object that has these names, for the error message
     fits : function (name, pattern) that returns whether they match
-    kind : class of the error"""
+    kind : class of the error
+    """
     known = list(names)
     for pattern in patterns:
         if not any(fits(name, pattern) for name in known):

@@ -259,9 +259,10 @@ def make_folder(path: Path, private: bool = True) -> Path:
     Parameters
     ----------
     path : path of the folder
-    private : whether to keep other users out (mode 0700), as for the folder of a run. If False, as for a cache, other users
-        may read the folder (at most 0755); an existing folder is then accepted unchecked, since each file in it is checked
-        when it is read"""
+    private : whether to keep other users out (mode 0700), as for the folder of a run. If False, as for a cache, other
+        users may read the folder (at most 0755); an existing folder is then accepted unchecked, since each file in it
+        is checked when it is read
+    """
     missing = [path] if not os.path.lexists(path) else []
     while missing and not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
