@@ -115,11 +115,11 @@ class Sigmoid(Layer):
 
 
 class Softmax(Layer):
-    """Softmax along one dim: exp(x) divided by the sum of exp(x) over the dim.
+    """Softmax along one dim: exp(x) divided by the sum of exp(x) over that dim.
 
     Parameters
     ----------
-    dim : the dim along which the results sum to 1; not 0, because dim 0 is samples
+    dim : the dim along which the results sum to 1; must not be 0, the sample dim
     """
 
     kernel_names = ("softmax", "softmax_backward")
@@ -160,8 +160,8 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
 
 
 def make_activation(owner: object, name: str) -> Layer:
-    """Return a new activation layer by its name in model configurations, such as "gelu". Raise ConfigError for an
-    unknown name; its message names the class of `owner`."""
+    """Return a new activation layer for a name used in model configurations, such as "gelu". Raise ConfigError for an
+    unknown name; the message names the class of `owner`."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]()
@@ -179,7 +179,7 @@ class Dropout(Layer):
     """
 
     kernel_names = ("drop", "drop_backward")
-    caches = True  # text generation with a cache never trains, so dropout does nothing there
+    caches = True  # text generation with a cache never trains, so dropout is inactive there
     parts: FieldPartition | None = None
 
     def __init__(self, p: float = 0.5) -> None:
@@ -235,7 +235,8 @@ class ShardedDropout(Dropout):
     ----------
     p : probability that an element is set to 0
     dim : the sharded dim
-    total : size of `dim` in the full array; None: `dim` is the sequence, see `LayerContext.sequence_offset`
+    total : size of `dim` in the full array; None: `dim` is the sequence dim, whose full size comes from
+        `LayerContext.sequence_offset`
     grain : with `total`, the number of consecutive elements that stay on one rank, see `ShardSpec`
     """
 
@@ -256,8 +257,8 @@ class ShardedDropout(Dropout):
 def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """Return a random boolean mask of the given shape, which is False with probability `drop`. Dim 0 of `shape` is
-    samples.
+    """Return a random boolean mask of the given shape, whose elements are False with probability `drop`. Dim 0 of
+    `shape` is the sample dim.
 
     If the array is sharded, `cuts` gives this rank's range along each sharded dim, as {dim: (first index, size of the
     full dim)}."""

@@ -19,11 +19,11 @@ __all__ = ["AttentionContainer", "MultiHeadAttention", "compute_head_features"]
 
 
 class AttentionContainer(Container):
-    """The base class of containers whose last two steps are an `Attention` and a Linear output projection. The
-    parameters of the container are gathered together, as one FSDP unit.
+    """Base class for containers whose last two steps are an `Attention` and a Linear output projection. The container
+    is one FSDP unit: its parameters are all-gathered together.
 
-    With "attention" in `env.recompute`, only the input of the `Attention` is saved, and backward recomputes its
-    result."""
+    With "attention" in `env.recompute`, only the input of the `Attention` is saved, and backward runs the attention
+    again."""
 
     unit = True
 
@@ -53,21 +53,21 @@ class AttentionContainer(Container):
 
 
 class MultiHeadAttention(AttentionContainer):
-    """Multi-head attention (Vaswani et al. 2017): softmax(q k^T / sqrt(d_head)) v for each head, as one FSDP unit.
-    Input and output have the shape `(samples, time, d_model)`.
+    """Multi-head attention (Vaswani et al. 2017): softmax(q k^T / sqrt(d_head)) v for each head. Input and output have
+    the shape `(samples, time, d_model)`. The layer is one FSDP unit.
 
-    A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, whose
-    rows have the order of PyTorch's `in_proj_weight`, `qkv.bias (3 d_model,)`, `out.weight (d_model, d_model)` and
+    A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, with
+    rows in the order of PyTorch's `in_proj_weight`, `qkv.bias (3 d_model,)`, `out.weight (d_model, d_model)` and
     `out.bias (d_model,)`. As in PyTorch, `qkv.weight` is initialized from Xavier's uniform distribution, and biases
     with 0.
 
     Parameters
     ----------
     d_model : number of features of the input and the output
-    n_heads : number of heads; d_model must be a multiple of it
+    n_heads : number of heads, a divisor of d_model
     causal : whether a position attends only to itself and to earlier positions
-    dropout : dropout probability of attention weights. If it is not 0, all attention weights are saved, an array
-        (samples, heads, time, time)
+    dropout : dropout probability of attention weights. If it is not 0, the attention weights, an array (samples,
+        heads, time, time), are saved for backward
     bias : whether the two projections have biases
     init : initializer of `qkv.weight`; None: Xavier's uniform distribution
     out_init : initializer of `out.weight`; None: the default initializer of `Linear`

@@ -1,4 +1,4 @@
-"""Attention with forward and backward, for all heads or for the heads of one tensor rank."""
+"""Forward and backward of attention, over all heads or over the heads of one tensor rank."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["AttentionCore", "AttentionHeads", "compute_scores", "make_causal_mas
 
 
 class AttentionCore(Protocol):
-    """Protocol of attention implementations that take queries, keys and values in one array, concatenated along the
+    """Protocol for attention implementations that take queries, keys and values in one array, concatenated along the
     features."""
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
-        """Return the attention of all heads, and the values that `backward` needs. The shapes are `(samples, time, 3
-        width)` -> `(samples, time, width)`."""
+        """Return the attention output of all heads, and the values that `backward` needs. `qkv` is
+        `(samples, time, 3 width)`, and the output is `(samples, time, width)`."""
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
@@ -42,9 +42,10 @@ class AttentionHeads:
 
     Parameters
     ----------
-    n_heads, d_head : number of query heads on all ranks, and number of features of a head
+    n_heads, d_head : number of query heads on all ranks together, and number of features per head
     causal, window : as in `Attention`; window=0 means no window
-    dropout : probability that an attention weight is dropped; needs equal numbers of query and key heads
+    dropout : probability that an attention weight is dropped; if it is not 0, there must be as many key heads as query
+        heads
     """
 
     def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float = 0.0, window: int = 0) -> None:
@@ -63,8 +64,8 @@ class AttentionHeads:
     def attend(
         self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
     ) -> tuple[Array, Any]:
-        """Return the attention of all heads, merged to (samples, time, heads x d_head), and a tuple of the values that
-        `attend_backward` needs in addition.
+        """Return the attention output, with the heads merged to (samples, time, heads x d_head), and a tuple of
+        further values that `attend_backward` needs.
 
         `q`, `k` and `v` have the shape (samples, heads, time, d_head). `segments` are integers (samples, time) that
         separate packed documents, see `Attention`."""
@@ -90,7 +91,7 @@ class AttentionHeads:
         self, env: LayerContext, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Return the gradients of q, k and v, stacked in one array if the three shapes are equal, else as a tuple of
+        """Return the gradients of q, k and v, stacked in one array if their shapes are equal, otherwise as a tuple of
         three arrays."""
         (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
         if len(rest) == 1:
@@ -103,7 +104,7 @@ class AttentionHeads:
         self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array, seen: Array | None
     ) -> Array:
         """Return the gradients of q, k and v for attention with dropout, stacked to (3, samples, heads, time, d_head).
-        `seen` is the causal mask, or None without `causal`."""
+        `seen` is the causal mask, or None if attention is not causal."""
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         dweights = zero_hidden_weights(apply_dropout_mask(multiply(do, v.swapaxes(-1, -2)), keep, self.dropout), seen)
         rows = (-1, weights.shape[-1])
@@ -135,7 +136,7 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return the attention scores scale * q k^T. With `causal`, the scores of later positions are -inf."""
+    """Return the attention scores scale * q k^T. With `causal`, the scores of keys after the query are -inf."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)

@@ -1,4 +1,4 @@
-"""Differentiable collectives for layers: functions in pairs, each the adjoint (backward) of the other.
+"""Differentiable collectives for layers: pairs of functions, each the adjoint (backward) of the other.
 
 A value on an axis of N ranks is in one of three states:
 
@@ -52,8 +52,8 @@ Shape = tuple[int, ...]
 
 
 class PendingCollective:
-    """A collective that was started; `wait()` returns its result. The argument `sent` is the send buffer, which must
-    stay alive until then."""
+    """A collective in progress; `wait()` returns its result. The argument `sent` is the send buffer, which must stay
+    alive until then."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -111,7 +111,7 @@ def start_all_gather_dim(
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
-    """Return this rank's shard, along `dim`, of the sum of `x` over the ranks. Collective."""
+    """Sum `x` over the ranks, and return this rank's shard of the sum along `dim`. Collective."""
     return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
@@ -146,8 +146,7 @@ def all_gather_replicated(
 def all_to_all_dims(
     xp: Any, comm: AxisRanks, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """Redistribute a value that is sharded along the dim `merge`, so that it is sharded along the dim `split`.
-    Collective.
+    """Redistribute a value from shards along the dim `merge` to shards along the dim `split`. Collective.
 
     `total` is the size of the full dim `merge`; None means that all shards have equal sizes. The adjoint swaps `split`
     and `merge`."""
@@ -229,8 +228,8 @@ def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Ar
 
 
 def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
-    """Yield, for each part of `x` along `dim`, a view of the part and a view, with the same shape, of its range in the
-    1-D buffer `flat`."""
+    """Yield two views for each part of `x` along `dim`: the part itself, and the part's range in the 1-D buffer
+    `flat`, in the same shape."""
     offset = start = 0
     for shape in shapes:
         size = math.prod(shape)

@@ -49,10 +49,11 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Saved for backward instead of the result of a cheap step. Backward recomputes the result when it needs it.
+    """Placeholder that is saved for backward instead of the result of a cheap step. Backward recomputes the result
+    when it is needed.
 
-    The result is that of step number `step` of the container `owner`. During forward, `y` holds the result itself, so
-    that no other array gets the same id."""
+    The result is that of step number `step` of the container `owner`. During forward, `y` keeps the result itself
+    alive, so that no other array can get its id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -61,8 +62,8 @@ class RecomputePlaceholder:
 
 
 class Container(Layer):
-    """The base class of layers that contain layers. A container is a list of steps in execution order, which read and
-    return named values.
+    """Base class for layers that contain other layers. A container is a list of steps in execution order; each step
+    reads and returns named values.
 
     Parameters
     ----------
@@ -123,8 +124,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy of the container in which each step runs the layer that `layers` has for its name. The new
-        layers may have additional parameters. Frozen parameters stay frozen."""
+        """Return a copy of the container in which the layer of each step is replaced by the entry of `layers` under
+        the step's name. The new layers may have additional parameters. Frozen parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -155,7 +156,7 @@ class Container(Layer):
                 if recomputed and any(id(values[source]) in recomputed for source in sources):
                     held = map_saved(held, lambda part: recomputed.get(id(part), part))
                 saved.append(held)
-                if step.layer.cheap:  # later steps save a placeholder instead of y, which backward recomputes
+                if step.layer.cheap:  # later steps save a placeholder for y, and backward recomputes y
                     recomputed[id(y)] = RecomputePlaceholder(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
@@ -168,8 +169,8 @@ class Container(Layer):
         return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Run `Layer.backward` of the steps in reverse order. Values that a step needs for its parameter gradients are
-        freed before the next step runs."""
+        """Run `Layer.backward` of the steps in reverse order. The values that a step needs for its parameter gradients
+        are freed before backward of the next step runs."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
@@ -303,7 +304,7 @@ class Sequential(Container):
 
 
 class Residual(Container):
-    """Residual connection: y = x + body(x) (He et al. 2015), as one FSDP unit.
+    """Residual connection: y = x + body(x) (He et al. 2015). The layer is one FSDP unit.
 
     Parameters
     ----------
@@ -327,8 +328,8 @@ def chain_layers(
     """Connect `layers` in a chain that starts at the value `source`. Return the steps, the names of the chain's
     inputs, and the name of the last layer's result.
 
-    `shared` are the names of extra inputs, such as an attention mask, that each layer with several inputs reads after
-    the previous layer's result."""
+    `shared` names extra inputs, such as an attention mask. Every layer with several inputs reads them after the
+    previous layer's result."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -392,8 +393,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the names of the values that no later step reads, so that they can be freed after it.
-    Outputs of the container are never among them."""
+    """Return, for each step, the names of the values that no later step reads, so that they can be freed after the
+    step. The container's outputs are never among these values."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -452,7 +453,7 @@ class ComposeValue:
     def __mul__(self, other: Any) -> Any:
         return Multiply()(self, other)
 
-    __radd__, __rmul__ = __add__, __mul__  # the left operand may be a number, which Add and Multiply reject
+    __radd__, __rmul__ = __add__, __mul__  # also called for a number on the left, which Add and Multiply reject
     __sub__ = __rsub__ = __neg__ = _make_unsupported("-")
     __truediv__ = __rtruediv__ = _make_unsupported("/")
     __pow__ = __rpow__ = _make_unsupported("**")
@@ -535,8 +536,8 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Metaclass of `Composite`: runs `compose` once the constructor of the instantiated class, which may be a
-    subclass, has finished."""
+    """Metaclass of `Composite` that runs `compose` after the whole constructor has finished, including that of a
+    subclass."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         layer = super().__call__(*args, **options)
@@ -545,7 +546,7 @@ class ComposingMeta(ABCMeta):
 
 
 class Composite(Container, metaclass=ComposingMeta):
-    """The base class for your own layers that contain other layers and define once how they are connected:
+    """Base class for your own layers that are built from other layers:
 
         class GatedMLP(nn.Composite):
             def __init__(self, d_model, d_hidden):
@@ -556,10 +557,10 @@ class Composite(Container, metaclass=ComposingMeta):
             def compose(self, x):
                 return self.down(nn.SiLU()(self.gate(x)) * self.up(x))
 
-    `compose` runs once, when the layer is constructed. The calls become a graph, whose backward is derived from the
-    layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError for a layer with parameters that
-    is not an attribute, for a layer attribute that is never called, and for operations on values other than layer
-    calls, + and *."""
+    `compose` runs once, when the layer is constructed. The recorded calls form a graph, whose backward follows from
+    the backward of its layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError for a layer
+    with parameters that is not an attribute, for a layer attribute that is never called, and for operations on values
+    other than layer calls, + and *."""
 
     reads: tuple[str, ...] = ()
     """Names of the inputs, for a `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""

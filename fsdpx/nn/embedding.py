@@ -37,12 +37,12 @@ __all__ = [
 class Embedding(Layer):
     """Embedding table, which looks up rows of `weight`: integers `(samples, ...)` -> `(samples, ..., embedding_dim)`.
 
-    Raises DataError for numbers outside of [0, num_embeddings).
+    Raises DataError for indices outside [0, num_embeddings).
 
     Parameters
     ----------
     num_embeddings : number of rows of `weight (num_embeddings, embedding_dim)`
-    embedding_dim : number of features of a row
+    embedding_dim : number of features per row
     init : initializer of `weight`; None: N(0, 1) as in PyTorch
     """
 
@@ -84,7 +84,7 @@ class Embedding(Layer):
 
 
 class TokenEmbeddingBase(Layer):
-    """The base class of token embeddings with learned positions: weight[token] + position[time].
+    """Base class for token embeddings with learned positions: weight[token] + position[time].
 
     Subclasses define which shape of tokens they accept (`_require_token_shape`) and the positions of the tokens
     (`_get_positions`). If a rank holds only a shard of `weight`, they also define how rows are looked up and how their
@@ -141,12 +141,12 @@ class TokenEmbeddingBase(Layer):
 
 
 class TokenEmbedding(TokenEmbeddingBase):
-    """Token embedding with learned positions, weight[token] + position[time]: tokens `(samples, time)` -> `(samples,
-    time, d_model)`.
+    """Token embedding with learned positions, weight[token] + position[time]: tokens `(samples, time)` ->
+    `(samples, time, d_model)`.
 
     Parameters
     ----------
-    vocab : number of tokens; tokens are integers in [0, vocab)
+    vocab : vocabulary size; tokens are integers in [0, vocab)
     d_model : number of features of the result
     seq_len : maximum length of a sequence
     init : initializer of `weight (vocab, d_model)`; None: N(0, 1)
@@ -156,7 +156,7 @@ class TokenEmbedding(TokenEmbeddingBase):
     looks_up = True
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not TokenEmbedding:  # a subclass may compute a different embedding
+        if type(self) is not TokenEmbedding:  # a subclass may compute something else, so it must not be replaced
             return super().shard_over_ranks(request)
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init
@@ -178,8 +178,8 @@ class TokenEmbedding(TokenEmbeddingBase):
 class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
     """`TokenEmbedding` whose input is sharded along the sequence (dim 1) over the tensor axis.
 
-    Positions are counted from the start of the full sequence. Each rank computes a summand of the parameter gradients,
-    from its own tokens.
+    Positions are counted from the start of the full sequence. Each rank computes only what its own tokens contribute
+    to the parameter gradients.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ SHARD_ROWS = ShardSpec(0)
 
 class VocabParallelEmbedding(Layer):
     """`Embedding` sharded by rows over the tensor axis. Each rank gets the full input, looks up the rows that it
-    holds, and takes 0 for all other rows. The results are summed over the ranks.
+    holds, and uses zeros in place of all other rows. The results are summed over the ranks.
 
     Forward all-reduces the result, and backward communicates nothing. With `sequence`, forward reduce-scatters the
     result and backward all-gathers its gradient.
@@ -269,8 +269,8 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
     Parameters
     ----------
     vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
-    sequence : whether to shard the result along dim 1; each rank then computes a summand of the gradient of
-        `position`
+    sequence : whether to shard the result along dim 1; each rank then computes only what its own positions contribute
+        to the gradient of `position`
     """
 
     def __init__(
@@ -304,13 +304,13 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 class VocabParallelCrossEntropyLoss(Loss):
-    """`CrossEntropyLoss` of logits that are sharded by classes, their last dim: y `(samples, ..., classes of this
-    rank)`.
+    """`CrossEntropyLoss` of logits that are sharded along their last dim, the classes: y is
+    `(samples, ..., classes of this rank)`.
 
-    Every rank has the full target `(samples, ...)`, and gets the total and weight over all classes. Forward performs
-    two all-reduces of float64 arrays with one element per position: first the maximum of the position's logits, then
-    the sum of their exponentials. The second array has one additional element, or two with label smoothing. Backward
-    communicates nothing.
+    Every rank has the full target `(samples, ...)`, and gets the same total and weight, over all classes. Forward
+    performs two all-reduces of float64 arrays with one element per position: first the maximum of the position's
+    logits, then the sum of their exponentials. The second array also carries one sum over all positions, or two with
+    label smoothing. Backward communicates nothing.
 
     Parameters
     ----------
@@ -367,16 +367,16 @@ class VocabParallelCrossEntropyLoss(Loss):
 
 
 def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
-    """Convert row numbers of a table with `total` rows to row numbers of this rank's shard. Return a mask that is True
-    where this rank holds the row, and the local row numbers, which are 0 elsewhere."""
+    """Convert row indices of a table with `total` rows to indices into this rank's shard. Return a mask that is True
+    where this rank holds the row, and the local indices, which are 0 elsewhere."""
     start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)
 
 
 def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
-    """Return the rows `x` of a table with `total` rows that is sharded over the ranks; `weight` is this rank's shard.
-    With `sequence`, the result is sharded along dim 1. Collective."""
+    """Look up the rows with indices `x` in a table of `total` rows that is sharded over the ranks; `weight` is this
+    rank's shard. With `sequence`, the result is sharded along dim 1. Collective."""
     comm = env.mesh.tensor
     if comm.size == 1:
         return weight[x]
@@ -399,7 +399,7 @@ def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values that could select rows
+        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values to select rows by
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

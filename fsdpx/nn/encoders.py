@@ -46,29 +46,29 @@ class BertEmbedding(Composite):
 
 
 class Bert(Container):
-    """BERT (Devlin et al. 2018): tokens, token types and an attention mask, all of them integers `(samples, time)` ->
-    logits.
+    """BERT (Devlin et al. 2018): tokens, token types and an attention mask, all of them integer arrays
+    `(samples, time)` -> logits.
 
     Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
     so their outputs differ from those of other implementations and must be ignored. Children are "embed", "blocks.0",
-    "blocks.1", ..., and those of a head. The token head has "dense", "activation", "norm" and "head", whose weight is
-    tied to the embedding. The class head has "first", "pooler", "activation" and "head". Initial weights are N(0,
-    0.02).
+    "blocks.1", ..., and the layers of one of two heads: "dense", "activation", "norm" and "head" for tokens, where the
+    weight of "head" is tied to the embedding, or "first", "pooler", "activation" and "head" for classes. Initial
+    weights are N(0, 0.02).
 
     Parameters
     ----------
-    vocab : number of tokens; tokens are integers in [0, vocab)
-    d_model : number of features between blocks; a multiple of n_heads
+    vocab : vocabulary size; tokens are integers in [0, vocab)
+    d_model : model width, the number of features per position; a multiple of n_heads
     n_layers, n_heads : number of blocks, and number of heads per block
     seq_len : maximum length of a sequence
-    hidden : number of features inside the MLP of a block; None: 4 d_model
+    hidden : hidden width of each block's MLP; None: 4 d_model
     types : number of token types
     classes : number of classes; the logits are (samples, classes), computed from the first position. None: the logits
         are (samples, time, vocab), for predicting masked tokens with `CrossEntropyLoss`, which ignores targets of -100
     activation : activation of the MLP and of the token head, as in `GPT`
     eps : `eps` of the LayerNorm layers
     dropout : dropout probability before the last Linear of the class head
-    tie : whether `head.weight` of the token head is `embed.tokens.weight`
+    tie : whether `head.weight` of the token head is tied to `embed.tokens.weight`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -146,9 +146,10 @@ class PatchEmbedding(Layer):
 
     Parameters
     ----------
-    image, patch : height and width of an image and of a patch, in pixels; image must be a multiple of patch
+    image, patch : side length of the square images and of the square patches, in pixels; image must be a multiple of
+        patch
     channels : number of channels of the images
-    d_model : number of features of a token
+    d_model : number of features per token
     """
 
     kernel_names = ("linear",)
@@ -222,10 +223,10 @@ class ViT(Container):
     Parameters
     ----------
     image, patch, channels : as in `PatchEmbedding`
-    d_model : number of features between blocks; a multiple of n_heads
+    d_model : model width, the number of features per token; a multiple of n_heads
     n_layers, n_heads : number of blocks, and number of heads per block
     classes : number of classes
-    hidden : number of features inside the MLP of a block; None: 4 d_model
+    hidden : hidden width of each block's MLP; None: 4 d_model
     activation : activation of the MLP, as in `GPT`
     eps : `eps` of the LayerNorm layers
     qkv_bias : whether queries, keys and values have biases

@@ -27,16 +27,16 @@ class GPT(Sequential):
 
     Parameters
     ----------
-    vocab : number of tokens; tokens are integers in [0, vocab)
-    d_model : number of features between blocks; a multiple of n_heads
+    vocab : vocabulary size; tokens are integers in [0, vocab)
+    d_model : model width, the number of features per position; a multiple of n_heads
     n_layers : number of transformer blocks
     n_heads : number of attention heads per block
     seq_len : maximum length of a sequence
-    tie : whether `head.weight` is `embed.weight`
+    tie : whether `head.weight` is tied to `embed.weight`
     dropout : dropout probability of the embedding, the attention weights and the residual branches
     bias : whether Linear and LayerNorm layers have biases
-    hidden : number of features inside the MLP of a block; None: 4 d_model
-    activation : activation of the MLP: "gelu", "gelu_new" (the tanh form of GELU, with which GPT-2 was trained),
+    hidden : hidden width of each block's MLP; None: 4 d_model
+    activation : activation of the MLP: "gelu", "gelu_new" (the tanh form of GELU, which GPT-2 was trained with),
         "relu", "silu" or "tanh"
     eps : `eps` of the LayerNorm layers
     frozen : name patterns (fnmatch) of parameters that are not trained
