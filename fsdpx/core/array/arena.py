@@ -34,14 +34,15 @@ def keep_freed_memory() -> bool:
     the system. Return whether this works. It works on Linux with glibc; elsewhere nothing changes.
 
     This saves time, because each new memory page costs a page fault and is zeroed by the kernel, which for 4 KiB takes
-    about as long as filling the page. In return, the memory of the process stays at its peak.
+    about as long as filling the page. The price is that the memory of the process never drops below its peak.
     """
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
 
 def trim_heap() -> None:
-    """Return free heap memory to the system once, before training, since steps do not need the memory of the setup."""
+    """Return free heap memory to the system. Called once before training, because steps do not need the memory that
+    the setup used."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -51,7 +52,7 @@ def _load_glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     library = ctypes.CDLL(None)
-    # musl has mallopt as well, but as a stub without effect
+    # musl's mallopt is a stub without effect
     return library if hasattr(library, "gnu_get_libc_version") else None
 
 
@@ -76,9 +77,9 @@ class SlabPlan:
 
     Attributes
     ----------
-    offsets : offset of each buffer in bytes, by name of the buffer
+    offsets : name of a buffer -> its offset in bytes
     nbytes : size of the slab in bytes
-    peak : maximum number of bytes that are alive at the same time
+    peak : maximum total size in bytes of the buffers that are alive at the same time
     """
 
     offsets: dict[Hashable, int] = field(default_factory=dict)
@@ -90,9 +91,8 @@ def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
     """Assign memory offsets to buffers, so that no two buffers that are alive at the same time overlap.
 
     Each buffer takes the lowest gap that fits it. Buffers are placed from largest to smallest, or in order of `start`,
-    whichever needs less memory. For buffers of equal size both orders are optimal (interval coloring). For sizes that
-    are only nearly equal, the slab may be larger than the peak, because the first and the largest buffer may compete
-    for the same offset.
+    whichever needs less memory. For buffers of equal size both orders are optimal (interval coloring). Otherwise the
+    slab may be larger than the peak, even if the sizes are nearly equal.
     """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()
@@ -145,14 +145,14 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 def _map_zero_pages(nbytes: int) -> Any:
     """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory
-    nor time, whereas `numpy.zeros` may reuse memory and must then clear it."""
+    nor time, whereas `numpy.zeros` may reuse freed memory, which it must clear first."""
     # Windows does not have these flags
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
         pages = mmap.mmap(-1, nbytes, **private)
     except OSError as error:
         raise MemoryError(f"unable to allocate {nbytes} bytes for what a rank keeps: {error.strerror}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # only Linux has huge pages on request
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # only Linux provides huge pages on request
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
 
@@ -175,8 +175,8 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Free arrays of `allocate_shared` after their arena has been garbage-collected. This does not communicate,
-        since garbage collection happens on this rank only, in any thread and at any time."""
+        """Free arrays of `allocate_shared` whose arena has been garbage-collected, now or as soon as it is safe. This
+        does not communicate, because garbage collection happens on this rank only, in any thread and at any time."""
         ...
 
 
@@ -186,8 +186,8 @@ class Arena:
     Parameters
     ----------
     xp : array module that allocates the buffers (NumPy, CuPy, or shape-only arrays)
-    memory : memory shared with other ranks, in which the slab is allocated if there is enough of it; then all ranks
-        need slab plans of equal size
+    memory : memory shared with other ranks, in which the slab is allocated if there is enough of it. All ranks must
+        then use slab plans of equal size
     """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
@@ -200,10 +200,10 @@ class Arena:
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
-        # incremented when the slab moves or a buffer is dropped, since views of them are then invalid
+        # incremented when the slab moves or a buffer is dropped, because earlier views are then invalid
         self.generation = 0
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
-        self._rest = np.empty(0, np.uint8)  # unused rest of the latest block that several buffers share
+        self._rest = np.empty(0, np.uint8)  # unused rest of the block from which buffers are currently cut
 
     def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
         """Return the buffer with this name, which lives until `drop_buffer`. If there is none, create one of `size`
@@ -218,7 +218,8 @@ class Arena:
         return self.kept[name]
 
     def _allocate_aligned_zeros(self, shape: tuple[int], dtype: Any) -> Any:
-        """Return a buffer of zeros that starts at a cache line. Arrays of NumPy start 16 bytes after one.
+        """Return a buffer of zeros that begins at the start of a cache line. NumPy's own arrays begin 16 bytes after
+        it.
 
         Many buffers are slices of one large block, so that the system can store even small buffers in huge pages.
         """

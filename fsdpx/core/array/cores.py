@@ -1,4 +1,4 @@
-"""Divide the cores of a host among its ranks. By default, BLAS would start one thread per core in every rank."""
+"""Divide the cores of a host among its ranks, because BLAS by default would start one thread per core in every rank."""
 
 import os
 

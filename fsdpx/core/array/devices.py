@@ -28,7 +28,7 @@ class Device:
     ----------
     name : name that `distribute(device=...)` accepts
     holds_data : whether arrays have values; False for shape-only arrays
-    sums_by_kernel : whether the device has its own kernels for sums over rows and channels, which take per-channel
+    sums_by_kernel : whether the device has its own kernels for sums over rows and channels. They take per-channel
         values in float64
     """
 
@@ -106,8 +106,8 @@ class Device:
         return False
 
     def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Call `run` to update a shard of parameters p with gradients g. Return False, without calling it, if the
-        arrays have no values."""
+        """Call `run` to update a shard of parameters p with gradients g. If the arrays have no values, return False
+        without calling it."""
         run()
         return True
 

@@ -25,20 +25,21 @@ REORDER = {"reassoc", "nsz", "contract"}
 """Compiler flags that let LLVM sum a row in vector lanes. The order of the sum depends only on the length of the
 row."""
 
-_lock = threading.RLock()  # lets only one thread rank compile at a time
+_lock = threading.RLock()  # lets only one thread compile at a time, since ranks may be threads
 _fixed: dict[Any, CompiledFunction] = {}
 _bare: dict[tuple[Any, str], Any] = {}
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """Return a function that Numba compiles when it is first called with arguments of given types, without the GIL and
-    with IEEE division.
+    """Make a function that Numba compiles on its first call with each combination of argument types. The compiled code
+    releases the GIL and divides according to IEEE 754.
 
-    If the same function is created several times around different inner functions, `name` must tell these apart.
+    If a factory defines the same function several times around different inner functions, `name` must tell these
+    apart.
     """
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
-    function.__qualname__ = name or function.__qualname__  # this name becomes part of the name of the file on disk
+    function.__qualname__ = name or function.__qualname__  # becomes part of the cache file's name
     return CompiledFunction(function, fastmath)
 
 
@@ -53,7 +54,7 @@ def specialize(
     function : function to compile
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for an array with two dims in any layout,
         `C2` for one in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A
-        final `r` means that the array is only read, so that it may be read-only and unaligned
+        final `r` means that the function only reads the array, so a read-only or unaligned array may be passed
     formats : names of the dtypes that all other arrays may have
     """
     compiled = _fixed.get(function)
@@ -76,8 +77,8 @@ class CodeStore(Protocol):
         Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-        """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared, it
-        accepts no other kinds."""
+        """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared by
+        `specialize`, the dispatcher accepts no other kinds."""
 
 
 @functools.cache
@@ -101,8 +102,8 @@ SCALARS: dict[Any, str] = {
 
 
 def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
-    """Return the kind (dtype, number of dims and layout) of each argument of a call. Return None if there is an
-    argument for which machine code cannot be stored."""
+    """Return the kind (dtype, number of dims and layout) of each argument of a call. Return None if machine code
+    cannot be stored for one of the arguments."""
     words = [_format_array_kind(a) if type(a) is np.ndarray else SCALARS.get(type(a)) for a in arguments]
     return None if None in words else tuple(word for word in words if word is not None)
 
@@ -110,8 +111,7 @@ def get_argument_kinds(arguments: tuple[Any, ...]) -> tuple[str, ...] | None:
 def parse_declared_kinds(
     words: Sequence[str], formats: Sequence[str], arguments: tuple[Any, ...]
 ) -> tuple[str, ...] | None:
-    """Return the argument kinds (dtype, dims and layout) that the words of a `specialize` declaration mean for these
-    arguments.
+    """Translate the words of a `specialize` declaration into the kinds (dtype, dims and layout) of these arguments.
 
     Arrays whose word names no dtype take the dtype of the first such array. Return None if that dtype is not in
     `formats`.
@@ -137,8 +137,8 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A Python function that is compiled when it is called. `wanted` maps the arguments of a call to the argument
-    kinds for which to compile (default: their own kinds)."""
+    """A Python function that is compiled when it is called. `wanted` is a function that maps the arguments of a call
+    to the argument kinds to compile for (default: the kinds that they have)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function

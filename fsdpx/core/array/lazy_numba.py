@@ -1,5 +1,5 @@
-"""Stand-ins for names of Numba and llvmlite that are looked up when a function is compiled, not when a file is
-imported.
+"""Stand-ins for objects of Numba and llvmlite. The objects are looked up when a function is compiled, not when a file
+is imported.
 
 Files of compiled code import the stand-ins, so importing such a file loads neither library. `bind_library_objects`
 copies a function that is to be compiled, and replaces the stand-ins in the copy by the libraries' own objects.
@@ -26,7 +26,8 @@ BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 class LazyObject:
-    """Stand-in for a name in a library, or for the result of calling it, which is imported only when it is needed."""
+    """Stand-in for an object of a library, or for the result of calling it. The object is imported only when it is
+    needed."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
@@ -42,7 +43,7 @@ class LazyObject:
         return LazyObject(module, path, given)
 
     def import_object(self) -> Any:
-        """Import and return the library object for which this name stands."""
+        """Import and return the object for which this is a stand-in."""
         module, path, given = self._parts
         value: Any = importlib.import_module(module)
         for name in path:
@@ -51,7 +52,8 @@ class LazyObject:
 
 
 class LazyIntrinsic:
-    """Stand-in for `numba.extending.intrinsic`: a function that emits the LLVM instructions of its calls."""
+    """Stand-in for `numba.extending.intrinsic`. It wraps a function that emits LLVM instructions wherever compiled
+    code calls it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -68,7 +70,8 @@ _copies: dict[FunctionType, Any] = {}
 
 
 def register_jitable(function: Any) -> Any:
-    """Allow compiled code to call a Python function, which is compiled with its callers; return the function."""
+    """Allow compiled code to call a Python function, which is then compiled together with its callers. Return the
+    function."""
     _jitable.add(function)
     return function
 

@@ -1,4 +1,4 @@
-"""Array modules (NumPy, CuPy or shape-only arrays) by device or array, and dtypes by name."""
+"""Find the array module (NumPy, CuPy or shape-only arrays) of a device or an array, and the dtype for a name."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -56,7 +56,7 @@ def from_host(xp: Any, array: np.ndarray) -> Any:
 
 
 def parse_dtype(name: str | np.dtype) -> np.dtype:
-    """Return the dtype of a name. "fp16" means float16; "bf16" and "bfloat16" mean the bfloat16 of ml_dtypes. A dtype
+    """Convert a name to a dtype. "fp16" means float16; "bf16" and "bfloat16" mean the bfloat16 of ml_dtypes. A dtype
     is returned unchanged. Raise ConfigError for an unknown name."""
     if isinstance(name, np.dtype):
         return name

@@ -3,11 +3,11 @@ flushed to 0 during a step.
 
 Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does, so no result
 depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two reasons: its
-default layer ("workqueue") ends the process when two threads call it at once, as thread ranks do, and its split
-depends on the number of threads.
+default layer ("workqueue") ends the process when two threads call it at once, as ranks that run as threads do, and its
+split depends on the number of threads.
 
 Processors compute far more slowly with denormals (below 1.2e-38 in float32, 2.2e-308 in float64). Vanishing gradients,
-their squares in an optimizer, and the far tail of a softmax consist largely of them. GPUs and TensorFlow flush
+their squares in an optimizer, and the far tail of a softmax consist largely of denormals. GPUs and TensorFlow flush
 denormals to 0 as well. fsdpx does not flush denormals on processors other than x86, or without Numba.
 """
 
@@ -62,7 +62,7 @@ MIN_PIECE_ELEMENTS = 1 << 16
 MIN_PARALLEL_SIZE = 1 << 18
 """Minimum number of elements for which splitting a call pays off. A pass over that many elements takes 80 us, whereas
 waking a thread and getting its answer takes 30 us."""
-PER_THREAD = 4  # pieces per thread; with small pieces, a worker that wakes late delays the call less
+PER_THREAD = 4  # number of pieces per thread; if pieces are small, a worker that wakes late delays the call less
 
 # splits are at multiples of this many elements, so that threads never write to the same cache line
 PIECE_ALIGNMENT = 64
@@ -74,12 +74,12 @@ _calls: SimpleQueue[_ParallelCall] = SimpleQueue()
 
 
 def get_threads() -> int:
-    """Return the number of threads that compute each kernel."""
+    """Return the number of threads over which kernels are split."""
     return _threads
 
 
 def set_threads(n: int) -> None:
-    """Set the number of threads that compute each kernel of this process, including the calling thread."""
+    """Set the number of threads over which the kernels of this process are split, including the calling thread."""
     global _threads
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ConfigError(f"set_threads({n!r}): a number of threads, 1 or more, is needed")
@@ -87,8 +87,8 @@ def set_threads(n: int) -> None:
 
 
 def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_ALIGNMENT) -> list[tuple[int, int]]:
-    """Split [0, size) into parts (start, stop) of at least `grain` elements, at multiples of `line`. Return a single
-    part if there is only one thread."""
+    """Split [0, size) into parts (start, stop) of at least `grain` elements, with boundaries at multiples of `line`.
+    Return a single part if there is only one thread."""
     count = min(size // max(grain, 1), _threads * PER_THREAD) if _threads > 1 else 1
     if count < 2:
         return [(0, size)]
@@ -138,7 +138,8 @@ def parallel_for_range(function: Callable[..., Any], start: int, stop: int, *res
 
 
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
-    """Run `function(*piece)` for every piece on several threads, in any order. Return when all pieces are done.
+    """Run `function(*piece)` for every piece, which is a tuple of arguments, on several threads and in any order.
+    Return when all calls are done.
 
     The function should be compiled and release the GIL. All pieces are run even if one raises, and the first error is
     raised at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its
@@ -186,7 +187,7 @@ class _ParallelCall:
             yield self._run_piece(piece)
 
     def run_as_worker(self) -> None:
-        """Run pieces in a worker thread, and report each of them."""
+        """Run pieces in a worker thread, and report each finished piece."""
         if self.control is not None:
             _load_control_register().restore_control_register(self.control)
         for result in self.run_pieces():
@@ -201,7 +202,7 @@ class _ParallelCall:
 
 
 def _ensure_workers(workers: int) -> None:
-    """Start worker threads until there are `workers`. They sleep between calls, and end with the process."""
+    """Start worker threads until there are `workers` of them. They sleep between calls, and end with the process."""
     global _started
     if _started >= workers:
         return

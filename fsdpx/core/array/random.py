@@ -23,7 +23,7 @@ PIECE_ELEMENTS = 1 << 16  # number of elements generated at a time, so that temp
 MIN_RUN_ELEMENTS = 1024  # minimum number of elements for which a contiguous run is generated on its own
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
-WORDS_PER_STEP = 4  # 64-bit numbers that Philox generates from one counter value
+WORDS_PER_STEP = 4  # number of 64-bit numbers that Philox generates from one counter value
 
 
 def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndarray:
@@ -36,8 +36,8 @@ def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndar
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return the random numbers with indices [start, stop) in the stream (seed, name), as float64 in [0, 1). Each
-    consists of the top 53 bits of a 64-bit number."""
+    """Return the random numbers with indices [start, stop) in the stream (seed, name), as float64 in [0, 1). Each is
+    made from the top 53 bits of a 64-bit number."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
 
@@ -101,8 +101,8 @@ class Random:
         return Random(self.seed, path, moment=self.moment)
 
     def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
-        """Return the range of random numbers for an array of `shape` whose dim 0 is samples. Element (i, j) has number
-        `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
+        """Return the range of random numbers for an array of `shape` whose dim 0 is the sample. Element (i, j) has
+        number `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
@@ -111,7 +111,8 @@ class Random:
         """Return the random numbers for an array of `shape` that is a part of a larger array. They equal the numbers
         that `get_number_range` returns for the same elements of the larger array.
 
-        `slices` maps a dim to the first index of the part and the size of the larger array. Dim 0 is not allowed.
+        `slices` maps each dim that is cut to the pair (first index of the part, size of the larger array). Dim 0
+        cannot be cut.
         """
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in slices.items():
@@ -120,7 +121,7 @@ class Random:
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is samples."""
+        """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is the sample."""
         return self.get_number_range(shape).make_fractions(xp).reshape(shape)
 
 
@@ -140,8 +141,8 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Split the range into runs of positions that share their upper 32 bits. For each, yield a slice of this
-        range, the lower 32 bits of the first position, and two words that are the same for the entire run."""
+        """Split the range into runs of positions that share their upper 32 bits. For each run, yield its slice of this
+        range, the lower 32 bits of its first position, and the two key words to mix with the lower bits."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:
@@ -177,11 +178,11 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class NumberSubarray:
-    """The random numbers for a part, of shape `shape`, of a larger array of shape `whole`, from the counter-based
-    stream that (seed, name) identifies.
+    """Random numbers of the counter-based stream (seed, name), for a part of shape `shape` of a larger array of shape
+    `whole`.
 
-    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the larger array, counted in C
-    order. The number of samples, `whole[0]`, does not matter.
+    Element (i, j, ...) of the part has the number of element (starts[0] + i, starts[1] + j, ...) of the larger array,
+    counted in C order. The number of samples, `whole[0]`, does not matter.
     """
 
     seed: int
@@ -206,8 +207,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_lead_dim(self) -> int:
-        """Return the dim that divides the work: dims before it are looped over, and the numbers from this dim on are
-        generated in one call. Numbers outside of the part are dropped."""
+        """Return the dim at which the work is divided: dims before it are looped over, and all numbers along it and
+        the dims after it are generated in one call, even those outside the part, which are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0

@@ -36,8 +36,8 @@ AVX512 = 11  # lowest of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch can 
 
 @dataclass(frozen=True)
 class BlasLibrary:
-    """A BLAS library that is loaded. `sgemm` and `dgemm` are the addresses of its `cblas_sgemm` and `cblas_dgemm`,
-    which take 64-bit sizes."""
+    """A loaded BLAS library. `sgemm` and `dgemm` are the addresses of its `cblas_sgemm` and `cblas_dgemm`, which take
+    64-bit sizes."""
 
     name: str
     path: str
@@ -67,8 +67,8 @@ def find_preferred_library() -> str | None:
 
 
 def list_library_files(name: str) -> list[Path]:
-    """Return the candidate files of library "mkl", "openblas" or "onednn". In each folder of a wheel, the newest file
-    comes first."""
+    """Return the files that may be library "mkl", "openblas" or "onednn". Of the files in one folder, the newest comes
+    first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -78,8 +78,8 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return text with the path, size and modification time of each installed library, by name, without loading the
-    library. Stored measurements are valid only for the same files."""
+    """Return name -> text with the path, size and modification time of each installed library, without loading any.
+    Stored measurements are valid only as long as this text stays the same."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
@@ -88,7 +88,7 @@ def _load_mkl(path: Path) -> BlasLibrary:
     """Load MKL so that it computes only in the calling thread and gives bitwise equal results in every run.
 
     The documentation of MKL promises equal bits for every memory alignment only with STRICT, which slows small
-    products down by a fifth. In measurements with AVX-512, the bits were equal at all alignments without it.
+    products down by a fifth. In measurements with AVX-512, the bits were equal at all alignments even without STRICT.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -134,7 +134,7 @@ product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return the path and version of each library that `select_library` accepts, by name."""
+    """Return name -> path and version, as text, of each library that `select_library` accepts."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
@@ -180,7 +180,7 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """Addresses of the gemm functions by dtype character. Each address is looked up on first use."""
+    """A dict: dtype character -> address of the gemm function for this dtype, which is looked up on first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_selected_library()) if char in "fd" else None

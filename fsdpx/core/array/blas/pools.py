@@ -33,9 +33,9 @@ class _PoolState:
 
     Attributes
     ----------
-    most : maximum number of threads of each pool while fsdpx computes; None if the user has set the numbers
-    plan : pairs (pool, maximum number of threads); None until they are determined
-    inside : number of `limit_threads` blocks that are open, in all threads
+    most : maximum number of threads of each pool while fsdpx computes; None: the number that the user has set
+    plan : pairs (pool, maximum number of threads); None if not yet determined
+    inside : number of `limit_threads` blocks that are open, counted over all threads
     changed : pools that are limited now, as (pool, current number of threads, former number)
     """
 
@@ -53,16 +53,17 @@ _state.changed = []
 
 def set_thread_limit(threads: int | None) -> None:
     """Set the maximum number of threads that NumPy's BLAS uses while fsdpx computes; None leaves the number that the
-    user has set. Libraries that were loaded since the last call are found as well."""
+    user has set. Also applies to BLAS libraries that have been loaded since the last call."""
     with _lock:
         _state.most, _state.pools, _state.plan = threads, None, None
 
 
 class limit_threads:  # noqa: N801
-    """Context manager inside which NumPy's BLAS uses at most the number of threads of `set_thread_limit`.
+    """Context manager inside which NumPy's BLAS uses at most as many threads as `set_thread_limit` allows.
 
-    If fsdpx itself splits the matrix products of this library over threads, the limit is one thread. Several threads
-    may be inside at the same time; the last one to leave restores the numbers of the user's program.
+    If fsdpx calls the same library directly and splits its products over threads itself, the limit is one thread.
+    Several threads may be inside at the same time; the last one to leave restores the numbers that the user's program
+    has set.
     """
 
     __slots__ = ()
@@ -85,7 +86,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # a different number was set by the user's program inside the block, and stays
+                if pool.get() == now:  # keep a number that the user's program set meanwhile
                     pool.set(before)
 
 
@@ -116,8 +117,8 @@ def _may_belong_to_numpy(path: Path) -> bool:
 
 
 def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Return functions that get and set the number of threads of a library. For OpenBLAS these are functions of the
-    library itself, because those of threadpoolctl take five times as long."""
+    """Return functions that get and set the number of threads of a library. For OpenBLAS these are the library's own
+    functions, because those of threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
         loaded = ctypes.CDLL(library.filepath)  # returns the library that is already loaded
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):

@@ -151,7 +151,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as with libraries that are called by address
+    with np.errstate(over="ignore", invalid="ignore"):  # BLAS does not warn either
         if accumulate:
             out += np.matmul(a, b)
         else:
@@ -185,7 +185,7 @@ def split_product_over_threads(out: Array, a: Array, b: Array) -> list[tuple[Arr
 
 
 class CompiledProducts(dict[str, Callable[..., Any]]):
-    """Compiled functions for matrix products, by name. Each is compiled or loaded on first use."""
+    """A dict: name -> compiled function for matrix products, which is compiled or loaded on first use."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.core.array.jit import specialize

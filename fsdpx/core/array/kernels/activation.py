@@ -1,6 +1,6 @@
 """Elementwise kernels: activations, gated activations, and their fusion with residual and bias addition.
 
-`gelu_recompute` differentiates GELU given its argument, so the result need not be saved from forward to backward.
+`gelu_recompute` computes GELU again in the backward pass, so its result need not be saved.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
     """Return exp(-x^2 / 2), the Gaussian density without its constant factor.
 
     To avoid the rounding error of x^2, which would matter in the tail, x^2 is split into an exact square and a small
-    rest, whose exponentials are multiplied (Cody 1969).
+    remainder, whose exponentials are multiplied (Cody 1969).
     """
     x = xp.clip(x, -LIMIT, LIMIT)
     near = xp.rint(x * 16.0) * 0.0625
@@ -90,8 +90,8 @@ def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tupl
 
 
 def get_gelu_approximation(form: str) -> str:
-    """Return the value of `approximate` in `gelu` that the activation `form` stands for; raise ConfigError for an
-    unknown form."""
+    """Return the argument `approximate` of `gelu` for the activation named `form`; raise ConfigError for an unknown
+    name."""
     if form not in GATED_FORMS:
         raise ConfigError(f"gated: form must be one of {', '.join(map(repr, GATED_FORMS))}, got {form!r}")
     return "tanh" if form == "gelu tanh" else "none"
@@ -209,6 +209,6 @@ def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
 
 @kernel(into=("dy",))
 def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return gelu(x), bitwise equal to the forward result, and overwrite dy with the gradient of x."""
+    """Return gelu(x), bitwise equal to the forward result, and overwrite dy with the gradient with respect to x."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

@@ -43,8 +43,8 @@ active_mode: Mode = "default"
 def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
     """Return a decorator that registers a function as the compiled implementation of the kernel of the same name.
 
-    `sample` returns the arguments of a call of that kernel, with which the kernel is compiled or loaded before the
-    first step. It is None if samples of other kernels compile this kernel, or if no training step needs it.
+    `sample` returns example arguments, which are used to compile or load the kernel before the first step. It is None
+    if the examples of other kernels already compile this one, or if no training step needs it.
     """
 
     def register(function: Any) -> Any:
@@ -63,7 +63,7 @@ def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "")
 
 
 def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
-    """Import all files of kernels, and return all compiled implementations by kernel name."""
+    """Import all files of kernels, and return kernel name -> compiled implementation."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
     others = (find_extension("kernels", name, optional=True) for name in list_extensions("kernels"))
     for package in filter(None, (core_kernels, *others)):

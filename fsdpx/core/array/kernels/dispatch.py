@@ -29,8 +29,9 @@ def kernel(
 
     Parameters
     ----------
-    narrow : number of results of the plain code that are rounded back to the 16-bit dtype of the first array
-    into : names of arguments that are modified in place, and so are not widened
+    narrow : number of results of the plain code, counted from the first, that are rounded back to the 16-bit dtype of
+        the first array
+    into : names of arguments that are modified in place, and so are not converted to float32
     bits : whether the compiled code accepts views of the bits of bfloat16 arrays; otherwise these are converted to
         float32
     choose_algorithm : function of the shapes of the arguments after xp that returns the name of the compiled code's
@@ -48,8 +49,8 @@ def kernel(
             return choose_body(xp, arguments)(xp, *arguments, **options)
 
         def call_plain(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """Run the kernel for arguments that its compiled code does not support in this dtype: in plain array code,
-            or converted to float32."""
+            """Run the kernel for arguments that its compiled code rejects: as plain array code or, for 16-bit arrays,
+            converted to float32."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
             return _wrap_to_compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)
@@ -112,7 +113,7 @@ def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow
 
 def _wrap_to_compute_on_bits(body: Callable[..., Any], positions: set[int]) -> Callable[..., Any]:
     """Return a function that passes the bfloat16 arrays at `positions` to `body` as views of their bits (uint16), and
-    returns results that are bits as bfloat16."""
+    views results that are such bits as bfloat16."""
     bfloat16, word = parse_dtype("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:

@@ -96,7 +96,7 @@ def attention_backward(
     lse (Dao et al. 2022).
 
     The array is stored as (B, T, 3, H, D), like the gradient of a fused projection to queries, keys and values. If k
-    has another length or fewer heads than q, three separate arrays are returned.
+    has a different length or fewer heads than q, three separate arrays are returned.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
     """

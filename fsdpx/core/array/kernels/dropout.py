@@ -43,6 +43,5 @@ def dropout_scale(p: float) -> float:
 
 
 def dropout_threshold(p: float) -> int:
-    """Return the smallest 24-bit random number with which an element is kept, that is, with number 2^-24 >= p in
-    float32."""
+    """Return the smallest 24-bit random number n with which an element is kept, that is, n 2^-24 >= p in float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

@@ -45,8 +45,8 @@ def add_widened(xp: Any, x: Any, out: Any) -> None:
 
 
 def round_randomly(xp: Any, x: Any, out: Any, numbers: NumberRange) -> None:
-    """Round a float32 array x stochastically to the bfloat16 array `out`. Each element becomes one of its two
-    neighbors, with probabilities that make the rounding unbiased (Gupta et al. 2015).
+    """Round a float32 array x stochastically to the bfloat16 array `out`. Each element is rounded to one of the two
+    nearest bfloat16 numbers, with probabilities that make the rounding unbiased (Gupta et al. 2015).
 
     Both arrays are 1-D and of equal size. Element i uses random number i of `numbers.make_16bit_numbers()`. Inf and
     NaN are kept.

@@ -80,13 +80,13 @@ def cross_entropy(
     Returns
     -------
     tuple
-        the sum in float64, the number of rows that are not ignored, and the log-sum-exp (n,) of each row
+        the summed loss in float64, the number of rows that are not ignored, and the log-sum-exp (n,) of each row
     """
     top = xp.max(logits, axis=1, keepdims=True)
     top = xp.where(top == -np.inf, logits.dtype.type(0), top)
     counted = target != ignore_index
     picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]
-    with np.errstate(divide="ignore", invalid="ignore"):  # rows in which all logits are -inf give log(0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a row in which all logits are -inf gives log(0)
         lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
         each = (lse - picked).astype(np.float64)
     if label_smoothing:
@@ -104,8 +104,8 @@ def cross_entropy_backward(
     """Return the gradient of `cross_entropy` times `seed`: seed (softmax(logits) - wanted), zero in ignored rows.
     `lse` is a result of `cross_entropy`.
 
-    If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: same as in the logits),
-    and a target equal to `some` is a class outside the slice.
+    If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: as many as the logits
+    have), and a target equal to `some` means a class outside the slice.
     """
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]

@@ -94,13 +94,13 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 
 @kernel(narrow=0)
 def channel_sums(xp: Any, x: Any) -> Any:
-    """Return the sum over each channel of x (samples, channels, ...), as (channels,) float64."""
+    """Return the sums of x (samples, channels, ...) over all dims except channels, as (channels,) float64."""
     return xp.sum(x, axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """Return the sum of (x - mean)^2 over each channel of x, as (channels,) float64, given the means (channels,)."""
+    """Return the per-channel sums of (x - mean)^2, as (channels,) float64, given the means (channels,)."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
@@ -135,9 +135,9 @@ def batch_norm_scales(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Compute the factors of batch norm from its statistics, and update the running statistics in place.
 
-    Returns rstd = 1 / sqrt(var + eps) with var = squares / count, and rstd weight; both are (channels,) float64.
-    weight, running_mean and running_var are (channels,) or None. The running statistics move by the fraction
-    `momentum` towards the mean and the unbiased variance.
+    Returns rstd = 1 / sqrt(var + eps) with var = squares / count, and the product of rstd and weight; both are
+    (channels,) float64. weight, running_mean and running_var are (channels,) or None. The running statistics move by
+    the fraction `momentum` towards the mean and the unbiased variance.
     """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)

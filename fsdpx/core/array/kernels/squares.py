@@ -32,7 +32,7 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
     """Return the sums of squares of consecutive blocks of `grain` elements of a 1-D array, in float64. The last block
     may be shorter.
 
-    The bits are the same in each implementation and on each processor, because the elements are added in fixed lanes
+    The bits are the same in all implementations and on all processors, because the elements are added in fixed lanes
     (see `sum_rows_in_lanes`), whatever the width of the processor's vectors.
     """
     squares = xp.square(flat.astype(np.float64))

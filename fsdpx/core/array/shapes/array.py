@@ -31,7 +31,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
         return (*sizes, *shape[len(index) :])
     parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array_index(part)]
-    if arrays:  # next to an index array, an integer also counts as an index array
+    if arrays:  # in an index that contains an array, an integer also counts as an array
         arrays = [n for n, part in enumerate(parts) if _is_array_index(part) or _is_number_index(part)]
     out: list[int] = []
     place, dim = 0, 0
@@ -55,8 +55,8 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
-    """Return the index with one entry for each dim of the array, where `...` and missing dims are replaced by full
-    slices, and with one entry for each None."""
+    """Expand an index: replace `...` and missing dims by full slices. The result has one entry for each dim of the
+    array, and one for each None."""
     parts = [_to_index_part(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
     dots = [n for n, part in enumerate(parts) if part is Ellipsis]
@@ -97,8 +97,8 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Counts the bytes of the shape-only arrays that are alive, and their peak. `inside` is the number of running
-    calls whose temporaries are not counted."""
+    """Counts the bytes of the shape-only arrays that are alive, and their peak. `inside` is the number of calls in
+    progress whose temporaries are not counted."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -112,8 +112,8 @@ class MemoryMeter:
 
 
 class _Meters(threading.local):
-    """The active memory meters of this thread. They are per thread, since thread ranks may perform dry runs at the
-    same time."""
+    """The active memory meters of this thread. They are per thread, since ranks that run as threads may perform dry
+    runs at the same time."""
 
     def __init__(self) -> None:
         self.open: list[MemoryMeter] = []
@@ -135,7 +135,7 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Run `call`, and count only the memory that is still alive at its end. On NumPy arrays, compiled code would run
-    instead, whose temporaries are in registers and caches."""
+    instead, which keeps its temporaries in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -309,7 +309,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return call_with_broadcasting(ufunc, *operands, out=out[0], **options)
 
     def __pow__(self, power: Any) -> Any:
-        # not np.power, because `**` calls other functions for small exponents
+        # not np.power, because `**` calls np.square and others for small exponents
         return call_with_broadcasting(operator.pow, self, power)
 
 
@@ -322,7 +322,7 @@ def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: A
     kinds = tuple((o.dtype, o.ndim > 0) if hasattr(o, "dtype") else o for o in operands)
     try:
         return _find_dtype(function, *kinds, **options)
-    except TypeError:  # an operand is a list, which has no dtype
+    except TypeError:  # raised if an operand is a list, which has no dtype and cannot be hashed
         return _find_dtype.__wrapped__(function, *kinds, **options)
 
 
@@ -357,7 +357,7 @@ def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:
 
 
 def matmul_shapes(a: Any, b: Any, out: Any = None) -> ShapeArray:
-    """Return the shape-only matrix product, stacked over leading dims, and count its FLOPs and traffic."""
+    """Return the shape-only matrix product of two matrices or stacks of matrices, and count its FLOPs and traffic."""
     left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
     if not left or not right:
         raise ValueError("matmul: an operand has no dims")

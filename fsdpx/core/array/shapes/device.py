@@ -15,7 +15,8 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """The device of shape-only arrays. Where a result depends on values, it returns that of a successful step."""
+    """The device of shape-only arrays. Where a result would depend on values, it returns the result of a successful
+    step."""
 
     name, holds_data = "shape", False
 

@@ -29,10 +29,11 @@ class ProductCount(NamedTuple):
 
     Attributes
     ----------
-    kernel : name of the kernel that contains the product, whose operands or result need not be in memory; "" for a
-        product that is not part of a kernel
-    places : number of products in a call of that kernel
-    windows : number of windows of a convolution that fit into a row of its result
+    kernel : name of the kernel that computes the product, and that may never write its operands or result to memory; ""
+        for a product outside kernels
+    places : number of products in one call of that kernel
+    windows : for a convolution, the length of a row of its result divided by that of the window; for one-cell windows,
+        the total number of windows
     """
 
     rows: int
@@ -64,7 +65,7 @@ class ProductCount(NamedTuple):
 class KernelPass(NamedTuple):
     """One call of a kernel that reads and writes `nbytes` bytes, with elements of `itemsize` bytes.
 
-    `kernel` is the name of the kernel. For plain array code it is the kind of NumPy operation: "elements", "functions"
+    `kernel` is the name of the kernel or, for plain array code, the kind of NumPy operation: "elements", "functions"
     such as exp, "sums" or "copy".
     """
 
@@ -80,9 +81,9 @@ class WorkCount:
     Attributes
     ----------
     products, passes : number of occurrences of each matrix product and of each kernel call
-    inner : number of bytes, by kernel name, that the steps inside a kernel would read and write if each step were a
-        separate kernel; counted in the dtype of the operands for kernels with matrix products, and in float32 for other
-        kernels
+    inner : kernel name -> number of bytes that the steps inside the kernel would read and write if each step were a
+        kernel of its own; counted in the dtype of the operands for kernels with matrix products, and in float32 for
+        other kernels
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
@@ -96,7 +97,7 @@ class WorkCount:
 
     @property
     def kernel_count(self) -> int:
-        """Number of kernel calls, without matrix products outside of kernels."""
+        """Number of kernel calls. Matrix products outside kernels do not count."""
         return self.passes.total()
 
     @property
@@ -177,7 +178,8 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """Count floating-point operations of a kernel that are not a matrix product. Its bytes are counted separately."""
+    """Count floating-point operations of a kernel that are not a matrix product. The bytes of the kernel are counted
+    separately."""
     work = _now.open
     if work is not None and not _now.skip_all:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1

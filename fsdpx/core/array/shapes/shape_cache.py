@@ -32,13 +32,13 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
     """Return `call(xp, ...)` and count its work. The function runs only once for calls whose arrays have the same
     shapes and dtypes, and whose other arguments are equal.
 
-    Random numbers, windows and other frozen dataclasses are compared by value.
+    Arguments that are frozen dataclasses, such as ranges of random numbers, are compared by value.
     """
     arrays: list[ShapeArray] = []
     try:
         key = (call, xp, _make_shape_key(arguments, arrays), _make_shape_key(tuple(options.items()), arrays))
         result = _results.get(key)
-    except TypeError:  # a mutable argument cannot be hashed
+    except TypeError:  # raised for a mutable argument, which cannot be hashed
         return _run_and_count_as_one_kernel(call, arrays, xp, *arguments, **options)[0]
     if result is not None:
         plan, work = result
@@ -78,8 +78,8 @@ def _run_and_count_as_one_kernel(
 
 
 def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return two things that the cost of a kernel depends on: its name with the algorithm that it uses for these
-    arguments, and the value of `ProductCount.windows`."""
+    """Return two values on which the cost of a kernel depends: its name followed by the algorithm that it uses for
+    these arguments, and `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
         return name, 1.0
@@ -88,7 +88,8 @@ def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **opti
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key of `value` in which arrays are replaced by shape and dtype. Append them to `arrays`."""
+    """Return a hashable key of `value`, in which each array is replaced by its shape, its dtype, and the earlier array
+    to which it is identical or with which it shares memory. Append the arrays to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
@@ -134,8 +135,8 @@ def make_rebuild_plan(
 
 
 def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Build a value from a description of `make_rebuild_plan`. New arrays use the memory in `roots`, to which new
-    roots are appended."""
+    """Build a value from a description that `make_rebuild_plan` has returned. New arrays use the memory in `roots`, to
+    which new roots are appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more

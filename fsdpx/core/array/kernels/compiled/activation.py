@@ -1,7 +1,7 @@
 """Activations, gated activations and sums over rows as Numba code, forward and backward, each in one pass over memory.
 
-Sums over rows add fixed blocks of rows, and are split over threads by columns. `gelu_recompute` computes GELU and its
-gradient in one pass, since both need the same exponential.
+Sums over rows are added up in fixed blocks of rows, and are split over threads by columns. `gelu_recompute` computes
+GELU and its gradient in one pass, since both need the same exponential.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 @intrinsic
 def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any,
           words: Any, add: Any) -> Any:  # fmt: skip
-    """Compute a tile of `multiply_tiles_into` of ROWS rows and VECTORS vectors, with all sums in registers."""
+    """Compute one tile of the result of `multiply_tiles_into`, ROWS rows by VECTORS vectors, with all sums in
+    registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         a, down, along, b, b_row, c, c_row, words, add = arguments
@@ -308,7 +309,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # interleaved keys: the query gradients are the score gradients times the keys
+    # keys in interleaved pairs, since the query gradients are sums over keys: dq = ds k
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)

@@ -104,7 +104,7 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
     return y
 
 
-BLOCK_ROWS = 64  # rows of scores in memory at a time; if causal, scores of later keys are never computed
+BLOCK_ROWS = 64  # number of rows of scores in memory at a time; if causal, scores of later keys are never computed
 HIDDEN = 60.0
 """Distance below the maximum of its row to which a masked score is set before exp. After exp, the element is set to 0.
 Masked scores are kept so that all loops over rows have the length of the block. With other lengths, the tail of the
@@ -149,7 +149,7 @@ def _find_keys_of_row(i, start, low, keys, causal, window):
 
 @jit
 def _mask_other_segments(x, names, name, value):
-    """Set the elements of x to `value` whose segment number in `names` differs from `name`."""
+    """Set x[i] to `value` wherever the segment number names[i] differs from `name`."""
     for j in range(x.size):
         if names[j] != name:
             x[j] = value
@@ -198,8 +198,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Compute `_attention_forward_into` for one query per head, which attends to all keys. This does not call BLAS,
-    because the call would take longer than the products."""
+    """Do the same as `_attention_forward_into` for a single query per head, which attends to all keys. BLAS is not
+    called, because the call would take longer than the product."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)

@@ -2,8 +2,8 @@
 bfloat16.
 
 Numba would compile again for read-only or unaligned arrays, so all arrays are converted to one layout. Numba has no
-bfloat16, so arrays of bfloat16 are passed as views of their bits (uint16). Loops read elements by `to_float` and write
-them by `round_to_dtype_of`, which cost nothing for float32 and float64.
+bfloat16, so arrays of bfloat16 are passed as views of their bits (uint16). Loops read elements with `to_float` and
+write them with `round_to_dtype_of`, which cost nothing for float32 and float64.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ CACHE_LINE = 64
 
 @intrinsic
 def assume_unit_stride(typingctx: Any, x: Any) -> Any:
-    """Declare to the compiler that the 1-D array x is contiguous, so that it reads x in vectors."""
+    """Tell the compiler that the 1-D array x is contiguous, so that it can use vector loads."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         context.nrt.incref(builder, signature.return_type, arguments[0])
@@ -151,8 +151,8 @@ def keep_alive(*arrays):
 def prefetch_bytes_after(x, ahead):
     """Prefetch as many bytes as x has, beginning `ahead` bytes after the start of x.
 
-    Prefetching by hardware stops at each memory page of 4 KiB, so a core that reads one array would wait for a quarter
-    of its time.
+    The hardware stops prefetching at the end of each 4 KiB page, so a core that reads a single array would spend a
+    quarter of its time waiting.
     """
     begin = x.ctypes.data + ahead
     for address in range(begin, begin + x.size * x.itemsize, CACHE_LINE):

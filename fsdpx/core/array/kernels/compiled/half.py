@@ -110,8 +110,8 @@ def _make_constant_vector(count: int, number: int) -> Any:
 
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
-    """Return three compiled loops for a 16-bit format, by name: round float32 to the format, convert it to float32,
-    and add it to float32."""
+    """Return name -> compiled loop for the three conversions of a 16-bit format: round float32 to the format, convert
+    it to float32, and add it to float32."""
 
     def narrow_loop(x, out):
         for i in range(x.size):
@@ -136,7 +136,7 @@ LOOPS = {
 
 @register_compiled_kernel()
 def store(x: np.ndarray, out: np.ndarray) -> None:
-    """Copy x to `out` for contiguous arrays, one of them float32 and the other 16-bit."""
+    """Copy x to `out`. Both are contiguous; one of them is float32, the other 16-bit."""
     if x.dtype.itemsize == 2:
         parallel_for_rows(LOOPS[x.dtype.name]["widen_loop"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
     else:
@@ -150,7 +150,7 @@ def add_widened(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def emit_bit_mixing(builder: Any, n: Any) -> Any:
-    """Emit the instructions of the 32-bit mixing function that `NumberRange.make_16bit_numbers` uses, applied to n."""
+    """Emit the instructions that apply the 32-bit mixing function of `NumberRange.make_16bit_numbers` to n."""
     for shift, factor in ((16, MIX[0]), (15, MIX[1])):
         n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
     return builder.xor(n, builder.lshr(n, WORD(16)))

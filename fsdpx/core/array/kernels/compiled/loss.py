@@ -1,5 +1,5 @@
-"""Losses as Numba code, each in one pass, and the gradient of an embedding lookup, added in the order of the batch.
-Forward allocates no array of the size of its arguments."""
+"""Losses as Numba code, each in one pass, and the gradient of an embedding lookup, summed in the order of the batch.
+The forward pass allocates no array as large as its arguments."""
 
 from __future__ import annotations
 

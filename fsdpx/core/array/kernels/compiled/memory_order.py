@@ -25,11 +25,12 @@ transposed in registers."""
 
 @intrinsic
 def _transpose_square(typingctx: Any, like: Any, source: Any, source_step: Any, to: Any, to_step: Any, add: Any) -> Any:
-    """Transpose a matrix of SQUARE rows and columns from the address `source` to the address `to`; `add` adds it there.
-    Addresses and the steps between rows are in bytes.
+    """Transpose a matrix of SQUARE rows and columns from the address `source` to the address `to`. If `add` is true,
+    add it to the matrix there. Addresses and the steps between rows are in bytes.
 
-    Each of three passes interleaves row i with row i + SQUARE / 2, which rotates the bits of an element's index (row,
-    column) by one; after three of six, rows and columns have changed places."""
+    Each pass interleaves row i with row i + SQUARE / 2, which rotates the six bits of an element's index (row, column)
+    by one. After three passes, row and column have changed places.
+    """
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         like, source, source_step, to, to_step, add = arguments
@@ -120,8 +121,8 @@ def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
-    """Return arrays of one shape as 1-D views in memory order. Return None if the arrays have different memory orders
-    or gaps."""
+    """Return 1-D views, in memory order, of arrays of the same shape. Return None if their memory orders differ, or if
+    an array has gaps."""
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
@@ -133,8 +134,8 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
 
 
 def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
-    """Return 1-D views, in one order, of arrays of one shape. If the arrays are stored in different orders, fields are
-    first converted to channels last, and others to C order."""
+    """Return 1-D views of arrays of the same shape, all in the same order. Arrays that are stored in different orders
+    are first converted, fields to channels last and others to C order."""
     flat = _flatten_in_memory_order(*arrays)
     if flat is None:
         convert = to_channels_last if arrays[0].ndim > 2 else np.ascontiguousarray
@@ -143,8 +144,11 @@ def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
 
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
-    """Return 1-D views of arrays of one shape, all in the same memory order, and of a new output array, followed by
-    the output array itself. If the arrays have different memory orders, they are first converted to channels last."""
+    """Create an output array. Return 1-D views of the given arrays and of the output, all in the same memory order,
+    and then the output itself.
+
+    The given arrays have the same shape. If their memory orders differ, they are first converted to channels last.
+    """
     out = np.empty_like(arrays[0])
     flat = _flatten_in_memory_order(*arrays, out)
     if flat is None and out.ndim > 2:

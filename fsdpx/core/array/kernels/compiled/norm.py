@@ -1,6 +1,6 @@
 """LayerNorm, RMSNorm and batch norm as Numba code.
 
-Gradients of parameters, and the channel sums of batch norm, are added in fixed blocks of rows. Batch norm stores
+Gradients of parameters, and the channel sums of batch norm, are added up in fixed blocks of rows. Batch norm stores
 channels last and is split over threads by channels.
 """
 

@@ -1,8 +1,8 @@
 """Counter-based random numbers and dropout as Numba code. Uses Philox 4x64 (Salmon et al., SC'11), bitwise equal to
 `array.random`, and the Box-Muller transform, with logarithm and cosine in vector lanes.
 
-Normal numbers are correct to a few units in the last place of float64, and have the same bits wherever a range begins.
-Dropout takes one pass over memory: its random numbers are generated in cache, just before they are used.
+Normal numbers are accurate to a few units in the last place of float64, and their bits do not depend on where a range
+begins. Dropout takes one pass over memory: its random numbers are generated in cache, just before they are used.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def _fill_normal(out, start, key0, key1):
 
 @register_compiled_kernel()
 def normal(numbers: NumberRange) -> np.ndarray:
-    """Return normal random numbers of a range of a stream, bitwise equal for any range. See `array.random.normal`."""
+    """Return the normal random numbers of a range of a stream. Their bits do not depend on where the range begins. See
+    `array.random.normal`."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
     parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])

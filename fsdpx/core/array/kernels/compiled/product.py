@@ -1,10 +1,10 @@
-"""Matrix products by a cblas gemm function that is called by address. Forward adds the bias in the same call, and
-backward sums its gradient. Small bfloat16 matrices are converted, multiplied in float32, and rounded in one compiled
-call.
+"""Matrix products by a cblas gemm function that is called by address. The forward pass adds the bias in the same call,
+and the backward pass sums its gradient. Small bfloat16 matrices are converted, multiplied in float32, and rounded in
+one compiled call.
 
-The address is an argument, because it differs between processes while compiled code is cached on disk. For small
-matrices, a call of another library takes longer than the product itself. All arrays of small products are in C order,
-so that loops run through memory in order.
+The address is passed as an argument, because it differs between processes, whereas compiled code is cached on disk.
+For small matrices, a call of another library takes longer than the product itself. All arrays of small products are in
+C order, so that loops run through memory in order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def _multiply_few_rows_into(out, a, b):
     """Compute out = a b for a with few rows and b with contiguous columns. Each element has the same bits for any
     number of rows.
 
-    The order of a sum depends on the width of vectors, so callers whose bits must agree call `use_widest_vectors`.
+    The order of a sum depends on the width of vectors, so all callers whose results must agree bitwise call
+    `use_widest_vectors`.
     """
     for j in range(out.shape[1]):
         column = assume_unit_stride(b[:, j])
@@ -143,8 +144,8 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute dx = dy weight and the parameter gradients of `linear_backward_params`. Return False if the arrays are
-    not supported."""
+    """Compute dx = dy weight, and the parameter gradients as `linear_backward_params` does. Return False if the arrays
+    are not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False

@@ -1,8 +1,8 @@
 """Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
 Also access to the control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
 
-Every operation is explicit, including fused multiply-adds, and none may be reordered. An element therefore has the
-same bits in vectors and in the remainder of a loop, and in loops of any length.
+Every operation is explicit, including fused multiply-adds, and none may be reordered. The result for an element
+therefore has the same bits in the vectorized part of a loop and in its remainder, and in loops of any length.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def gaussian_tail(x, bell):
 
 @intrinsic
 def to_ordered_integer(typingctx: Any, x: Any) -> Any:
-    """Map a float to an integer that increases with it. LLVM vectorizes the maximum of integers, but not of floats
-    that may be NaN."""
+    """Map a float to an integer, preserving the order. LLVM vectorizes the maximum of integers, but not that of
+    floats, which may be NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -262,7 +262,7 @@ def flush_denormals():
 
 @jit
 def read_control_register():
-    """Return the floating-point control register of this thread, so that another thread can apply it by
+    """Return the floating-point control register of this thread, which another thread can then apply with
     `restore_control_register`."""
     return _read_control_register()
 
