@@ -64,8 +64,8 @@ class Device:
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on one device from which this rank can compute: the host or its own
-        GPU."""
+        """Raise DataError unless all arrays are on one device, and this rank can compute on it: the host or the rank's
+        own GPU."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         """Return a context manager inside which this thread computes on the device that holds `array`."""

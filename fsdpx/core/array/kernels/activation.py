@@ -198,7 +198,7 @@ def bias_gelu(xp: Any, h: Any, bias: Any, approximate: str = "none") -> Any:
 
 @kernel(narrow=0, into=("out",))
 def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
-    """Sum an array (n, ...) over its first dim, and add the sum to `out` or, if `accumulate` is false, write it.
+    """Sum an array (n, ...) over its first dim. Add the sum to `out`, or overwrite `out` if `accumulate` is false.
     16-bit numbers are summed in float32 and rounded once."""
     total = xp.sum(rows, axis=0)
     if accumulate:

@@ -33,8 +33,8 @@ def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
 
 @kernel()
 def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
-    """Apply rotary position embedding: return (a cos - b sin, b cos + a sin) for the halves a, b of the last dim (Su
-    et al. 2021, in the order of Llama). The gradient is `rotate` with -sin.
+    """Apply rotary position embedding (Su et al. 2021): return (a cos - b sin, b cos + a sin), where a and b are the
+    halves of the last dim, as in Llama. The gradient is `rotate` with -sin.
 
     Parameters
     ----------

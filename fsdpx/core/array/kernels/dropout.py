@@ -14,8 +14,8 @@ __all__ = ["drop", "drop_backward"]
 
 
 def make_keep_mask(xp: Any, numbers: NumberRange, shape: tuple[int, ...], p: float) -> Any:
-    """Return a mask of the elements that dropout keeps: those whose random number is at least p, so each with
-    probability 1 - p."""
+    """Return a mask of the elements that dropout keeps. An element is kept if its random number is at least p, that
+    is, with probability 1 - p."""
     return numbers.make_fractions(xp).reshape(shape) >= p
 
 
@@ -37,8 +37,8 @@ def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
 
 
 def dropout_scale(p: float) -> float:
-    """Return 1 / (1 - p), by which kept elements are multiplied to preserve the mean; 1 if p is 1, when no element is
-    kept."""
+    """Return 1 / (1 - p), by which kept elements are multiplied to preserve the mean. Return 1 if p is 1, because no
+    element is kept then."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 

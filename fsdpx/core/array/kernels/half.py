@@ -14,8 +14,8 @@ HALF_FORMATS = ("float16", "bfloat16")
 
 
 def store(xp: Any, x: Any, out: Any) -> None:
-    """Copy x to `out`, which has the same shape, in the dtype of `out`. Numbers that are too large for this dtype
-    become Inf, without a warning."""
+    """Convert x to the dtype of `out` and write it to `out`, which has the same shape. Numbers that are too large for
+    this dtype become Inf, without a warning."""
     fits = xp is np and x.shape == out.shape and (_can_use_compiled(x, out) or _can_use_compiled(out, x))
     if fits and (body := find_compiled_kernel("store")):
         body(x, out)

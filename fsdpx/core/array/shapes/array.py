@@ -165,7 +165,7 @@ class Storage:
 
 def make_view_function(function: Any) -> Callable[..., ShapeArray]:
     """Return the shape-only version of a NumPy function that returns a view. It finds the shape of the result by
-    calling NumPy's function on an array whose elements have no bytes."""
+    calling NumPy's function on an array of zero-byte elements."""
 
     def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
         return ShapeArray(function(np.empty(self.shape, "V0"), *arguments, **options).shape, self.dtype, self.root)

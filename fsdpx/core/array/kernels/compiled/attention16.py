@@ -257,8 +257,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Write rows [start, stop) of head h of sample b of `out`: row i of x times factors[i], rounded in the buffer
-    `block`."""
+    """Multiply row i of x by factors[i], round in the buffer `block`, and write the rows to [start, stop) of head h of
+    sample b of `out`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])
