@@ -1,4 +1,4 @@
-"""Accumulates gradients: gradient arrays that are zeroed only when needed, and matrix products and sums that add to
+"""Gradient accumulation: gradient arrays that are zeroed only when needed, and matrix products and sums that add to
 them.
 
 Products and sums of 16-bit arrays accumulate in float32. Matrix products in float32 and float64 call BLAS directly."""
@@ -42,7 +42,7 @@ WRITTEN, BLANK = 0, 1
 
 class GradientEntry:
     """The gradient array of one parameter, with a flag that tells whether it has been written since the last reset.
-    Before that, its content is undefined (`is_blank`).
+    Until it has been written, its content is undefined (`is_blank`).
 
     The flag is one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they can be
     checked and changed together."""
@@ -57,8 +57,8 @@ class GradientEntry:
         return self.flags[self.at] == BLANK
 
     def get_array_to_add_into(self) -> Array:
-        """Return the gradient array for adding to it in place. If nothing has been written to it yet, set it to zero
-        first."""
+        """Return the gradient array, so that the caller can add to it in place. If nothing has been written to it
+        since the last reset, zero it first."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
             self.flags[self.at] = WRITTEN
@@ -66,7 +66,7 @@ class GradientEntry:
 
 
 class GradientEntries(dict[str, GradientEntry]):
-    """The gradients of one flat buffer, by parameter name, in the order in which the buffer stores them."""
+    """The gradients in one flat buffer, by parameter name and in buffer order."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.flags = bytearray(len(arrays))
@@ -77,7 +77,7 @@ class GradientEntries(dict[str, GradientEntry]):
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def zero_unwritten(self) -> Sequence[str]:
-        """Set the gradients that no layer has written since the last reset to zero, and return their names."""
+        """Zero the gradients that no layer has written since the last reset, and return their names."""
         if BLANK not in self.flags:
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]
@@ -87,8 +87,8 @@ class GradientEntries(dict[str, GradientEntry]):
 
 
 class Gradients(Mapping[str, Array]):
-    """Gradients by parameter name. Layers add to them by `g["weight"] += d`; `claim_gradient` is faster, because it
-    avoids setting the array to zero first.
+    """Gradients by parameter name. Layers add to them with `g["weight"] += d`; `claim_gradient` is faster, because it
+    avoids zeroing the array first.
 
     Tied parameters share one `GradientEntry` under several names."""
 
@@ -102,8 +102,8 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].get_array_to_add_into()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """Accept `array` as the gradient `name`. Python calls this at the end of `g[name] += d`, after the addition in
-        place."""
+        """Complete `g[name] += d`, at the end of which Python assigns `g[name]`. By then `array` is the gradient
+        itself, with `d` already added in place; any other array is copied into the gradient."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
@@ -119,8 +119,8 @@ class Gradients(Mapping[str, Array]):
         return len(self.entries)
 
     def group_arrays_by_child(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
-        """Return the gradients grouped by child layer, the first part of their dotted names, as
-        `fsdpx.nn.layer.group_arrays_by_child` does. The result is cached.
+        """Group the gradients by child layer (the first part of their dotted names), like
+        `fsdpx.nn.layer.group_arrays_by_child`. The result is cached.
 
         `aliases` maps the aliases of tied parameters to their canonical names."""
         if self._branches is None or self._branches[0] is not aliases:
@@ -166,10 +166,10 @@ def as_indices(x: Any) -> Any:
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return a model input cast to the dtype that the layers reading it expect.
+    """Return a model input, cast to the dtype that the layers reading it expect.
 
-    `takes` is a word of `Layer.takes`: "numbers", "indices" or "given". `dtype` is the dtype in which the model
-    computes, to which inputs that are "numbers" are cast."""
+    `takes` is a value of `Layer.takes`: "numbers", "indices" or "given". "numbers" are cast to `dtype`, the dtype in
+    which the model computes."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     if takes == "numbers":
@@ -281,7 +281,7 @@ def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place. The sum is rounded only once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).sums_by_kernel
-    ):  # one kernel is faster than several array operations on such devices
+    ):  # where sums use a kernel, one kernel is faster than several array operations
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))

@@ -15,8 +15,8 @@ class Graph(Container):
 
     Nodes run in the given order as far as their inputs allow. Several inputs are passed as a tuple, and several
     outputs are returned as a tuple. If a nested Graph has several outputs, they are read as `"name.output"`. A node
-    whose result is not read also runs, and its parameters are trained with a gradient of zero. Raises ConfigError for
-    a cycle, and for an unknown or duplicate name.
+    whose result nothing reads runs, too; the gradient of its parameters is zero. Raises ConfigError for a cycle, and
+    for an unknown or duplicate name.
 
     Parameters
     ----------
@@ -79,8 +79,8 @@ def _require_known_values(steps: Sequence[ChildCall], inputs: Sequence[str], out
 
 
 def _sort_topologically(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
-    """Return the steps in topological order, by Kahn's algorithm (1962). Of the steps whose inputs are available, the
-    first in the given order is always taken next."""
+    """Return the steps in topological order, by Kahn's algorithm (1962). Among the steps whose inputs are available,
+    the one that comes first in the given order is always taken next."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)

@@ -23,7 +23,7 @@ class Constant:
 
     Parameters
     ----------
-    value : the number
+    value : the value of every element
     """
 
     value: float
@@ -38,7 +38,7 @@ class Uniform:
 
     Parameters
     ----------
-    bound : upper bound of the values
+    bound : upper bound of the values; the lower bound is -bound
     """
 
     bound: float

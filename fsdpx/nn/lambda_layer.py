@@ -22,7 +22,7 @@ class Lambda(Layer):
     """Applies a differentiable function to each element, for example `Lambda(np.sin, np.cos)`, or to corresponding
     elements of several arrays.
 
-    The constructor compares the derivative with central differences at 64 normally distributed numbers, except where
+    The constructor compares the derivative with central differences at 64 normally distributed points, except where
     the differences are not finite. It raises ConfigError if they differ, if the function does not act on each element
     separately, or if it converts float32 to float64.
 
@@ -106,7 +106,8 @@ class Lambda(Layer):
 
 
 def _accepts_argument_count(function: Function, inputs: int) -> bool:
-    """Return whether the function can be called with `inputs` positional arguments; True if Python cannot tell."""
+    """Return whether the function can be called with `inputs` positional arguments; True if its signature is unknown.
+    """
     if isinstance(function, np.ufunc):
         return function.nin == inputs
     try:

@@ -57,16 +57,16 @@ __all__ = [
 
 
 def require_positive(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each keyword argument is an integer of at least 1. The keywords are names of
-    constructor arguments of `owner`, for the message."""
+    """Raise ConfigError unless each keyword argument is an integer of at least 1. The keywords are the names of
+    constructor arguments of `owner`, which the message quotes."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
 
 
 def require_fraction(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The keywords are names of constructor
-    arguments of `owner`, for the message."""
+    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The keywords are the names of
+    constructor arguments of `owner`, which the message quotes."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
@@ -104,8 +104,8 @@ class Pending(Protocol):
 
 
 class AxisRanks(Protocol):
-    """Protocol of the ranks along one axis of the mesh, with the collectives that layers use. It is a subset of the
-    communicator interface."""
+    """Protocol for the ranks along one mesh axis, with the collectives that layers use; a subset of the communicator
+    interface."""
 
     @property
     def rank(self) -> int: ...
@@ -139,7 +139,7 @@ class LayerAxes(Protocol):
     ----------
     tensor : ranks over which layers are sharded
     data : ranks over which the samples of a batch are split
-    parts : all ranks that hold parts of the same fields
+    parts : all ranks over which a field is partitioned (domain decomposition)
     domain : for each dim of a field, the ranks along that dim
     counters : counters of the current step, to which layers add
     """
@@ -161,14 +161,14 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Initial parameter values that another library gave to a layer. They are kept until all ranks have taken their
-    shards."""
+    """Initial values of a layer's parameters that come from another library. They are kept until all ranks have taken
+    their shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
-        """Replace the values on every rank by those of rank 0. Collective."""
+        """Replace the values on every rank with those of rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Free the memory of the values, once all ranks have taken their shards."""
+        """Free the values that can be produced again, now that all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ class ParameterSpec:
 
     Parameters
     ----------
-    shape : shape of the full parameter, as in PyTorch; the parameter is created, saved and compared in this shape
+    shape : shape of the full parameter, as in PyTorch; the parameter is initialized, checkpointed and compared in this
+        shape
     init : initializer, see `fsdpx.nn.init`
     trainable : whether the parameter has a gradient and is updated
     state : whether `forward` writes the parameter in training, for example running statistics; such a parameter is
@@ -227,7 +228,7 @@ class LayerContext:
     ----------
     xp : the array namespace: numpy, cupy or `fsdpx.core.array.shapes`
     mesh : the axes of the connected mesh, for layers that communicate
-    random : counter-based random numbers for this layer, the step and the rows of the global batch
+    random : counter-based random numbers, which depend on the layer, the step and the rows of the global batch
     training : whether dropout is active and running statistics are updated
     recompute : names of the activations that layers recompute in backward instead of saving ("attention")
     recomputing : whether this forward repeats an earlier one for backward and so must not update state again
@@ -235,8 +236,8 @@ class LayerContext:
         ranks have equal lengths
     cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward with a
         cache is not followed by a backward, so containers save nothing
-    constants : cached arrays that layers need repeatedly, such as tables of cosines. The key must contain everything on
-        which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
+    constants : cached arrays that layers need repeatedly, such as tables of cosines. The key must contain everything
+        on which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
     """
 
     xp: Any
@@ -301,8 +302,8 @@ class ShardedLayer:
     layer : the layer to run. It has the parameters of the full layer, with the same names and full shapes;
         `ParameterSpec.cut` defines each rank's shard
     kind : sharding of the layer's result
-    partial : names of the parameters that every rank holds in full, while it computes only a summand of their
-        gradients
+    partial : names of the parameters that every rank holds in full, but for which it computes only a partial gradient;
+        the partial gradients are summed over the ranks
     """
 
     layer: Layer
@@ -311,16 +312,16 @@ class ShardedLayer:
 
 
 def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
-    """Return what a layer's method returned. Raise ShapeError unless it is a tuple of two elements; the message
-    describes them by `wanted`."""
+    """Return `found`, which a layer's `method` returned. Raise ShapeError unless it is a tuple of two elements;
+    `wanted` describes these in the message."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise ShapeError(f"{method} gives {'an array' if hasattr(found, 'dtype') else found}, not {wanted}")
     return found
 
 
 class Layer(ABC):
-    """The base class of layers. A layer is a computation with its configuration. It holds no arrays, so one layer can
-    be used in several places of a model.
+    """Base class for layers. A layer is a computation and its configuration. It holds no arrays, so one layer can be
+    used in several places of a model.
 
     A subclass defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
     `fsdpx.testing.LayerContract` tests it. The methods that compute take these arguments:
@@ -330,11 +331,11 @@ class Layer(ABC):
     env : array namespace, mesh, random numbers and training mode, see `LayerContext`
     p : name -> parameter, for the names of `specs()`; the arrays are views of flat buffers
     g : name -> gradient, for trainable parameters only; a layer *adds* to these arrays
-    x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is samples and may have size 0
+    x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is the sample dim and may have size 0
     dy : the gradient of the result, in the shape of the result
 
-    A method must not change `x`, `p` or `dy`, but may return a view of them. Constructors raise ConfigError for invalid
-    arguments, and `forward` raises ShapeError or DataError for invalid inputs.
+    A method must not change `x`, `p` or `dy`, but may return a view of them. Constructors raise ConfigError for
+    invalid arguments, and `forward` raises ShapeError or DataError for invalid inputs.
     """
 
     n_inputs: int | None = 1
@@ -435,7 +436,7 @@ class Layer(ABC):
         Raises
         ------
         ShapeError, DataError
-            if the input does not fit
+            if the layer cannot process the input
         """
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
@@ -469,7 +470,7 @@ class Layer(ABC):
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
         saved : second result of `forward`
-        dy : gradient of the result, in its shape; not changed
+        dy : gradient of the result, in the shape of the result; must not be changed
 
         Returns
         -------
@@ -484,7 +485,7 @@ class Layer(ABC):
         Parameters
         ----------
         env : array namespace, mesh, random numbers and training mode
-        g : gradients by name, added to in place; a parameter whose name is missing is frozen
+        g : gradients by name, added to in place; frozen parameters are missing
         kept : second result of `backward_input`
         """
         if g:
@@ -498,9 +499,9 @@ class Layer(ABC):
         ----------
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
-        g : gradients by name, added to in place; a parameter whose name is missing is frozen
+        g : gradients by name, added to in place; frozen parameters are missing
         saved : second result of `forward`
-        dy : gradient of the result, in its shape; not changed
+        dy : gradient of the result, in the shape of the result; must not be changed
 
         Returns
         -------
@@ -522,9 +523,9 @@ class Layer(ABC):
         ----------
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
-        g : gradients by name, added to in place; a parameter whose name is missing is frozen
+        g : gradients by name, added to in place; frozen parameters are missing
         saved : second result of `forward`
-        dy : gradient of the result, in its shape; not changed
+        dy : gradient of the result, in the shape of the result; must not be changed
         """
         self.backward(env, p, g, saved, dy)
 
@@ -543,7 +544,7 @@ class Layer(ABC):
         -------
         ShardedLayer
             the layer, the sharding of its result, and the names of the parameters for which each rank computes only a
-            summand of the gradient
+            partial gradient
 
         Raises
         ------

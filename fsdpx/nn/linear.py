@@ -82,7 +82,7 @@ class Linear(Layer):
         return specs
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not Linear:  # a subclass may compute a different product
+        if type(self) is not Linear:  # a subclass may compute something else, so it must not be replaced
             return super().shard_over_ranks(request)
         return self._shard_by_mark(request)
 
@@ -132,13 +132,13 @@ class Linear(Layer):
 
     def _make_column_parallel(self, **options: Any) -> tuple[Layer, tuple[str, ...]]:
         """Return the column-parallel version of this layer, and the names of the parameters for which each rank
-        computes only a summand of the gradient."""
+        computes only a partial gradient."""
         size = (self.in_features, self.out_features, self.bias)
         return ColumnParallelLinear(*size, **options, init=self.init, bias_init=self.bias_init), ()
 
     def _make_row_parallel(self, sequence: bool, grain: int) -> tuple[Layer, tuple[str, ...]]:
         """Return the row-parallel version of this layer, and the names of the parameters for which each rank computes
-        only a summand of the gradient."""
+        only a partial gradient."""
         size = (self.in_features, self.out_features, self.bias, sequence, grain)
         partial = ("bias",) if sequence and self.bias else ()
         return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
@@ -187,14 +187,13 @@ class Linear(Layer):
 
 
 class ShardedLinear(Layer):
-    """The base class of ColumnParallelLinear and RowParallelLinear, with the options of the full Linear and its
+    """Base class for ColumnParallelLinear and RowParallelLinear; it has the options of the full Linear and its
     sharding.
 
-    The pair is that of Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
+    The two form a pair, as in Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
     RowParallelLinear, activations are sharded along the features, and nothing is communicated. With `sequence`,
-    activations outside of the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the following
-    numbers of bytes, where n is the size in bytes of the full activation outside of the pair, and N the size of the
-    axis:
+    activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the following
+    numbers of bytes, where n is the size in bytes of the full activation outside the pair, and N the size of the axis:
 
                                   forward          backward
         ColumnParallelLinear              0                2n(N-1)/N
@@ -213,26 +212,26 @@ class ShardedLinear(Layer):
         cut.count_grains((linear.out_features, linear.in_features))
 
     def _multiply_shard(self, env: LayerContext, p: Params, x: Array, bias: Array | None) -> Array:
-        """Return the product of x with this rank's shard of the weight, as a matrix (rows, features). It is a shard of
-        the result (column-parallel) or a summand of it (row-parallel)."""
+        """Return the product of x with this rank's shard of the weight, as a matrix (rows, features). The product is a
+        shard of the result in a column-parallel layer, and a partial sum in a row-parallel layer."""
         return linear_forward(env.xp, as_rows(x), p["weight"], bias)
 
     def _compute_input_gradient_rows(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return this rank's contribution to the input gradient, as a matrix (rows, features). It is a summand of the
-        gradient (column-parallel) or a shard of it (row-parallel)."""
+        """Return this rank's contribution to the input gradient, as a matrix (rows, features). It is a partial sum in
+        a column-parallel layer, and a shard of the gradient in a row-parallel layer."""
         return matmul_in_dtype(env.xp, as_rows(dy), p["weight"])
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """`Linear` whose `weight` and `bias` are sharded along dim 0: `(samples, ..., in_features)` -> `(samples, ...,
-    this rank's shard of out_features)`.
+    """`Linear` whose `weight` and `bias` are sharded along dim 0: `(samples, ..., in_features)` ->
+    `(samples, ..., this rank's shard of out_features)`.
 
     Backward all-reduces the gradient of the input while it computes the gradient of the weight.
 
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
-    gather_output : whether to all-gather the result, so that every rank has it in full; needs blocks = grain = 1
+    gather_output : whether to all-gather the result, so that every rank has it in full; requires blocks = grain = 1
     sequence : whether the input is sharded along dim 1; it is then all-gathered for the matrix product, and again in
         backward
     blocks, grain : sharding of `out_features`, see `ShardSpec`
@@ -332,15 +331,16 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """`Linear` whose `weight` is sharded along dim 1: `(samples, ..., this rank's shard of in_features)` -> `(samples,
-    ..., out_features)`.
+    """`Linear` whose `weight` is sharded along dim 1: `(samples, ..., this rank's shard of in_features)` ->
+    `(samples, ..., out_features)`.
 
     Products are summed over the tensor axis. Every rank holds the full `bias`, which is added after the sum.
 
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
-    sequence : whether to shard the result along dim 1; each rank then computes a summand of the gradient of `bias`
+    sequence : whether to shard the result along dim 1; each rank then computes only what its own positions contribute
+        to the gradient of `bias`
     grain : number of consecutive elements of `in_features` that stay on one rank, see `ShardSpec`
     """
 
@@ -419,8 +419,8 @@ def make_call_label(env: LayerContext, thing: str) -> str:
 
 
 def require_known_length(env: LayerContext, x: Array, what: str) -> None:
-    """Raise ShapeError unless the length of the full sequence, of which `x` holds a shard along dim 1, can be derived.
-    It is `env.time` if given; otherwise the shards of all ranks must have equal lengths."""
+    """Raise ShapeError unless the full length of a sequence is known from this rank's shard `x` of it along dim 1. The
+    length is `env.time` if that is set; otherwise, the shards of all ranks must have equal lengths."""
     if env.time is None:
         collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -43,8 +43,8 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """A mesh of one rank for shape-only forwards, which is also used as each axis of that mesh. An all-reduce changes
-    nothing, because arrays have no data."""
+    """A mesh of one rank for shape-only forwards, which also serves as each axis of that mesh. An all-reduce does
+    nothing, because the arrays have no data."""
 
     rank, size, counters = 0, 1, None
 
@@ -70,8 +70,8 @@ class Node:
     ----------
     path : dotted path of the layer; its parameters are named `path.name`
     layer : a leaf layer, or a container whose parameters are gathered together (an FSDP unit)
-    inputs : numbers of the values that the layer reads
-    output : number of the value that the layer returns
+    inputs : ids of the values that the layer reads
+    output : id of the value that the layer returns
     """
 
     path: str
@@ -82,18 +82,18 @@ class Node:
 
 @dataclass(frozen=True)
 class LayerList:
-    """The leaf layers of a model in execution order. Values are numbered: first the model's inputs, then one value per
-    node.
+    """The leaf layers of a model in execution order. The id of a value is its index in a list: first the model's
+    inputs, then one value per node.
 
     Parameters
     ----------
     nodes : the leaf layers
     inputs : names of the model's inputs
-    outputs : numbers of the values that the model returns
+    outputs : ids of the values that the model returns
     ties : alias -> canonical name of tied parameters
     frozen : canonical names of the parameters that containers freeze
-    initial : initializers with which containers override those of layers, by canonical name
-    takes : for each input, the word that says in which dtype the model takes it, see `Layer.takes`
+    initial : canonical parameter name -> initializer, where a container replaces the layer's own
+    takes : for each input, the dtype that the model expects: "numbers", "indices" or "given", see `Layer.takes`
     """
 
     nodes: tuple[Node, ...]
@@ -139,10 +139,10 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 
 def resolve_dtype_words(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """Return, for each of a layer's `count` inputs, the words of `Layer.takes` that say in which dtype it is read. An
-    input of a container has several words if the layers that read it differ.
+    """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
+    such as "indices". An input of a container has several if the layers that read it differ.
 
-    `wanted` are the words with which each result of the layer is read. They replace the word "passed"."""
+    `wanted` are the sets for the layer's results. They replace the value "passed"."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -162,10 +162,10 @@ def _resolve_words(
     outputs: Sequence[Any],
     wanted: Sequence[frozenset[str]] = (),
 ) -> dict[Any, frozenset[str]]:
-    """Return, for each value, the words of `Layer.takes` with which layers read it.
+    """Return, for each value, the set of dtypes in which layers read it, as values of `Layer.takes`.
 
-    `steps` are (layer, values read, values returned), from the last layer to the first. `wanted` are the words with
-    which each output is read."""
+    `steps` are (layer, values read, values returned), from the last layer to the first. `wanted` are the sets for the
+    outputs."""
     wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
     for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
         wants[name] |= words
@@ -211,9 +211,9 @@ def insert_number_casts(model: Layer, dtype: Any) -> Layer:
 def _insert_casts_in_container(
     layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
 ) -> tuple[Container, list[bool]]:
-    """Return the container with casts to `dtype` inserted, and for each of its outputs whether it has integers.
+    """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
-    `whole` are the names of the values that are integers; the function adds the names of results to it."""
+    `whole` contains the names of integer values; the function adds the names of integer results."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -289,7 +289,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
     values, known = list(inputs), dict[Any, tuple[Any, Any]]()
     for node in model.nodes:
         key = (id(node.layer), *((values[i].shape, values[i].dtype) for i in node.inputs))
-        if key in known:  # a layer that occurs several times runs once per combination of shapes
+        if key in known:  # a layer that occurs several times runs once per combination of input shapes
             values.append(xp.ShapeArray(*known[key]))
             continue
         p = {
@@ -303,7 +303,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # its children run one by one, so that the error names the wrong one
+            if isinstance(node.layer, Container):  # run its children singly, so that the error names the child at fault
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
@@ -315,8 +315,8 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
-    """Run a layer on shape-only arrays. Return its result, a description of what is wrong with the layer ("" for
-    nothing), and the exception that caused it."""
+    """Run a layer on shape-only arrays. Return its result, a description of what is wrong with the layer ("" if
+    nothing is), and the exception that caused it."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
@@ -383,8 +383,8 @@ _kept = _MemoizedResults()
 
 @contextmanager
 def memoizing() -> Iterator[None]:
-    """Context manager inside of which `memoize` stores its results. This saves repeated work if one model has several
-    dry runs."""
+    """Context manager within which `memoize` stores its results, so that repeated dry runs of a model need not repeat
+    work."""
     before = _kept.results
     _kept.results = {} if before is None else before
     try:

@@ -35,30 +35,31 @@ class Llama(Container):
 
     Parameters
     ----------
-    vocab : number of tokens; tokens are integers in [0, vocab)
-    d_model : number of features between blocks
+    vocab : vocabulary size; tokens are integers in [0, vocab)
+    d_model : model width, the number of features per position
     n_layers : number of blocks
     n_heads : number of query heads per block
     seq_len : sequence length for which the model is designed. Longer inputs also work; only `rope_scaling` depends on
         seq_len
     kv_heads : number of key and value heads, a divisor of n_heads; None: n_heads
-    d_head : number of features of a head; None: d_model / n_heads
-    hidden : number of features inside the MLP; None: 8 d_model / 3, with d_model / 3 rounded up
+    d_head : number of features per head; None: d_model / n_heads
+    hidden : hidden width of each block's MLP; None: 8 ceil(d_model / 3)
     theta, rope_scaling : options of the rotary positions, see `Rotary`
     window : number of positions to which a position attends: itself and the window - 1 positions before it; None: all
         positions before it
     qk_norm : whether an RMSNorm is applied to each query and key head
-    qkv_bias, bias : whether queries, keys and values have biases, and whether all Linear layers of the blocks have them
+    qkv_bias, bias : whether queries, keys and values have biases, and whether all Linear layers of the blocks have
+        them
     activation : activation of the gate: "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
     eps : `eps` of the RMSNorm layers
-    tie : whether `head.weight` is `embed.weight`
+    tie : whether `head.weight` is tied to `embed.weight`
     scale_embedding : whether rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : whether RMSNorm layers multiply by 1 + weight
     experts, active : with experts, the MLP of a block is a `MoE` with this number of experts, of which `active` are
         used for each position; None: a single MLP
     balance : with experts, the weight of the load-balancing loss of each block, see `MoE`
-    segments : whether there is a second input, integers (samples, time); a position then attends only to positions with
-        the same number
+    segments : whether there is a second input, integer segment ids (samples, time); a position then attends only to
+        positions with the same id
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 

@@ -28,17 +28,17 @@ __all__ = [
 
 
 class Loss(ABC):
-    """The base class of losses, which compare the output `y` of a model with a target. The mean loss is total /
-    weight, where total is a sum of errors in float64, and weight the number of summands.
+    """Base class for losses, which compare the output `y` of a model with a target. The mean loss is total / weight,
+    where total is a sum of errors in float64, and weight the number of terms in it.
 
-    The total of the whole global batch is divided by its weight once. So a rank or microbatch may have weight 0, if it
-    has no samples or all of them are ignored. A subclass defines `forward`, `backward` and `validate`.
+    The division happens only once, for the whole global batch. So a rank or microbatch may have weight 0, because it
+    has no samples or because all of them are ignored. A subclass defines `forward`, `backward` and `validate`.
 
     Parameters
     ----------
     env : array namespace and mesh, see `LayerContext`
-    y : the model's output; dim 0 is samples and may have size 0
-    target : the values with which y is compared; dim 0 is samples
+    y : the model's output; dim 0 is the sample dim and may have size 0
+    target : the values with which y is compared; dim 0 is the sample dim
     """
 
     kernel_names: tuple[str, ...] = ()
@@ -129,8 +129,8 @@ class CrossEntropyLoss(Loss):
     Parameters
     ----------
     ignore_index : targets with this value are left out of total and weight
-    label_smoothing : y is compared with the distribution (1 - e) onehot + e / classes, where e is this number (Szegedy
-        et al. 2015)
+    label_smoothing : the amount e of label smoothing: y is compared with the distribution (1 - e) onehot + e / classes
+        (Szegedy et al. 2015)
     """
 
     acts_on = "position"
@@ -169,7 +169,7 @@ class CrossEntropyLoss(Loss):
 
 
 class _Elementwise(Loss):
-    """The base class of losses that sum one error per element: y and target have equal shapes, and the weight is the
+    """Base class for losses that sum one error per element: y and target have equal shapes, and the weight is the
     number of elements."""
 
     acts_on = "position"
@@ -311,8 +311,8 @@ class TensorParallelModel:
     model, loss : the model with sharded layers, and a loss that takes this rank's shard of the output
     output_dim : the dim along which the model's output is sharded: -1 for classes, 1 for the sequence, 0 for samples;
         None: the output is not sharded
-    partial : names of the parameters for which each rank computes only a summand of the gradient; the summands must be
-        summed over the axis once per step
+    partial : names of the parameters for which each rank computes only a partial gradient; the partial gradients must
+        be summed over the axis once per step
     """
 
     model: Layer

@@ -19,8 +19,8 @@ __all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "cast_channel_arrays", "make_aff
 
 
 class _RowNorm(Layer):
-    """The base class of LayerNorm and RMSNorm, which normalize over the last dims. Their results are not saved for
-    backward, but recomputed."""
+    """Base class for LayerNorm and RMSNorm, which normalize over the last dims. Their results are not saved, but
+    recomputed in backward."""
 
     cheap = True
 
