@@ -27,18 +27,19 @@ __all__ = ["Attention", "HeadNorm", "PerHead"]
 
 
 class PerHead(Layer):
-    """The base class of layers that treat each attention head separately, so that a tensor rank can run them on its
-    own heads. Inputs are the concatenated features of all heads.
+    """Base class for layers that treat each attention head separately, so that a tensor rank can run them on its own
+    heads. Inputs are the concatenated features of all heads.
 
-    All heads share the parameters, so a rank that runs only some heads computes a summand of each gradient."""
+    All heads share the parameters, so a rank that runs only some heads computes only what these contribute to each
+    gradient."""
 
     d_head: int
     blocks = 1
     """Number of blocks of heads that are concatenated in one input; 3 for fused queries, keys and values."""
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """Return the layer that a rank runs on its own heads, or on its part of the sequence. Raise ConfigError if a
-        rank would get different heads of different inputs."""
+        """Return the layer that a rank runs on its own heads, or on its part of the sequence. Raise ConfigError if the
+        inputs are sharded so that a head is split, or that a rank gets different heads of different inputs."""
         kinds = request.kinds[:3]  # leave out a fourth input, the segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
@@ -112,15 +113,15 @@ class Attention(PerHead):
     Parameters
     ----------
     n_heads, kv_heads : number of query heads, and number of key and value heads; n_heads is a multiple of kv_heads
-    d_head : number of features of a head
+    d_head : number of features per head
     causal : whether a position attends only to itself and to earlier positions
     window : with `causal`, number of positions to which a position attends: itself and the window - 1 positions before
         it (Beltagy et al. 2020); None: all positions before it
-    segments : whether there is a fourth input, integers (samples, time); a position then attends only to positions with
-        the same number. Each document in a packed sequence has its own number, and padding has another one
-    fused : whether queries, keys and values are concatenated in one input; they then have equal numbers of heads
-    dropout : with `fused`, dropout probability of attention weights. If it is not 0, all attention weights are saved,
-        an array (samples, heads, time, time)
+    segments : whether there is a fourth input, integer segment ids (samples, time); a position then attends only to
+        positions with the same id. Each document in a packed sequence has its own id, and so has padding
+    fused : whether queries, keys and values are concatenated in one input; kv_heads is then n_heads
+    dropout : with `fused`, dropout probability of attention weights. If it is not 0, the attention weights, an array
+        (samples, heads, time, time), are saved for backward
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # needed only if sequences are sharded
+        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # needed only for sharded sequences
 
         new = copy(self)
         new.core = RingAttention(self._heads) if sequence == "ring" else UlyssesAttention(self._heads)
@@ -225,8 +226,8 @@ class Attention(PerHead):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
     def _get_segments(self, env: LayerContext, x: tuple[Array, ...]) -> Array | None:
-        """Return the input that numbers the documents of packed sequences, in the dtype that the kernel takes. Return
-        None if the layer has no such input."""
+        """Return the input with the segment ids of packed documents, in the dtype that the kernel takes. Return None
+        if the layer has no such input."""
         return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 
     def _split_into_heads(self, x: tuple[Array, ...]) -> list[Array]:

@@ -40,7 +40,7 @@ class Rotary(PerHead):
     rope_scaling : None, or a mapping as in transformers, with "rope_type" ("linear", "dynamic", "llama3" or "yarn"),
         "factor" and the other options of that type. Raises ConfigError if an option is missing, or for "dynamic" with
         d_head=2
-    seq_len : with "dynamic", frequencies are lower for sequences longer than this
+    seq_len : with "dynamic", the sequence length above which frequencies are lowered
     """
 
     acts_on = "position"
@@ -83,7 +83,7 @@ class Rotary(PerHead):
         env : array namespace, and the constants in which the table is cached
         first, count : first position, and number of positions
         total : length of the full sequence, on which "dynamic" scaling depends
-        dtype : dtype of the activations; the table has the dtype in which they are accumulated
+        dtype : dtype of the activations; the table has its accumulation dtype, see `accumulation_dtype`
 
         Returns
         -------
@@ -155,8 +155,9 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor of cosines and sines.
 
-    Frequencies that make more than `beta_fast` turns in the original length are kept, and those that make less than
-    `beta_slow` turns are divided by "factor". In between, a linear ramp over the features interpolates."""
+    Frequencies that make more than `beta_fast` turns over the original context length are kept, and those that make
+    fewer than `beta_slow` turns are divided by "factor". Those in between are interpolated by a linear ramp over the
+    features."""
     factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def find_feature(turns: float) -> float:

@@ -73,8 +73,8 @@ class RingAttention:
 
     An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
     or scores of the full sequence, so the memory of a rank is O(time / N). With `causal`, a rank skips the blocks
-    after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again
-    instead of saving masks. The next block is received while the current block is computed."""
+    after its own, so rank 0 waits while the last rank computes. Dropout masks are not saved: backward draws their
+    random numbers again. The next block is received while the current block is processed."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -126,8 +126,8 @@ class RingAttention:
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
     def _is_block_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
-        """Return whether the queries of `rank` attend to any key of rank `block`. They do not if either rank has no
-        positions, which happens for short sequences."""
+        """Return whether the queries of `rank` attend to any key in the block that belongs to rank `block`. They do
+        not if either rank has no positions, which happens for short sequences."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
@@ -150,7 +150,7 @@ class RingAttention:
         self, env: LayerContext, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Sequence[Array]:
         """Return one block's contribution to the gradients of q, k and v (Dao et al. 2022). `o` and `lse` are the
-        result over all blocks and its log-sum-exp."""
+        attention output over all blocks and the log-sum-exp of all scores."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._is_dropping(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
@@ -161,7 +161,7 @@ class RingAttention:
     def _dropout_block_backward(
         self, env: LayerContext, weights: Array, heads: tuple[Array, ...], block: int, seen: Array | None
     ) -> tuple[Array, ...]:
-        """Return one block's contribution to the gradients of q, k and v, if attention weights have dropout."""
+        """Return one block's contribution to the gradients of q, k and v, for attention weights with dropout."""
         (q, k, v, o, do), xp, drop = heads, env.xp, self.heads.dropout
         multiply, seeing = partial(matmul_in_dtype, xp), None if seen is None else seen.T
         weights, keep = zero_hidden_weights(weights, seen), self._make_keep_mask(env, weights.shape, block)
@@ -188,8 +188,8 @@ class RingAttention:
 def _start_shift(
     env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
 ) -> collectives.PendingCollective:
-    """Start to send `array`, the keys and values of `block` or their gradients, to the next rank of the ring, and to
-    receive that of the preceding block from the previous rank. Return the pending receive. Collective.
+    """Start sending `array` (the keys and values of `block`, or their gradients) to the next rank of the ring, and
+    start receiving the array of the preceding block from the previous rank. Return the pending receive. Collective.
 
     `array` has the shape (2, samples, heads, positions of the block, d_head)."""
     comm, description = env.mesh.tensor, make_call_label(env, thing)
@@ -208,8 +208,8 @@ def _start_shift(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Combine the attention over two disjoint sets of keys into the attention over all keys. Arguments and results are
-    pairs of a normalized result and the log-sum-exp of its scores."""
+    """Combine the attention over two disjoint sets of keys into the attention over all keys. Each of the three is a
+    pair: the normalized result, and the log-sum-exp of its scores."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

@@ -12,7 +12,7 @@ __all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "requi
 
 
 class Flatten(Layer):
-    """Flattens `(samples, ...)` from dim `start_dim` on into one dim.
+    """Flattens all dims from `start_dim` on into one.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Multiply(Layer):
         return math.prod(x[1:], start=x[0]), tuple(x)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
-        # the derivative by a factor is the product of the other factors; y / x would fail for x = 0
+        # the derivative with respect to a factor is the product of the others; y / x would fail for x = 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
 
@@ -112,7 +112,7 @@ class Concat(Layer):
 
     Parameters
     ----------
-    dim : the dim along which to concatenate; not 0, because dim 0 is samples
+    dim : the dim along which to concatenate; must not be 0, the sample dim
     """
 
     takes = "passed"
@@ -122,7 +122,7 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a negative dim other than -1 may be dim 1
+        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # other negative dims may be dim 1
         self.fields = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:

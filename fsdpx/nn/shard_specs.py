@@ -1,4 +1,5 @@
-"""How parameters and values are sharded over the tensor axis, and the marks with which a tensor plan shards layers."""
+"""How parameters and values are sharded over the tensor axis, and the marks by which a tensor plan says how to shard
+layers."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
 @dataclass(frozen=True)
 class ShardSpec:
     """The sharding of one dim of an array over n ranks. The dim consists of equal blocks, and each block of k grains,
-    which are never split. Of each block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
+    groups of elements that are never split. In every block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
 
     Parameters
     ----------
@@ -150,7 +151,8 @@ class ShardSpec:
     def iterate_full_intervals(
         self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """Map a flat range of a rank's shard to flat ranges of the full array, and yield these.
+        """Map a range of flat indices into a rank's shard to ranges of flat indices into the full array, and yield the
+        latter.
 
         Adjacent intervals are merged. For a shard along dim 1, there is one interval per row.
 
@@ -158,12 +160,12 @@ class ShardSpec:
         ----------
         shape : shape of the full array
         rank, width : a rank on the tensor axis, and the size of the axis
-        start, stop : range of flat elements of the rank's shard
+        start, stop : range of flat indices into the rank's shard
 
         Returns
         -------
         iterator of (start, stop)
-            intervals of flat elements of the full array, in ascending order
+            ranges of flat indices into the full array, in ascending order
         """
         inner = math.prod(shape[self.dim + 1 :])
         pieces = [(a * inner, b * inner) for a, b in self.ranges_of_rank(shape, rank, width)]
@@ -184,8 +186,7 @@ class ShardSpec:
             yield last
 
     def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Concatenate the ranges `pieces`, take [start, stop) of the concatenation, and yield the remaining subranges
-        in the coordinates of `pieces`."""
+        """Yield the subranges of `pieces` that cover positions [start, stop) of the concatenation of all `pieces`."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -270,7 +271,7 @@ class FieldPartition:
 
     @classmethod
     def on_one_rank(cls, shape: Sequence[int]) -> FieldPartition:
-        """Return the partition of a field of `shape` cells that one rank holds in full."""
+        """Return the trivial partition of a field of `shape` cells: one rank holds all of it."""
         return cls(tuple((0, int(n)) for n in shape))
 
     def __str__(self) -> str:
@@ -296,8 +297,8 @@ class FieldPartition:
         return FieldPartition(cuts, letters=self.letters)
 
     def join_on_one_rank(self) -> FieldPartition:
-        """Return the partition of the same field on one rank. Of the ghost cells, only those beyond the ends of the
-        field remain."""
+        """Return the partition of the same field on one rank. Only the ghost cells beyond the ends of the field are
+        kept."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -313,17 +314,17 @@ class FieldPartition:
         """Return {dim: (this rank's first cell, number of cells of the full field)} for each partitioned dim of an
         array (samples, channels, *cells).
 
-        `lines` has one entry per dim of cells: the ranks along that dim."""
+        `lines` has one entry per cell dim: the ranks along that dim."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_dim_name(self, dim: int) -> str:
-        """Return the name of a dim of cells for error messages: "dim x" with its letter, or its index in (samples,
-        channels, *cells) if letters are not given."""
+        """Return the name of a cell dim for error messages: "dim x" if the dims have letters, otherwise its index in
+        an array (samples, channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
-        """Return, for each rank along a dim, its numbers of ghost cells (before, after) its part. Return () if no rank
-        has ghost cells."""
+        """Return, for each rank along a dim, the numbers of ghost cells before and after its part. Return () if no
+        rank has ghost cells."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
 
@@ -335,7 +336,7 @@ class FieldPartition:
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:
     """Return a copy of a layer or loss that runs on this rank's part of a partitioned field. The partition is stored
-    in its attribute `parts`."""
+    in the attribute `parts` of the copy."""
     clone = copy(owner)
     clone.parts = parts
     return clone
@@ -347,16 +348,16 @@ Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPart
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Mark in a tensor plan that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the
-    features, until a layer with the mark RowParallel sums over them.
+    """Tensor-plan mark that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the features,
+    until a layer with the mark RowParallel sums over them.
 
-    Without options, the mark has the options that the enclosing layer's own plan defines for this Linear.
+    A mark without options takes those that the enclosing layer's built-in plan defines for this Linear.
 
     Parameters
     ----------
     gather_output : whether to all-gather the output, so that every rank has all features
-    blocks, grain : options for outputs that consist of several equal blocks, or that have features that must stay on
-        one rank, see `ShardSpec`
+    blocks, grain : options for outputs that consist of several equal blocks, or whose features must stay together in
+        groups, see `ShardSpec`
     """
 
     gather_output: bool = False
@@ -366,22 +367,21 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Mark in a tensor plan that replaces a Linear by a `RowParallelLinear`. The input must be sharded along the
-    features."""
+    """Tensor-plan mark that replaces a Linear by a `RowParallelLinear`. The input must be sharded along the features.
+    """
 
 
 @dataclass(frozen=True)
 class VocabParallel:
-    """Mark in a tensor plan that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a
-    Linear with this mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other
-    losses."""
+    """Tensor-plan mark that shards an Embedding or TokenEmbedding by rows. If the last layer of the model is a Linear
+    with this mark, its logits are sharded by classes for `CrossEntropyLoss`, and all-gathered for other losses."""
 
 
 @dataclass(frozen=True)
 class LayerDefault:
-    """Mark in a tensor plan that applies the built-in plans of a layer and of all layers inside it: MultiHeadAttention
-    is sharded by heads, MLP by hidden features, and MoE by experts. In a GPT, the embedding and the head are also
-    sharded by vocabulary."""
+    """Tensor-plan mark that applies the built-in plans of a layer and of all layers inside it: MultiHeadAttention is
+    sharded by heads, MLP by hidden features, and MoE by experts. In a GPT, the embedding and the head are also sharded
+    by vocabulary."""
 
 
 Mark = ColumnParallel | RowParallel | VocabParallel | LayerDefault
@@ -414,7 +414,7 @@ class ShardingContext:
         return Replicated() if self.sequence is None else ShardedSequence()
 
     def require_no_mark(self, layer: object) -> None:
-        """Raise ConfigError if the tensor plan has a mark for this layer, because the layer supports none.
+        """Raise ConfigError if the tensor plan has a mark for a layer that supports none.
 
         Parameters
         ----------

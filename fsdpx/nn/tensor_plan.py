@@ -53,9 +53,9 @@ class ShardingWalk:
 
     Attributes
     ----------
-    partial : names of the parameters for which each rank computes only a summand of the gradient
+    partial : names of the parameters for which each rank computes only a partial gradient
     ties : alias -> name of tied parameters in the full model
-    redistribution_functions : functions that return the redistributions of inputs before a step; they are applied in
+    redistribution_functions : functions that choose which redistributions to insert before a step; they are called in
         order
     """
 
@@ -120,8 +120,8 @@ class ShardingWalk:
     def _insert_redistributions(
         self, layer: Container, reader: Layer, sources: list[str], steps: list[ChildCall], values: dict[str, Kind]
     ) -> list[str]:
-        """Append to `steps` the layers that change the sharding of `sources` as `reader` needs it. Return the names of
-        the values that `reader` must read instead of `sources`."""
+        """Append to `steps` the layers that change the sharding of `sources` to what `reader` needs. Return the names
+        of the values that `reader` must read instead of `sources`."""
         for move in self.redistribution_functions:
             moved_layers = []
             for source, moved in zip(sources, move(reader, [values[source] for source in sources]), strict=True):
@@ -135,7 +135,7 @@ class ShardingWalk:
         return sources
 
     def make_split_layer(self) -> SplitSequence:
-        """Return a layer that shards a replicated value by samples or by sequence, as `self.cut` says."""
+        """Return a layer that shards a replicated value by samples or by sequence, depending on `self.cut`."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
     def needs_split(self, kind: Kind, layer: Layer, path: str, input_index: int) -> bool:
@@ -145,8 +145,8 @@ class ShardingWalk:
         return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, input_index)
 
     def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
-        """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container does if
-        any step that reads the input does."""
+        """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container needs it
+        if any of its steps that read the input needs it."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(input_index, self.marks.get(path))
         name = layer.inputs[input_index]
@@ -222,8 +222,8 @@ def _get_shard_specs(model: Layer) -> dict[str, Any]:
 
 
 def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
-    """Return the sharded model and loss. Where needed, layers are added that shard the model's input, and that
-    all-gather an output which the loss cannot take sharded."""
+    """Return the sharded model and loss. Where needed, add layers that shard the model's input, and a layer that
+    all-gathers an output that the loss cannot take in shards."""
     enter = None
     if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
         enter, inputs = walk.make_split_layer(), [walk.cut]
@@ -261,7 +261,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
     """Raise ConfigError unless the loss can be computed on shards of the sequence, which needs `acts_on = "position"`.
-    A loss without the attribute counts as "sample"."""
+    A loss without this attribute is treated as if it were "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return

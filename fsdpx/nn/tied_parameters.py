@@ -25,7 +25,7 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
 
 
 def get_canonical_name(ties: Mapping[str, str], name: str) -> str:
-    """Return the canonical name of a parameter: follow `ties` until a name is no alias."""
+    """Return the canonical name of a parameter: follow `ties` to a name that is not an alias."""
     while name in ties:
         name = ties[name]
     return name

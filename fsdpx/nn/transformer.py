@@ -24,8 +24,8 @@ GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_py
 
 
 class GatedActivation(Layer):
-    """Gated activation of two inputs of equal shape: activation(a) * b. Backward recomputes the result, which is not
-    saved.
+    """Gated activation of two inputs of equal shape: activation(a) * b. The result is not saved, but recomputed in
+    backward.
 
     Parameters
     ----------
@@ -58,8 +58,8 @@ class GatedActivation(Layer):
 
 
 class GatedMLP(Composite):
-    """Gated feed-forward layer, as one FSDP unit: down(activation(gate(x)) * up(x)) (Shazeer 2020). Input and output
-    have the shape `(samples, ..., d_model)`.
+    """Gated feed-forward layer: down(activation(gate(x)) * up(x)) (Shazeer 2020). Input and output have the shape
+    `(samples, ..., d_model)`. The layer is one FSDP unit.
 
     Parameters
     ----------
@@ -94,11 +94,11 @@ class GatedMLP(Composite):
 
 
 class MLP(Container):
-    """Feed-forward layer: down(activation(up(x))), followed by dropout. Input and output have the shape `(samples,
-    ..., d_model)`.
+    """Feed-forward layer: down(activation(up(x))), followed by dropout. Input and output have the shape
+    `(samples, ..., d_model)`.
 
-    The parameters are those of two Linear layers, `up.*` and `down.*`. Backward recomputes the result of a GELU, which
-    is not saved.
+    The parameters are those of two Linear layers, `up.*` and `down.*`. The result of a GELU is not saved, but
+    recomputed in backward.
 
     Parameters
     ----------
@@ -173,8 +173,8 @@ class MLP(Container):
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
     def _backward_to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
-        """Return the gradient of the result of `up`, and add the gradients of the parameters of `down` to `into`,
-        which is grouped by child layer."""
+        """Run backward from the result of the MLP to the output of `up`. Return the gradient of that output, and add
+        the parameter gradients of `down` to `into`, which is grouped by child layer."""
         dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         if "down" in into:
             self._get_up_activation_down()[2].backward_params(env, into["down"], kept_down)
@@ -203,14 +203,13 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # the input of `down` is a; h was passed only because a had not been computed yet
+        return dh, (a, *kept[1:])  # `down` reads a; h only stood in for it until a was recomputed
 
 
 class TransformerBlock(Container):
-    """Pre-norm transformer block of GPT-2 (Radford et al. 2019), as one FSDP unit: x + attn(norm1(x)), then x +
-    mlp(norm2(x)).
+    """Pre-norm transformer block of GPT-2 (Radford et al. 2019): x + attn(norm1(x)), then x + mlp(norm2(x)).
 
-    Input and output have the shape `(samples, time, d_model)`.
+    Input and output have the shape `(samples, time, d_model)`. The block is one FSDP unit.
 
     Parameters
     ----------
