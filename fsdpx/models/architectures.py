@@ -46,18 +46,18 @@ class Architecture:
     ----------
     make_model : function from a configuration and the caller's options to the model
     names : parameter name in fsdpx, or a prefix of it that ends in a dot -> the corresponding name in the files; *
-        stands for the number of a block. A name with a # stands for several tensors, which are named with 0, 1, ... in
+        stands for the index of a block. A name with a # stands for several tensors, which are named with 0, 1, ... in
         place of the # and are the slices of the parameter along dim 0. The first entry that matches applies
-    base_prefix : prefix of tensor names that is missing in files of a model without its head
-    transposed : patterns (fnmatch) of the names in fsdpx of matrices that are stored transposed
+    base_prefix : prefix that tensor names lack in files of a model without its head
+    transposed : patterns (fnmatch) of the fsdpx names of the matrices that files store transposed
     unused : patterns of tensor names in the files that are not needed
     fields : configuration fields that determine the model
     required_values : configuration field -> its supported values; the field may also be missing
     ignored_fields : configuration fields that do not change the model. A field that is not in any of these tables, and
         not common to all architectures, is an error
-    aliases : other name of a configuration field -> its name
-    tied : name of a tensor -> name of the tensor that it is tied to if `tie_word_embeddings` is set; the first entry is
-        the head
+    aliases : alternative name of a configuration field -> its usual name
+    tied : name of a tensor -> name of the tensor that it is tied to if `tie_word_embeddings` is set; the first entry
+        is the head
     """
 
     make_model: Callable[..., Container]
@@ -100,8 +100,8 @@ class Architecture:
         return get_valid_fields(values, self.fields, where, parts)
 
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
-        """Return the names in files of the tensors that make up a parameter: a single tensor or, for stacked experts,
-        one for each of the `rows` slices along dim 0."""
+        """Return the names that files use for a parameter: one tensor name or, for stacked experts, one for each of
+        the `rows` slices along dim 0."""
         found = self._get_name_pattern_in_files(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 
@@ -130,8 +130,8 @@ def _build_gpt2(c: Config, **options: Any) -> GPT:
 
 
 def _build_llama(c: Config, **options: Any) -> Llama:
-    """Build a Llama model from a configuration. `options` are arguments of `nn.Llama` that override it, or that
-    similar models need."""
+    """Build a Llama model from a configuration. `options` are arguments of `nn.Llama` that override the configuration,
+    or that similar models need."""
     theta, scaling = _parse_rope(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:

@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Chat template of a model, which renders conversations with Jinja2 and tokenizes them.
+    """Chat template of a model: renders conversations with Jinja2 and tokenizes the text.
 
     Templates are untrusted. They run in Jinja2's sandbox, in a separate process with limited time and memory. The
     process is started for the first conversation.
@@ -55,17 +55,17 @@ class ChatTemplate:
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
         """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant,
-        which training should learn.
+        the text to train on.
 
         Answers are the parts that the template marks by `{% generation %}`. If the template marks none, an answer is
-        the text by which a message of the assistant extends the rendered text."""
+        the text that an assistant message adds to the rendered conversation."""
         text, spans = self._render_with_answer_spans(messages, tools)
         found = self.tokenizer.encode(text, add_special_tokens=False)
         return found.ids, [any(a < end and begin < b for begin, end in spans) for a, b in found.offsets]
 
     def encode_question(self, prompt: str) -> list[int]:
-        """Return the tokens of a conversation with one question of the user, up to where the assistant's answer
-        starts."""
+        """Return the tokens of a conversation that consists of one question of the user, up to the start of the
+        assistant's answer."""
         text = self._render([{"role": "user", "content": prompt}], None, prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -122,7 +122,7 @@ class ChatTemplate:
 
 
 class TemplateError(Exception):
-    """Raised if a template cannot be compiled, rejects a conversation, or exceeds its limits of time and memory."""
+    """Raised if a template cannot be compiled, rejects a conversation, or exceeds its time or memory limit."""
 
 
 class TemplateProcess:
@@ -140,13 +140,13 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Return whether the child process runs and was started by this process. After a fork, the parent's child
-        process does not count, because its pipes belong to the parent."""
+        """Return whether the child process is running and was started by this process. After a fork, the parent's
+        child process does not count, because its pipes belong to the parent."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:
-        """Send a request to the child process, and return the text that it answers. Raise TemplateError if it answers
-        with an error, or ends."""
+        """Send a request to the child process, and return the text of its answer. Raise TemplateError if the answer is
+        an error, or if the child process ends."""
         line, child = json.dumps(request) + "\n", self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -183,8 +183,8 @@ def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if there is none. It is looked up in the same files as by
-    transformers.
+    """Return the chat template in a model's folder, or None if there is none. The template is looked up in the same
+    files as in transformers.
 
     Parameters
     ----------

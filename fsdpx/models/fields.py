@@ -104,6 +104,6 @@ def get_valid_fields(
 
 
 def shorten_value(value: Any) -> str:
-    """Return a value as text of at most some 120 characters, for an error message."""
+    """Return a value as text of at most about 120 characters, for an error message."""
     text = repr(value) if not isinstance(value, (dict, list, str)) or len(value) < 100 else f"{str(value)[:100]} ..."
     return text if len(text) < 120 else f"{text[:100]} ..."

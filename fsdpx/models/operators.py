@@ -1,7 +1,7 @@
 """Loads field models (neural operators) from the weights of other projects: the usual U-Net, neuraloperator's FNO and
 PDEBench's models.
 
-The model is determined by the names and shapes of the tensors. A table maps the names of other projects to
+The model is determined by the names and shapes of the tensors. A table for each project maps its tensor names to
 parameters."""
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
         contains one
     options : properties that the weights do not determine. U-Net: `activation="tanh"` (PDEBench, The Well), `padding`,
         and `transposed=True` if the last layer is a ConvTranspose (The Well) with equal numbers of input and output
-        channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are added
-        at the end of each dim
+        channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are
+        added at the end of each dim
 
     Returns
     -------
@@ -87,7 +87,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 
     Raises
     ------
-    CheckpointError : if the names match no supported model, or if tensors are missing, left over or of another shape
+    CheckpointError : if the names match no supported model, or if tensors are missing, left over or of the wrong shape
     """
     return _build_model(_read_tensors(source), options)
 
@@ -110,7 +110,7 @@ def to_state_dict(
 
     Raises
     ------
-    CheckpointError : as in `from_state_dict`, and if parameters are missing or of another shape
+    CheckpointError : as in `from_state_dict`, and if parameters are missing or of the wrong shape
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
@@ -195,8 +195,8 @@ def _build_model_with_values(project: Project, tensors: Tensors, options: Mappin
 
 
 def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
-    """Return an initializer with the values of a tensor; complex numbers become pairs. Raise CheckpointError unless
-    the tensor has the parameter's shape, apart from dims of size 1."""
+    """Return an initializer with the values of a tensor; complex numbers become pairs (real, imaginary). Raise
+    CheckpointError unless the tensor has the parameter's shape, apart from dims of size 1."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
@@ -218,7 +218,8 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _compute_last_n_modes(modes: int) -> int:
-    """Return the FNO option `n_modes` for the last dim, of which only `modes` nonnegative frequencies are stored."""
+    """Return the FNO option `n_modes` for the last dim, given that weights are stored only for its `modes` nonnegative
+    frequencies."""
     return max(2 * (modes - 1), 1)
 
 
@@ -237,8 +238,8 @@ def _build_fno(tensors: Tensors, *, positions: bool = True) -> Container:
 
 
 def _join_spectral_corners(tensors: Tensors) -> Tensors:
-    """Return the tensors of a PDEBench FNO, where the weights for the corners of each spectrum are concatenated to one
-    tensor in the order of frequencies."""
+    """Return the tensors of a PDEBench FNO, with the weights for the corners of each spectrum concatenated into one
+    tensor, in the order of frequencies."""
     found = {name: a for name, a in tensors.items() if ".weights" not in name}
     for conv in sorted({name.partition(".weights")[0] for name in tensors.keys() - found.keys()}):
         count = sum(name.startswith(f"{conv}.weights") for name in tensors)
@@ -255,7 +256,7 @@ def _build_pdebench_fno(tensors: Tensors, *, padding: int | tuple[int, ...] | No
     first, spectral = tensors["fc0.weight"], tensors["conv0.weights1"]
     width, *modes = spectral.shape[1:]
     dims, layers = len(modes), sum(name.endswith(".weights1") for name in tensors)
-    if padding is None:  # PDEBench pads by these numbers of cells by default
+    if padding is None:  # the default padding of PDEBench
         padding = (0, 0, 6) if dims == 3 else 2
     each = (padding,) * dims if isinstance(padding, int) else tuple(padding)
     if len(each) != dims:

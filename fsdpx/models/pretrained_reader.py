@@ -72,8 +72,8 @@ def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[Ma
 
 @dataclass(frozen=True)
 class TransposedShard:
-    """A block of a matrix that is written to a file in which the full matrix, with `rows` rows, is stored transposed.
-    It has the methods of `LocalShard` that writing needs."""
+    """A block of a matrix with `rows` rows, for writing it to a file in which the matrix is stored transposed. It has
+    those methods of `LocalShard` that writing needs."""
 
     name: str
     array: Any
@@ -81,8 +81,7 @@ class TransposedShard:
     rows: int
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield the transposed elements of the block with their file positions, in one piece, because the block is
-        small enough already."""
+        """Yield the block, transposed, with its file positions. It is small enough to be written in one piece."""
         part = self.array.reshape(self.box.shape).T
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
@@ -127,7 +126,7 @@ class TensorSource:
 
     def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Yield the tensor slices that make up elements [start, stop) of the flat parameter, in order, as (tensor
-        name, first element, end) within that tensor."""
+        name, start, stop), where start and stop count from the start of the tensor."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
@@ -145,11 +144,11 @@ class TensorSource:
         return _widen_float(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def read_into(self, target: Any, start: int) -> bool:
-        """Read elements of the parameter from flat index `start` on directly into `target`, without an intermediate
-        copy. Return whether that was possible.
+        """Read elements of the parameter, starting at flat index `start`, directly into `target`, without an
+        intermediate copy. Return whether that was possible.
 
-        It is impossible if the elements are stored in another order, or in a dtype whose values the dtype of `target`
-        cannot represent exactly."""
+        It is not possible if the elements are stored in another order, or in a dtype whose values the dtype of
+        `target` cannot represent exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
         formats = {code_to_dtype(self.source.locations[other][1].code) for other in self.names}
@@ -159,8 +158,8 @@ class TensorSource:
         return True
 
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
-        """Split a flat array, which holds elements of the parameter from `start` on, into one view per tensor in the
-        files."""
+        """Split a flat array, which holds the parameter's elements from flat index `start` on, into views, one per
+        tensor in the files."""
         at = 0
         for name, first, last in self.iterate_slices(start, start + array.size):
             part = array[at : at + last - first]
@@ -189,9 +188,9 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
     Raises
     ------
-    ConfigError : if the folder or its configuration does not exist, the architecture or a field of the configuration is
-        not supported, or the tokenizer has tokens outside of the model's vocabulary
-    CheckpointError : if files cannot be read, or tensors are missing, left over or of another shape
+    ConfigError : if the folder or its configuration does not exist, the architecture or a field of the configuration
+        is not supported, or the tokenizer has tokens outside of the model's vocabulary
+    CheckpointError : if files cannot be read, or tensors are missing, left over or of the wrong shape
     """
     path = expanduser(folder)
     config = _read_config(path)
@@ -233,7 +232,7 @@ def _find_architecture(path: Path, config: Config) -> Architecture:
 
 
 def _require_rows_for_tokens(path: Path, config: Config) -> None:
-    """Raise ConfigError if the folder's tokenizer has a token that is too large for the model's embedding."""
+    """Raise ConfigError if the folder's tokenizer has a token id for which the model's embedding has no row."""
     if "vocab_size" in config and (last := find_largest_token(path)) >= config["vocab_size"]:
         raise ConfigError(
             f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "

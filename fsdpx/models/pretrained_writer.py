@@ -57,7 +57,8 @@ def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: Dtyp
     """Write the weights of a model that `fsdpx.models.from_pretrained` loaded to a folder that transformers can load,
     in parallel on all ranks. Collective.
 
-    Files and tensors have the names that were read; `config.json` and the tokenizer are copied.
+    Files and tensors keep the names that they had when the model was loaded; `config.json` and the tokenizer are
+    copied.
 
     Parameters
     ----------
@@ -112,8 +113,8 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 
 
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
-    """Return the layout of the new files, which have the names of the files that were read. A file's header is copied
-    unchanged unless its tensors or their dtype change."""
+    """Return the layout of the new files, which have the same names as the files that the model was loaded from. A
+    file's header is copied unchanged unless its tensors or their dtype change."""
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     files = {}
     for file, contents in source.files.items():

@@ -1,5 +1,5 @@
-"""Renders conversations with one untrusted Jinja2 template; the script that `fsdpx/models/chat.py` starts in a child
-process.
+"""Script that `fsdpx/models/chat.py` runs in a child process: renders conversations with one untrusted Jinja2
+template.
 
 A template is an untrusted program, so it runs with limited resources in a separate Python process, without fsdpx:
 python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. The script reads requests

@@ -26,7 +26,7 @@ MAX_TOKENIZER_BYTES = 200_000_000
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a file in a model's folder that contains a JSON object.
 
-    Raises FileNotFoundError if the file does not exist. Raises ConfigError if it is no regular file, is larger than
+    Raises FileNotFoundError if the file does not exist. Raises ConfigError if it is not a regular file, is larger than
     `max_bytes`, or does not contain a JSON object."""
     try:
         found = read_json(path, max_bytes, ours=False)
@@ -73,8 +73,8 @@ def find_largest_token(folder: Path) -> int:
 
 
 def read_end_tokens(folder: str | PathLike[str]) -> list[int]:
-    """Return the end-of-text tokens (`eos_token_id`) that a model's folder defines, or []. Write the first of them at
-    the end of a text."""
+    """Return the end-of-text tokens (`eos_token_id`) that a model's folder defines, or []. The first of them is the
+    one to append to a text."""
     for name in ("generation_config.json", "config.json"):
         file = expanduser(folder) / name
         found = read_json_object(file).get("eos_token_id") if file.exists() else None

@@ -1,7 +1,7 @@
 """Matrix products of 16-bit matrices on CPUs, accumulated in float32.
 
-They are computed by oneDNN, which uses the processor's 16-bit instructions, or by the float32 library after
-conversion."""
+They are computed by oneDNN, which uses the processor's 16-bit instructions, or by the float32 matrix library, after
+conversion to float32."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def select_library(name: str | None) -> None:
 def get_selected_library(dtype_name: str = "bfloat16") -> str:
     """Return the name of the library that multiplies matrices of a 16-bit dtype.
 
-    The default is oneDNN if the processor has the instructions and a test finds its results correct. `select_library`
-    applies only to bfloat16."""
+    The default is oneDNN if the processor has 16-bit matrix instructions and a test finds oneDNN's results correct.
+    `select_library` applies only to bfloat16."""
     return requested_library if requested_library and dtype_name == "bfloat16" else _choose_default_library(dtype_name)
 
 
@@ -85,8 +85,8 @@ def multiply_half_into(
 ) -> None:
     """Compute out = a @ b + bias, or out += a @ b if `accumulate`, for 16-bit a `(m, k)` and b `(k, n)`.
 
-    `out` `(m, n)` has their dtype or float32. `bias` `(n,)` has their dtype, and cannot be combined with `accumulate`.
-    """
+    `out` is `(m, n)`, in the dtype of a and b or in float32. `bias` is `(n,)`, in the dtype of a and b, and cannot be
+    combined with `accumulate`."""
     if multiply_small_bfloat16_into(out, a, b, accumulate, bias):
         return
     if libraries.product_threads > 1 and bias is None and (cut := split_product_over_threads(out, a, b)):
@@ -145,9 +145,9 @@ def _choose_default_library(dtype_name: str) -> str:
 
 
 def _multiplies_correctly(library: onednn.OneDNN, dtype_name: str) -> bool:
-    """Return whether a test product of a library equals the reference, up to the rounding of sums.
+    """Return whether a library's test product equals the reference, except for rounding in the sums.
 
-    All terms of the test are exact in float32."""
+    Every term of the sums is exact in float32."""
     numbers, half = np.random.default_rng(0), parse_dtype(dtype_name)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))

@@ -110,7 +110,8 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
-    """Return path -> layer of the layers that have adapters; raise ConfigError, naming `call`, if there are none."""
+    """Return {path: layer} for the layers that have adapters. Raise ConfigError if there are none; the message names
+    the function `call`."""
     found = {
         path: low
         for node in trainer.inspect.placement.model.nodes
@@ -133,7 +134,7 @@ def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """Return adapter matrix -> its name in PEFT's files, and whether the model's files store adapted weights
+    """Return {adapter matrix: its name in PEFT's files}, and whether the files of the model store adapted weights
     transposed."""
     found: dict[str, str] = {}
     turned = False
@@ -146,9 +147,9 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 
 
 def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Return rank and alpha of the adapters under the names that PEFT gives them.
+    """Return rank and alpha of the adapters under PEFT's names for them.
 
-    They are read from the first layer, because `nn.add_lora` gives all layers the same."""
+    They are read from the first layer, because `nn.add_lora` gives all layers the same values."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 

@@ -39,8 +39,8 @@ class LoRALinear(Linear):
     """Linear layer with a low-rank adapter: y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where only A and
     B are trained.
 
-    `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized with Kaiming's
-    uniform distribution with a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
+    `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized from Kaiming's
+    uniform distribution for a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
     initialized with zeros, so the initial output equals that of the Linear. Only x is saved for backward, which
     recomputes the dropout mask and x A^T.
 
@@ -132,7 +132,7 @@ class LoRALinear(Linear):
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        # copied, because parameters may be freed before they are used
+        # copied, because the parameter may be freed before `backward_params` needs it
         return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -177,7 +177,7 @@ class LoRALinear(Linear):
         Returns
         -------
         array
-            (rows, rank), all dims but the last flattened to rows
+            (rows, rank), with all dims but the last flattened into rows
         """
         inside = matmul_in_dtype(env.xp, as_rows(dy), p[ADAPTER_NAMES[1]])
         inside *= self.scale
@@ -199,8 +199,8 @@ def add_lora(
     """Return a copy of `model` with LoRA adapters in its Linear layers and all original parameters frozen (Hu et al.
     2021).
 
-    The original parameters keep their names. Parameters of adapters are named below their layers, as in PEFT. Raises
-    ConfigError for a target that matches no Linear.
+    The original parameters keep their names. Adapter parameters are named after their layers, as in PEFT:
+    "path.lora_A.weight". Raises ConfigError for a target that matches no Linear.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def add_lora(
 
 
 class _LoRAWalk:
-    """A walk over a model that adds adapters to its Linear layers.
+    """Traverses a model, and adds adapters to its Linear layers.
 
     Attributes
     ----------
@@ -262,12 +262,13 @@ class _LoRAWalk:
 
 
 class _ShardedLoRA(ShardedLinear):
-    """The base of `LoRALinear` layers sharded over the tensor axis.
+    """Base class for `LoRALinear` layers that are sharded over the tensor axis.
 
     Attributes
     ----------
     low : the full layer, without dropout
-    partial : the adapter matrix, A or B, that every rank holds in full; each rank computes a summand of its gradient
+    partial : the adapter matrix, A or B, that every rank holds in full; each rank computes only a partial gradient of
+        it
     """
 
     low: LoRALinear
@@ -298,7 +299,7 @@ class _ShardedLoRA(ShardedLinear):
 
 
 class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
-    """`LoRALinear` sharded by outputs, as in `ColumnParallelLinear`. `low` is the full layer."""
+    """`LoRALinear` sharded by output features, as in `ColumnParallelLinear`. `low` is the full layer."""
 
     partial = ADAPTER_NAMES[0]
 
@@ -321,7 +322,7 @@ class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
 
 
 class RowLoRA(_ShardedLoRA, RowParallelLinear):
-    """`LoRALinear` sharded by inputs, as in `RowParallelLinear`. `low` is the full layer."""
+    """`LoRALinear` sharded by input features, as in `RowParallelLinear`. `low` is the full layer."""
 
     partial = ADAPTER_NAMES[1]
 
@@ -339,9 +340,7 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:
-    """Return the `LoRALinear` behind a layer, or None if it has no adapter.
-
-    This is the layer itself, or the full layer of which it is a shard."""
+    """Return the `LoRALinear` that a layer is, or is a shard of. Return None if the layer has no adapter."""
     if isinstance(layer, _ShardedLoRA):
         return layer.low
     return layer if isinstance(layer, LoRALinear) else None

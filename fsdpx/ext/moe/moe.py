@@ -61,19 +61,19 @@ class MoE(Layer):
 
     Input and output are `(samples, ..., d_model)`. At each position, the `active` experts with the largest logits
     `router x` are chosen; w is the softmax of their logits (Mixtral, Jiang et al. 2024). There is no capacity limit,
-    so no position is dropped. The weights are `router (experts, d_model)`,
-    `gate` and `up (experts, d_hidden, d_model)`, and `down (experts, d_model, d_hidden)`. Every rank holds all experts
-    of the layers that it computes. On a tensor axis the layer becomes a `ShardedMoE`, which distributes the experts
-    over the ranks.
+    so no position is dropped. The weights are `router (experts, d_model)`, `gate` and
+    `up (experts, d_hidden, d_model)`, and `down (experts, d_model, d_hidden)`. Every rank that runs the layer holds
+    all of its experts. On a tensor axis, the layer is replaced by a `ShardedMoE`, which distributes the experts over
+    the ranks.
 
     Parameters
     ----------
     d_model : number of features of the input and the output
-    d_hidden : number of features inside an expert
+    d_hidden : hidden width of an expert
     experts : number of experts
     active : number of experts that are used for each position
-    balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of
-        f_e P_e. Here f_e is the number of choices of e per position, and P_e the mean over positions of the softmax
+    balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of f_e
+        P_e. Here f_e is the number of choices of e per position, and P_e the mean over positions of the softmax
         probability of e among all experts. The loss is computed over the positions of one microbatch, and acts only in
         backward, so reported losses do not include it
     init, out_init : initializer of `router`, `gate` and `up`, and initializer of `down`; None: N(0, 0.02)
@@ -176,7 +176,7 @@ class MoE(Layer):
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
         """Return, for each expert, the positions in the flattened `chosen` at which it was chosen.
 
-        On shape-only arrays, all experts get equally many."""
+        On shape-only arrays, all experts get the same number of positions."""
         places = chosen.reshape(-1)
         if getattr(xp, "holds_no_data", False):
             return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
@@ -189,7 +189,7 @@ class RoutingChoice(NamedTuple):
     Attributes
     ----------
     logits : logits of all experts, (rows, experts)
-    experts : numbers of the chosen experts, (rows, active)
+    experts : indices of the chosen experts, (rows, active)
     weights : weights of the chosen experts, (rows, active)
     """
 
@@ -199,14 +199,15 @@ class RoutingChoice(NamedTuple):
 
 
 def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) -> None:
-    """Raise ShapeError unless the last dim of x is `d_model`; raise ConfigError for a balancing loss in float16."""
+    """Raise ShapeError unless the last dim of x has size `d_model`. Raise ConfigError for a balancing loss in float16.
+    """
     require_last_dim(layer, x, d_model)
     if balance and np.dtype(x.dtype) == np.float16:
         raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose for each row the `active` experts with the largest logits, rows weight^T."""
+    """Choose for each row the `active` experts with the largest logits. The logits are rows weight^T."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -243,7 +244,7 @@ def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array,
     """Return, for each row, the weighted sum of the outputs of its experts on this rank, and the values saved for
     backward.
 
-    `routes` gives, for each local expert, the indices of its rows and their weights."""
+    `routes` gives, for each local expert, the indices of its rows, and the routing weights of these rows."""
     y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
     for e, (mine, weights) in enumerate(routes):
         a, b = (linear_forward(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
@@ -290,14 +291,15 @@ class ShardedMoE(Layer):
 
     `gate`, `up` and `down` are sharded along dim 0; `router` is replicated. Each rank routes the rows of its shard of
     the input or, if all ranks have the full input, its share of the rows. An all-to-all sends the rows to the ranks
-    that hold their experts, and a second all-to-all returns the results. No row is dropped. Each rank computes a
-    summand of the gradient of `router`. The balancing loss includes the positions of all ranks of the axis.
+    that hold their experts, and a second all-to-all returns the results. No row is dropped. Each rank computes only a
+    partial gradient of `router`, from the rows that it routed. The balancing loss includes the positions of all ranks
+    of the axis.
 
     Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of times that this
     rank's rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on this
-    rank. The rank sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, the
-    counts of rows are gathered, for which each rank sends 8 bytes per expert to each other rank. Without `sequence`,
-    the result and the gradient of the input are all-gathered.
+    rank. The rank sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, each
+    rank sends its row counts, 8 bytes per expert, to every other rank. Without `sequence`, the result and the gradient
+    of the input are all-gathered.
 
     Parameters
     ----------
@@ -441,7 +443,7 @@ class ShardedMoE(Layer):
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
 
     def _compute_balance_gradients(self, routing: _RowRouting) -> list[float]:
-        """Return `compute_balance_gradients` for the choices on all ranks of the tensor axis."""
+        """Return the result of `compute_balance_gradients` for the choices on all ranks of the tensor axis."""
         return compute_balance_gradients(
             self.balance, [sum(column) for column in zip(*routing.counts, strict=True)], self.active
         )

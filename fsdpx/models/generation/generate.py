@@ -41,7 +41,7 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> Any:
-    """Implements `Trainer.generate`: return the new tokens of one prompt, or a list of them for several prompts.
+    """Implement `Trainer.generate`: return the new tokens of one prompt, or a list of them for several prompts.
     Collective.
 
     `sampling` are the arguments of `Sampling`, in order."""
@@ -119,7 +119,7 @@ class ModelReader:
 
 def _make_token_all_reduce(place: Placement) -> Callable[[np.ndarray], None]:
     axes = place.axes
-    # Tokens are shared by a sum over all ranks. Ranks that differ only on the pipeline or tensor axis chose the same
+    # Tokens are shared by summing over all ranks. Ranks that differ only on the pipeline or tensor axis chose the same
     # tokens, so only one of them contributes.
     is_reporting_rank = axes.pipe.rank == axes.tensor.rank == 0
 

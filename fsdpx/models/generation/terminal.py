@@ -11,8 +11,8 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TerminalStream:
-    """Argument `stream` of `Trainer.generate` that prints the text of a single prompt while it is generated. Control
-    characters are escaped. Call `finish_line` at the end.
+    """Callback for the argument `stream` of `Trainer.generate`, which prints the text of a single prompt while it is
+    generated. Control characters are escaped. Call `finish_line` at the end.
 
     Parameters
     ----------

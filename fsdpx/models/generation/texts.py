@@ -36,11 +36,11 @@ probability."""
 class Sampling:
     """Samples a token from logits. The repetition penalty is applied first, then temperature, top-k and top-p.
 
-    Each token uses one random number, which depends only on (seed, index of the text, number of the new token).
+    Each token uses one random number, which depends only on (seed, index of the text, index of the new token).
 
     Parameters
     ----------
-    temperature : divisor of the logits; 0: take the most likely token, and the first of equally likely ones
+    temperature : divisor of the logits; 0: take the most likely token, where ties go to the smallest token id
     top_k : draw only from the `top_k` most likely tokens; None: from all tokens
     top_p : draw only from the smallest set of most likely tokens whose probabilities sum to at least `top_p` (Holtzman
         et al. 2020)
@@ -69,8 +69,8 @@ class Sampling:
     def pick_token(self, logits: np.ndarray, text: list[int], row: int, number: int) -> int:
         """Return the next token of a text, given its logits (vocab,), or `NO_TOKEN` if the logits are not finite.
 
-        `text` are the tokens so far, `row` is the index of the text among all texts, and `number` counts the new
-        tokens from 0."""
+        `text` contains the tokens so far, `row` is the index of the text among all texts, and `number` is the index of
+        the new token, from 0."""
         logits = np.array(logits, np.float64)
         if not np.isfinite(logits.max()):
             return NO_TOKEN
@@ -107,7 +107,7 @@ class Sampling:
 
 def _find_largest(weights: np.ndarray, count: int) -> np.ndarray:
     """Return the tokens with the `count` largest weights, in descending order of weight. Of equal weights, the smaller
-    token comes first. Only these tokens are sorted, which is faster."""
+    token comes first. Only these tokens are sorted, to save time."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
         tokens = np.flatnonzero(weights >= least)
@@ -121,7 +121,7 @@ Stream = Callable[[int, int], Any]
 
 @dataclass(frozen=True)
 class TextLimits:
-    """When generated texts end: after `max_new_tokens` new tokens, or after a token in `stop`."""
+    """Where a generated text ends: after `max_new_tokens` new tokens, or after a token in `stop`."""
 
     max_new_tokens: int
     stop: frozenset[int]
@@ -166,7 +166,7 @@ def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int
 
 
 def find_window_start(length: int, context: int) -> int:
-    """Return the index of the first token that fits into the model's context, for a text of `length` tokens.
+    """Return the index of the first token to keep in the model's context, for a text of `length` tokens.
 
     When the context is full, its older half is dropped at once, so that cached keys and values can be reused for most
     new tokens."""
