@@ -1,4 +1,5 @@
-"""Cache of machine code in memory and on disk, by function and argument types. Loading needs neither Numba nor LLVM."""
+"""Cache of machine code on disk, by function and argument types, and its loading into memory. Loading needs neither
+Numba nor LLVM."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ __all__ = [
 
 FASTCALL = 0x80  # METH_FASTCALL in Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-LOCK_TIMEOUT_SECONDS = 60.0  # no kernel takes so long to compile; a stopped process must not block others forever
+LOCK_TIMEOUT_SECONDS = 60.0  # no kernel takes this long to compile; a suspended process must not block others forever
 DIGEST_BYTES = 32
 MAX_CODE_BYTES = 64 << 20
 _kept: list[Any] = []  # keeps loaded machine code alive, because it must never be freed
@@ -46,8 +47,8 @@ class MachineCode(NamedTuple):
     Attributes
     ----------
     start : offset of the entry point, in bytes
-    inside : offsets of words to which the address of the code itself is added
-    outside : (offset, name) of words to which the address of the named object is added
+    inside : offsets of the words to which the loader adds the address of the code itself
+    outside : (offset, name) of the words to which the loader adds the address of the named object
     """
 
     data: bytes
@@ -69,14 +70,15 @@ class PyMethodDef(ctypes.Structure):
 
 @functools.cache
 def can_keep_code() -> bool:
-    """Return whether machine code can be stored on disk: only on Linux, on x86-64, with the usual build of CPython."""
+    """Return whether machine code can be stored on disk: only on x86-64 Linux, with a standard build of CPython (with
+    the GIL)."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
 
 def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-    """Return the stored machine code of a function for these kinds (types) of arguments, as a callable, or None if
-    none is stored."""
+    """Load the stored machine code of a function for these kinds (types) of arguments, and return it as a callable.
+    Return None if none is stored."""
     file = _get_code_path(function, fastmath, kinds)
     code = read_with_digest(file)
     return None if code is None else _load_machine_code(function, *marshal.loads(code))
@@ -85,7 +87,7 @@ def load_code(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...
 def store_and_load_code(
     function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...], code: MachineCode
 ) -> Callable[..., Any] | None:
-    """Store the machine code of a function on disk, and return it as a callable, or None if it cannot be loaded.
+    """Store the machine code of a function on disk, and return it as a callable. Return None if it cannot be loaded.
 
     Write errors are ignored, since Numba's cache warns about them."""
     entry = _load_machine_code(function, *code)
@@ -98,9 +100,9 @@ def store_and_load_code(
 
 
 def write_with_digest(file: Path, content: bytes) -> None:
-    """Write `content` to a file, after a digest that protects it.
+    """Write `content` to a file, preceded by a digest, by which readers detect damage.
 
-    The digest includes the file's name, so that no file can stand in for another."""
+    The digest includes the file's name, so that no file can be passed off as another."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 
@@ -108,7 +110,7 @@ def read_with_digest(file: Path) -> bytes | None:
     """Return the content that `write_with_digest` stored, or None if there is none.
 
     The content is executed, so it must be exactly what this user or root has compiled. If it is damaged, or if another
-    user could have written it, a warning is given once, and None returned."""
+    user could have written it, the function warns once and returns None."""
     data = safe_files.read_if_trusted(file, MAX_CODE_BYTES)
     if data is None:
         return None
@@ -127,8 +129,8 @@ def _compute_digest(file: Path, content: bytes) -> bytes:
 def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Iterator[None]:
     """Context manager that keeps other processes of this host from compiling the same code.
 
-    The ranks of a job need the same kernels at the same time, and load what the first of them has compiled. Without a
-    writable disk, or if its file system has no locks, each process compiles on its own."""
+    The ranks of a job need the same kernels at the same time, and load what the first of them has compiled. If the
+    disk is not writable, or its file system has no locks, each process compiles on its own."""
     file = _get_code_path(function, fastmath, kinds).with_suffix(".lock")
     try:
         safe_files.make_folder(file.parent, private=False)
@@ -142,7 +144,7 @@ def holding_compilation_lock(function: Callable[..., Any], fastmath: Any, kinds:
             time.sleep(0.01)
         yield
     finally:
-        with suppress(OSError):  # another process has already removed the lock file
+        with suppress(OSError):  # another process may have removed the lock file already
             file.unlink()
         _unlock_and_close_file(descriptor)
 
@@ -169,7 +171,8 @@ def _unlock_and_close_file(descriptor: int) -> None:
 
 
 def _load_machine_code(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
-    """Return machine code as a builtin function of Python, or None if it needs a symbol that does not exist."""
+    """Load machine code into memory, and return it as a builtin function of Python. Return None if a symbol that the
+    code needs does not exist."""
     found = {name: _find_symbol_address(name) for _, name in outside}
     if None in found.values():
         return None
@@ -218,8 +221,8 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str
 
 @functools.cache
 def hash_function_sources(function: Callable[..., Any]) -> str:
-    """Return a hash of all sources from which a function's machine code is compiled. It does not depend on where they
-    are installed."""
+    """Return a hash of all sources from which a function's machine code is compiled. It does not depend on where the
+    sources are installed."""
     return lazy_numba.hash_function(function)
 
 
@@ -243,8 +246,8 @@ def _find_package_folder(library: str) -> Path:
 
 @functools.cache
 def _describe_machine() -> tuple[str, ...]:
-    """Return what machine code depends on in addition to its sources: the processor, and the versions of compiler and
-    libraries."""
+    """Return what machine code depends on in addition to its sources: the processor, and the versions of the compiler
+    and the libraries."""
     versions = []
     for library in ("numba", "llvmlite"):
         version = _find_package_folder(library) / "_version.py"

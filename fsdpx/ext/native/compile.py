@@ -1,10 +1,10 @@
 """Compilation of functions to relocatable machine code: Numba's code is linked with an entry point that Python can
 call.
 
-The entry point takes the arguments of a Python call. It compares each argument with the expected kind, and returns
-NotImplemented if an argument differs. Otherwise it reads numbers and array pointers, releases the GIL, and calls the
-code that Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other
-versions of Python and NumPy, Numba's own cache on disk is used."""
+The entry point takes the arguments of a Python call. It checks the type of each argument, and returns NotImplemented
+if one is not as expected. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code that
+Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other versions of
+Python and NumPy, Numba's own cache on disk is used."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
 def _append_object_file(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
-    """Append the sections, symbols and relocations of an object file. Of two functions with the same name, the first
-    is used."""
+    """Append the sections, symbols and relocations of an object file to those of earlier files. Of two functions with
+    the same name, the first is used."""
     offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
@@ -154,7 +154,7 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Let Numba's dispatcher of a function, or of a copy of it, store on disk what it compiles.
+    """Let a Numba dispatcher cache on disk what it compiles. It compiles `function` or a copy of it.
 
     `bare` says whether the code lacks an entry point for Python."""
     try:
@@ -164,11 +164,12 @@ def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: A
 
 
 class KernelCache(FunctionCache):
-    """Numba's disk cache, with one file per function, signature and version of the sources. It warns if the disk
-    fails.
+    """Numba's disk cache, with one file per function, signature and version of the sources. It warns if a file cannot
+    be read or written.
 
-    Numba's own cache numbers the signatures of a function, so two ranks that compile at the same time can take the
-    same number. It also checks only the kernel's own source file, not those of the functions that the kernel calls."""
+    Numba's own cache names files after a running number, so two ranks that compile at the same time can pick the same
+    name. It also notices changes only in the kernel's own source file, not in those of the functions that the kernel
+    calls."""
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
@@ -179,13 +180,14 @@ class KernelCache(FunctionCache):
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return Numba's cache key without the function's closure.
 
-        An intrinsic in the closure is a different object in every process, so that each process would compile again.
-        The names of functions distinguish the keys instead."""
+        An intrinsic in the closure is a different object in every process, so with the closure in the key, each
+        process would compile again. Keys can do without it, because file names already depend on the function's name
+        and sources."""
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load a compiled signature as Numba does, but without Numba's `refresh`, which imports modules that only
-        compiling needs."""
+        """Load a compiled signature as Numba does, but without Numba's `refresh`, which imports modules that are
+        needed only for compiling."""
         rtsys.initialize(target_context)
         try:
             self._select_cache_file(sig, target_context.codegen())
@@ -349,8 +351,7 @@ in another shape."""
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
     """Compile a function for these kinds (types) of arguments, and return its machine code.
 
-    Returns None if entry points do not support the type of its result, or if it calls a function that they do not
-    support."""
+    Returns None if entry points do not support the function's result type, or a function that it calls."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]
@@ -365,7 +366,8 @@ def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineC
 
 
 def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-    """Return a Numba dispatcher, compiled at once for arguments of these kinds (types), if given.
+    """Return `dispatcher`, a Numba dispatcher. If `kinds` are given, compile it first for arguments of these kinds
+    (types).
 
     If the kinds say which arrays are read (" r") or written (" w"), the dispatcher accepts no other types."""
     if kinds is not None:
@@ -404,7 +406,8 @@ def _parse_dtype(name: str) -> Any:
 def _make_entry_ir(function: str, argument_kinds: tuple[str, ...], result: Any) -> str:
     """Return the LLVM assembly of an entry point that Python can call.
 
-    The first two arguments of Numba's function are pointers to the result and to an error."""
+    The first two arguments of the function that Numba compiled are pointers through which it returns its result and an
+    error."""
     returned, boxed = RESULTS[result]
     checks, reads, passed = [], [], ["ptr %slot", "ptr %error"]
     for n, word in enumerate(argument_kinds):
@@ -470,8 +473,8 @@ def _emit_load_and_type_check(n: int, kind: str) -> str:
 
 
 def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """Return LLVM assembly that checks a number, assembly that reads it, and the arguments to pass to Numba's
-    function."""
+    """For a number that is argument n of a Python call, return the LLVM assembly that checks its type, the assembly
+    that reads its value, and the arguments to pass to the function that Numba compiled."""
     check = _emit_load_and_type_check(n, kind) + f"  %fits{n} = and i1 %is{n}, true\n"
     if kind == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
@@ -482,10 +485,10 @@ def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
 
 
 def _emit_array_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """Return LLVM assembly that checks an array, assembly that reads it, and the arguments to pass to Numba's
-    function.
+    """For an array that is argument n of a Python call, return the LLVM assembly that checks its type, the assembly
+    that reads its fields, and the arguments to pass to the function that Numba compiled.
 
-    Numba takes an array as two owners, size, item size, data pointer, shape and strides."""
+    Numba passes an array as two owners (null here), size, item size, data pointer, shape and strides."""
     dtype, ndim, layout, *mode = kind.split()
     mask, flags = FLAGS[layout, "".join(mode)]
     check = _emit_load_and_type_check(n, kind) + f"  br i1 %is{n}, label %array{n}, label %other\narray{n}:\n"

@@ -21,15 +21,15 @@ class DiskCodeStore:
         return known or self._load_or_build_code(function, kinds)
 
     def _load_or_build_code(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return a function for these kinds (types) of arguments: what another process has just stored, or else
-        compiled now.
+        """Return a function for these kinds (types) of arguments. Load it if another process has just stored it;
+        otherwise compile it.
 
         Returns None if the code cannot be stored."""
         name = function.function, function.fastmath, kinds
         with holding_compilation_lock(*name):
             if known := load_code(*name):
                 return known
-            from fsdpx.ext.native import compile  # imports Numba
+            from fsdpx.ext.native import compile  # not imported at the top, because it imports Numba
 
             made = compile.compile_to_machine_code(function.get_bare_dispatcher(), kinds)
             return None if made is None else store_and_load_code(*name, made)
