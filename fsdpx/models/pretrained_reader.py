@@ -125,8 +125,8 @@ class TensorSource:
         return self.names[0]
 
     def iterate_slices(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the tensor slices that make up elements [start, stop) of the flat parameter, in order, as (tensor
-        name, start, stop), where start and stop count from the start of the tensor."""
+        """Yield the tensor slices that make up elements [start, stop) of the flat parameter, in order. A slice is
+        (tensor name, first, end), where both indices count from the start of that tensor."""
         size = self.source.locations[self.name][1].elements
         for index in range(start // size, -(-stop // size)):
             yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)

@@ -182,8 +182,8 @@ def _choose_dtype_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Casts integers to the dtype in which the model computes. It is inserted before a layer that computes with a
-    value that another layer reads as indices."""
+    """Casts integers to the dtype in which the model computes. It is inserted where one layer computes with integers
+    that another layer reads as indices."""
 
     takes, acts_on = "given", "element"
 

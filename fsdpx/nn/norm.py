@@ -165,12 +165,12 @@ class BatchNorm(Layer):
     2015).
 
     The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of
-    the global batch. Forward performs two all-reduces over the data axis: the sums for the mean, 8 (num_features + 1)
-    bytes, and then the squares of the deviations from the mean, 8 num_features bytes, which avoids cancellation.
-    Backward performs one all-reduce of 16 num_features bytes. Ranks may hold different numbers of samples, or none.
-    Evaluation uses the running statistics `running_mean` and `running_var` (unbiased). A forward in training updates
-    them, unless it is a recomputation. As in PyTorch, DataError is raised in training if the global batch has only one
-    value per channel.
+    the global batch. Forward performs two all-reduces over the data axis: first of the sums for the mean (8
+    (num_features + 1) bytes), then of the squared deviations from the mean (8 num_features bytes). Subtracting the
+    mean first avoids cancellation. Backward performs one all-reduce of 16 num_features bytes. Ranks may hold different
+    numbers of samples, or none. Evaluation uses the running statistics `running_mean` and `running_var` (unbiased). A
+    forward in training updates them, unless it is a recomputation. As in PyTorch, DataError is raised in training if
+    the global batch has only one value per channel.
 
     Parameters
     ----------
@@ -264,6 +264,6 @@ class BatchNorm(Layer):
 
 def cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
     """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices
-    that sum by kernels, else the accumulation dtype of x."""
+    that use kernels for sums, else the accumulation dtype of x."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

@@ -18,8 +18,8 @@ __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "Spli
 class SplitSequence(Layer):
     """Takes this rank's shard of a replicated array, along the sequence (dim 1) or the samples (dim 0).
 
-    Backward all-gathers the gradient, for which a rank sends n(N-1)/N bytes for an array of n bytes on N ranks.
-    Integers have no gradient.
+    Backward all-gathers the gradient: for an array of n bytes on N ranks, each rank sends n(N-1)/N bytes. Integers
+    have no gradient.
 
     Parameters
     ----------
@@ -51,8 +51,8 @@ class SplitSequence(Layer):
 
 
 class AllGatherFeatures(Layer):
-    """All-gathers an array along its last dim, whose full size is `total`, so that every rank has the full array. A
-    rank sends n(N-1)/N bytes for an array of n bytes on N ranks."""
+    """All-gathers an array along its last dim, whose full size is `total`, so that every rank has the full array. For
+    an array of n bytes on N ranks, each rank sends n(N-1)/N bytes."""
 
     def __init__(self, total: int) -> None:
         self.total = total

@@ -468,5 +468,5 @@ class _RowRouting(NamedTuple):
 
 
 def _count_rows(shape: tuple[int, ...]) -> int:
-    """Return the number of rows of an array whose last dim is features: the product of its other dims."""
+    """Return the number of rows of an array whose last dim is the feature dim: the product of its other dims."""
     return int(np.prod(shape[:-1]))
