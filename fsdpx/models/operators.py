@@ -105,8 +105,8 @@ def to_state_dict(
 
     Returns
     -------
-    dict : name -> array; converted to tensors, `module.load_state_dict` loads them. Tensors of `like` that are not
-        parameters of the fsdpx model are unchanged
+    dict : name -> array, for `module.load_state_dict` once the arrays are converted to tensors. Tensors of `like` that
+        are not parameters of the fsdpx model are unchanged
 
     Raises
     ------

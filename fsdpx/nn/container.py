@@ -180,7 +180,7 @@ class Container(Layer):
         return self._backward_steps(env, parts, backward_step, saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Run backward only as far back as trained parameters need it: the steps before the first trained one are
+        """Run backward only as far back as there are trained parameters: the steps before the first trained one are
         skipped, and a trained step whose inputs need no gradient runs `backward_leaf`."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         constant = find_constant_values(

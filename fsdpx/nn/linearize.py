@@ -1,4 +1,4 @@
-"""Converts a model to a list of its leaf layers in execution order, from which training steps are compiled, and
+"""Converts a model to the list of leaf layers, in execution order, from which training steps are compiled. Also
 computes the shapes of all values without data."""
 
 import threading

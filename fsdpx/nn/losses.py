@@ -65,8 +65,8 @@ class Loss(ABC):
         Returns
         -------
         (total, weight, saved)
-            total and weight are floats, sums over this rank's samples in float64; the mean loss is total / weight over
-            the global batch
+            total and weight are sums over this rank's samples, computed in float64 and returned as floats; the mean
+            loss is total / weight over the global batch
         """
 
     @abstractmethod

@@ -68,7 +68,7 @@ class HeadNorm(PerHead):
 
     Parameters
     ----------
-    d_head : number of features of a head; all heads share `weight (d_head,)`
+    d_head : number of features per head; all heads share `weight (d_head,)`
     eps, unit_offset : as in `RMSNorm`
     """
 

@@ -282,7 +282,7 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
     and from the built-in plans of layers that are marked as `LayerDefault`.
 
     `plan` maps patterns to marks, which are classes or instances. Patterns are matched by fnmatch against dotted
-    paths, where `*` also matches dots. With None, all layers follow their built-in plans."""
+    paths, where `*` also matches dots. If `plan` is None, all layers follow their built-in plans."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
             f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "

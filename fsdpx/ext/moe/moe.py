@@ -218,7 +218,7 @@ def compute_balance_gradients(balance: float, counts: Sequence[int], active: int
     """Return, for each expert, the derivative of the balancing loss with respect to the expert's probability in one
     row.
 
-    It is multiplied by the number of positions, because other losses are sums over positions."""
+    The derivative is multiplied by the number of positions, because other losses are sums over positions."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
