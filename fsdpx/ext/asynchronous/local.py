@@ -46,7 +46,7 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    "trained": SlotKind("trained", "control"),  # loss weight on which the rank trained since it sent each fragment
+    "trained": SlotKind("trained", "control"),  # per fragment: loss weight of data seen since it was last sent
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
 })  # fmt: skip
@@ -69,17 +69,16 @@ VERBS.update({
 class OuterStep:
     """What replicas communicate in one step of local training, as sets of pages (flat parameter buffers).
 
-    An outer gradient is the change of a replica's parameters in a round, and the outer optimizer applies the mean of
-    these to the common, outer parameters.
+    An outer gradient is the change of a replica's parameters during a round. The outer optimizer applies the mean
+    outer gradient to the outer parameters, which all replicas have in common.
 
     Attributes
     ----------
     deltas : pages whose outer gradients are sent in this step
     steps : pages whose outer gradients have arrived, so that the outer optimizer updates them
-    adopts : pages whose new outer parameters have arrived, from which the replica continues
-    summing : pages whose outer gradients are still in transfer when the step begins
-    coming : pages whose new outer parameters are still in transfer when the step begins
-    """
+    adopts : pages whose new outer parameters have arrived, so that the replica continues from them
+    summing : pages whose outer gradients are still being transferred when the step begins
+    coming : pages whose new outer parameters are still being transferred when the step begins"""
 
     deltas: frozenset[int] = frozenset()
     steps: frozenset[int] = frozenset()
@@ -89,7 +88,7 @@ class OuterStep:
 
     @property
     def sync_rules(self) -> SyncRules:
-        """How this communication is inserted into the program (list of actions) of the step."""
+        """How this communication is inserted into the step's program, a list of actions."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
         return SyncRules(
@@ -110,11 +109,10 @@ class RoundSchedule:
 
     Attributes
     ----------
-    every : number of steps between two outer gradients of a page
-    fragments : sets of pages that are sent together, each fragment at a different time of the round
-    delay : number of steps for which the transfers of a fragment may be pending. The outer gradient is sent during the
-        first half of these steps, and the new parameters during the rest
-    """
+    every : number of steps from one outer gradient of a page to the next
+    fragments : sets of pages. The pages of a set are sent together, and each set at a different point of the round
+    delay : number of steps that the transfers of a fragment may take. The outer gradient is sent during the first half
+        of these steps, and the new parameters during the second half"""
 
     every: int
     fragments: tuple[frozenset[int], ...]
@@ -122,12 +120,12 @@ class RoundSchedule:
 
     @property
     def half_delay(self) -> int:
-        """Number of steps for which the transfer of an outer gradient may be pending."""
+        """Number of steps that the transfer of an outer gradient may take."""
         return self.delay // 2
 
     def find_first_send_step(self, fragment: int) -> int:
-        """Return the step after which a fragment is sent for the first time, which is the end of the round for the
-        last fragment."""
+        """Return the step after which a fragment is sent for the first time. For the last fragment, this is the end of
+        the first round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_outer_step(self, step: int) -> OuterStep:
@@ -151,7 +149,7 @@ class RoundSchedule:
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def get_outer_step_number(self, page: int, step: int) -> int:
-        """Return how many outer steps have been made for a page, including one in step `step`."""
+        """Return how many outer steps a page has had up to and including step `step`."""
         return (step - self.half_delay - self.find_first_send_step(self.get_fragment(page))) // self.every + 1
 
 
@@ -160,22 +158,21 @@ class RoundSchedule:
 class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
-    Every `sync_every` steps each replica computes its outer gradient: the outer parameters, with which the round began,
-    minus its own parameters. The mean of the outer gradients, weighted by the amount of data of each replica, is the
-    gradient of one step of `outer_optimizer` on the outer parameters, with which all replicas continue. For P bytes of
-    parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data parallelism sends in
-    every step.
+    Every `sync_every` steps, each replica computes its outer gradient: the outer parameters, with which the round
+    began, minus its own parameters. With the mean of the outer gradients, weighted by how much data each replica has
+    seen, `outer_optimizer` takes one step on the outer parameters, and all replicas continue from the result. For P
+    bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data parallelism
+    sends in every step.
 
     Parameters
     ----------
-    sync_every : steps of a round, 1 or more
+    sync_every : number of steps in a round, at least 1
     outer_optimizer : optimizer of the outer step; `optim.SGD(lr=1.0)` sets the parameters to the mean over all
         replicas. Its state is sharded over the replicas
-    fragments : number of parts of the model that are sent at different times of the round
-    delay : number of steps for which the transfers of a fragment may be pending while training continues, less than
-        `sync_every`. The outer gradient is sent during the first half of these steps, and the new parameters during the
-        rest
-    mix : share of a replica's own parameters in the parameters with which it continues, in [0, 1)
+    fragments : number of parts into which the model is divided; each part is sent at a different point of the round
+    delay : number of steps that the transfers of a fragment may take while training continues, less than `sync_every`.
+        The outer gradient is sent during the first half of these steps, and the new parameters during the second half
+    mix : weight of a replica's own parameters, in [0, 1), when it mixes them with the outer parameters to continue
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """
@@ -221,7 +218,7 @@ class LocalSGD(SyncChoice):
 
     @property
     def description(self) -> str:
-        """All options except the outer optimizer and the codec, as text."""
+        """Text that lists all options except the outer optimizer and the codec."""
         return f"sync_every={self.sync_every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
@@ -231,7 +228,7 @@ class LocalSGD(SyncChoice):
 
     @property
     def outer_codec(self) -> Codec:
-        """Codec with which outer gradients are compressed."""
+        """Codec that compresses outer gradients."""
         return codec_of(self.compression, "float32", "float32")
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
@@ -239,13 +236,12 @@ class LocalSGD(SyncChoice):
 
         Parameters
         ----------
-        mesh : the mesh as given, None if it follows from the strategy
+        mesh : the mesh that the user gave; None if the strategy determines it
         ranks : number of all ranks
 
         Returns
         -------
-        str or Sharding : `inner_strategy`, or its default
-        """
+        str or Sharding : `inner_strategy`, or its default"""
         if self.inner_strategy is not None:
             return self.inner_strategy
         return "ddp" if mesh is None or mesh.fill_from_strategy("ddp", ranks).shard == 1 else "fsdp"
@@ -292,8 +288,8 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def rounds(self) -> RoundSchedule:
-        """The schedule of rounds. Pages are assigned to fragments round-robin, and all copies of a tied parameter to
-        the same fragment."""
+        """The schedule of rounds. Pages are assigned to fragments round-robin, but all copies of a tied parameter go
+        to the same fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -326,7 +322,8 @@ class LocalSyncPolicy(SyncPolicy):
         return float(results[MEAN].value if found is None else found.loss)
 
     def find_elements_of_outer_step(self, page: int) -> ElementRange:
-        """Return the range of elements of a page that this rank updates in the outer step, a part of its shard."""
+        """Return the range of elements of a page that this rank updates in the outer step. It is a part of the rank's
+        shard."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
     def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
@@ -337,8 +334,7 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Which parameters lie in the elements that this rank updates in the outer step, by page number, for the outer
-        optimizer."""
+        """For each page number, the parameters among the elements that this rank updates in the outer step."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -350,8 +346,7 @@ class LocalSyncPolicy(SyncPolicy):
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the arrays that local training adds for a page, as rows of the ledger (the table of a rank's arrays).
 
-        The outer gradient shares the memory of the reduced gradient, unless it is in transfer for longer than a step.
-        """
+        The outer gradient shares the memory of the reduced gradient, unless its transfer takes longer than a step."""
         place, p = self.placement, page.page.index
         dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_elements_of_outer_step(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
@@ -397,7 +392,8 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-        """Restore transfers that were pending when the state was saved. Their saved results count as arrived."""
+        """Restore the transfers that were pending when the state was saved. They count as complete, because the
+        checkpoint holds their results."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
@@ -412,7 +408,7 @@ class LocalSyncPolicy(SyncPolicy):
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
-        """Return what a checkpoint stores of local training. Collective.
+        """Return what a checkpoint stores about local training. Collective.
 
         This is the schedule of rounds and, for each replica and fragment, the loss weight of the data on which the
         replica has trained since it last sent the fragment."""
@@ -454,10 +450,10 @@ def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, A
 
 @dataclass(frozen=True)
 class RoundShare:
-    """What a replica needs to know about the others when it sends outer gradients.
+    """What a replica needs to know about the other replicas before it sends outer gradients.
 
-    `own` is its share of the data on which all replicas trained in the round. `loss` is the mean loss over the batches
-    of all replicas in the last step."""
+    `own` is this replica's share of the data on which all replicas trained in the round. `loss` is the mean loss over
+    the batches of all replicas in the last step."""
 
     own: float
     loss: float
@@ -471,8 +467,8 @@ def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundS
 
 
 def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start an all-gather of how much data each replica trained on in this round, by which outer gradients are
-    weighted.
+    """Start an all-gather of how much data each replica trained on in this round, because outer gradients are weighted
+    by it.
 
     Each replica also sends its loss and the learning rates of this step and of the outer step, which must be equal on
     all replicas."""
@@ -495,9 +491,11 @@ def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read
 def start_reduce_scatter_outer_gradient(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Start the reduce-scatter over replicas of a page's outer gradient, weighted by this replica's share of the data.
+    """Start to reduce-scatter the outer gradient of a page over the replicas, weighted by each replica's share of the
+    data.
 
-    The outer gradient is outer parameters minus parameters. Each of R replicas sends n - n/R of n elements."""
+    The outer gradient is the outer parameters minus this replica's parameters. Each of R replicas sends n - n/R of n
+    elements."""
     p, place, (master, start, mine), kept = get_action_target(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
@@ -518,8 +516,7 @@ def start_reduce_scatter_outer_gradient(
 def update_and_start_all_gather_outer(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Run the outer optimizer on the elements for which this replica is responsible, then start the all-gather of the
-    outer parameters.
+    """Run the outer optimizer on this rank's elements of a page, then start the all-gather of the outer parameters.
 
     Each of R replicas sends n - n/R of n elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added

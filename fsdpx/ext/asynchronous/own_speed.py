@@ -1,5 +1,5 @@
-"""Strategies in which ranks step at their own speed: asynchronous SGD on parameters sharded over all ranks, and gossip
-averaging between the models of ranks."""
+"""Strategies in which ranks step at their own speed: asynchronous SGD on parameters sharded over all ranks, and
+gossip, in which pairs of ranks average their models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ Span = tuple[int, ElementRange]
 
 
 class WindowItem(NamedTuple):
-    """An array in a rank's part of the shared-memory window: `start` is its offset in bytes, `elements` its size."""
+    """An array in a rank's part of the shared-memory window: `start` is its offset in bytes, `elements` its number of
+    elements."""
 
     key: LedgerKey
     dtype: Any
@@ -51,10 +52,10 @@ class WindowItem(NamedTuple):
 
 
 class CommonMemory:
-    """Parameters and optimizer state in a shared window, which every rank can read and update without the owner's
-    help. The constructor is collective.
+    """Parameters and optimizer state in a shared-memory window, which every rank can read and update without the help
+    of the rank that owns them. The constructor is collective.
 
-    Each rank owns one part of the window. Its arrays are of the kinds "words" (counters, in front of each page),
+    Each rank owns one part of the window. A part has arrays of the kinds "words" (counters, in front of each page),
     "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of gradients). If
     `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a model."""
 
@@ -82,15 +83,15 @@ class CommonMemory:
         return self.window.own[item.start : item.stop].view(item.dtype)
 
     def iterate_own_arrays(self) -> Iterator[tuple[LedgerKey, Any]]:
-        """Yield (key, array) of the arrays in this rank's part of the window, without the counters."""
+        """Yield (key, array) of the arrays in this rank's part of the window, except the counters."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
                 yield item.key, self.get_own_array(item.key)
 
     @contextmanager
     def locked_arrays(self, rank: int, *keys: LedgerKey, write: bool = True) -> Iterator[list[Any]]:
-        """Context manager that locks arrays in the part of rank `rank` and yields them. `write` says whether this rank
-        may change them."""
+        """Context manager that locks arrays in the part of the window that rank `rank` owns, and yields them. `write`
+        says whether this rank may change them."""
         items = [self._items[rank][key] for key in keys]
         first, last = min(i.start for i in items), max(i.stop for i in items)
         with self.window.open_locked_part(rank, first, last, write) as block:
@@ -98,8 +99,8 @@ class CommonMemory:
 
     @contextmanager
     def locked_page_for_update(self, rank: int, page: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-        """Context manager that locks a page in the part of rank `rank`, and yields its counters, master parameters and
-        optimizer slots."""
+        """Context manager that locks a page in the part of the window that rank `rank` owns, and yields its counters,
+        master parameters and optimizer state."""
         keys = [key for key in self._items[rank] if key.page == page and key.kind in ("slot", "average")]
         with self.locked_arrays(rank, LedgerKey("words", page), LedgerKey("master", page), *keys) as (
             words,
@@ -109,18 +110,19 @@ class CommonMemory:
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
     def read_word(self, rank: int, page: int, index: int) -> int:
-        """Read counter number `index` of a page in the part of rank `rank`, without a lock."""
+        """Read counter number `index` of a page in the part of the window that rank `rank` owns, without a lock."""
         return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_holder_spans(self, page: int) -> Sequence[Span]:
-        """Return (rank, range of elements) for all ranks that own a part of a page, beginning with this rank.
+        """Return (rank, range of elements) for all ranks that own a part of a page.
 
-        Each rank begins with itself, so that ranks do not all lock the same part first."""
+        The list begins with this rank, so that the ranks do not all lock the same part first."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
         return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return which parameters lie in the elements of a page that rank `rank` owns, for the optimizer."""
+        """Return which parameters the elements of a page that rank `rank` owns belong to, as the optimizer needs them.
+        """
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
             others = (
@@ -135,8 +137,8 @@ class CommonMemory:
 
 
 def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
-    """Return the position of each array in the part of rank `rank`. Pages follow each other after the counters of its
-    clock.
+    """Return the position of each array in the part of the window that rank `rank` owns. The rank's own counters, such
+    as its clock, come first, then page after page.
 
     The result is the same on all ranks."""
     found: dict[LedgerKey, WindowItem] = {}
@@ -212,12 +214,11 @@ class AsyncSGD(OwnSpeed):
 
     Parameters
     ----------
-    staleness : number of steps that a rank may be ahead of the slowest. 0: ranks step together, and the gradients of a
-        step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is a
-        separate update. None (default): no limit
+    staleness : number of steps that a rank may be ahead of the slowest rank. 0: ranks step together, and the gradients
+        of a step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is
+        applied in an update of its own. None (default): no limit
     by_staleness : whether to divide the learning rate by 1 + the number of updates since the parameters were read
-        (Zhang et al., IJCAI'16)
-    """
+        (Zhang et al., IJCAI'16)"""
 
     sharded: ClassVar[bool] = True
     staleness: int | None = None
@@ -236,13 +237,12 @@ class AsyncSGD(OwnSpeed):
 
         Parameters
         ----------
-        mesh : the mesh as given, not used
-        ranks : number of all ranks, not used
+        mesh : the mesh that the user gave; not used
+        ranks : number of all ranks; not used
 
         Returns
         -------
-        Sharding : parameters sharded over all ranks, with full parameters and gradients kept during a step
-        """
+        Sharding : parameters sharded over all ranks, with full parameters and gradients kept during a step"""
         return Sharding(full_params="step", full_grads="step")
 
 
@@ -254,8 +254,7 @@ class GossipSGD(OwnSpeed):
 
     Parameters
     ----------
-    sync_every : number of steps between two averages, 1 or more
-    """
+    sync_every : number of steps from one averaging to the next, at least 1"""
 
     sync_every: int = 1
 
@@ -269,13 +268,12 @@ class GossipSGD(OwnSpeed):
 
         Parameters
         ----------
-        mesh : the mesh as given, not used
-        ranks : number of all ranks, not used
+        mesh : the mesh that the user gave; not used
+        ranks : number of all ranks; not used
 
         Returns
         -------
-        Sharding : a replica on every rank, not sharded
-        """
+        Sharding : a full replica on every rank"""
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
@@ -283,7 +281,7 @@ class GossipSGD(OwnSpeed):
 SLOTS.update({"pushed": SlotKind("pushed", "control")})
 
 # fmt: off
-VERBS.update({  # these verbs are one-sided: none waits for a call of another rank
+VERBS.update({  # one-sided: none of these waits for another rank to make a call
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
@@ -295,7 +293,7 @@ ledger.LEDGER_KINDS.update({"added": ledger.LedgerKind("gradients")})
 
 
 def _build_own_speed_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return the actions of an asynchronous step: read all parameters, compute, and apply the gradients to the common
+    """Return the actions of an asynchronous step: read all parameters, compute, and apply the gradients to the shared
     memory."""
     stage = request.stage
     pages = [a.unit for a in insert_gathers(actions, stage, 0, keep=True) if a.op == "GATHER"]
@@ -333,15 +331,14 @@ rate."""
 
 
 class OwnSpeedPolicy(SyncPolicy):
-    """Synchronization policy of ranks that step at their own speed, with this rank's reads and updates of the common
-    memory.
+    """Synchronization policy of ranks that step at their own speed. It reads and updates the shared memory for this
+    rank.
 
     Attributes
     ----------
-    clock : number of steps of this rank since all ranks last synchronized
-    staleness_counts : number of this rank's updates by their staleness, the number of updates since the parameters were
-        read
-    """
+    clock : number of steps that this rank has taken since all ranks last synchronized
+    staleness_counts : staleness -> number of this rank's updates that had it. The staleness of an update is the number
+        of other updates since the parameters were read"""
 
     is_synchronous, own_speed = False, True
     memory: CommonMemory
@@ -350,7 +347,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
-        # counts the updates of a page of a rank up to the time when it was read
+        # (rank, page) -> number of updates that the page had when this rank last read it
         self._read: dict[tuple[int, int], int] = {}
         self.staleness_counts: dict[int, int] = {}
 
@@ -376,8 +373,8 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement.axes.counters.add_calls("world", call, elements * int(np.dtype(dtype).itemsize))
 
     def pull_page(self, page: int, full: Any) -> None:
-        """Read the current parameters of a page into `full`. If this rank is too far ahead of the slowest rank, wait
-        first."""
+        """Read the current parameters of a page into `full`. Before that, if this rank is too far ahead of the slowest
+        rank, wait for it."""
         self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_holder_spans(page):
@@ -406,7 +403,8 @@ class OwnSpeedPolicy(SyncPolicy):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Update a page with this rank's gradient, in the memory of all ranks that own a part of it."""
+        """Update a page with this rank's gradient, directly in the memory of every rank that owns a part of the page.
+        """
         for rank, span in self.memory.list_holder_spans(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
@@ -425,8 +423,8 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Add this rank's gradient after those of lower ranks, as in synchronous training. The last rank then updates
-        the page."""
+        """Add this rank's gradient after those of all lower ranks, as in synchronous training. The last rank then
+        updates the page."""
         self.window.wait_until_none_missing(
             lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -451,15 +449,14 @@ class OwnSpeedPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _list_ranks_to_wait_for(self, rank: int, page: int) -> list[int]:
-        """Return the rank whose gradient must be added before this rank's, as a list; it is empty if this rank is
-        next.
+        """Return a list with the rank that is next to add its gradient, or an empty list if that is this rank.
 
-        Raises DataError if that rank takes no more steps."""
+        Raises DataError if the rank has stopped taking steps."""
         turn = self.memory.read_word(rank, page, ADDED)
         if turn == self.rank:
             return []
         away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
-        # read again: the rank may have added its gradient meanwhile, and then taken its last step
+        # read again: the rank may have added its gradient since, as part of its last step
         if away and self.memory.read_word(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [turn]
@@ -471,8 +468,8 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._average_page_with_random_rank(page, step)
 
     def _average_page_with_random_rank(self, page: int, step: int) -> None:
-        """Replace a page on this rank and on a random rank by the mean of the two, so that the mean of all models
-        stays.
+        """Replace a page on this rank and on a random rank by the mean of the two, which leaves the mean of all models
+        unchanged.
 
         The random rank is the same for all pages of a step."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
@@ -503,8 +500,8 @@ class OwnSpeedPolicy(SyncPolicy):
         return self.memory.read_word(self.rank, page, UPDATES)
 
     def on_parameters_set(self, steps: int) -> None:
-        """Reset the counters of all pages after parameters were replaced. All ranks must call this before any takes a
-        step."""
+        """Reset the counters of all pages after parameters were replaced. All ranks must call this before any rank
+        takes a step."""
         updates = steps * self.updates_per_step
         for key in self.memory.keys:
             if key.kind == "words":
@@ -517,13 +514,13 @@ class OwnSpeedPolicy(SyncPolicy):
     def wait_for_last_step(self) -> None:
         """Wait until all living ranks have called this, then reset all clocks to zero. Collective.
 
-        While this rank waits, ranks that still take steps do not wait for it."""
+        Ranks that are still taking steps do not wait for a rank that is waiting here."""
         self.window.write_word(CLOCK, AWAY_CLOCK)
         self.window.stop_accessing()
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # a rank that is still in the first wait would read AWAY_CLOCK
+        self._wait_for_all_ranks()  # a rank that has not left the first wait still has AWAY_CLOCK as its clock
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1
@@ -541,7 +538,7 @@ class OwnSpeedPolicy(SyncPolicy):
         """Return all elements of a page of parameters or optimizer state, without the help of other ranks. Not
         collective.
 
-        They are collected from all shards or, if each rank has its own model, averaged over the models."""
+        They are assembled from all shards or, if each rank has its own model, averaged over the models."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:
@@ -553,7 +550,7 @@ class OwnSpeedPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
-        # the mean of quantized optimizer state has no meaning, so only this rank's is used
+        # a mean of quantized optimizer state would be meaningless, so take the state of one rank, the lowest living one
         if dtype != self.placement.formats.master:
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)
@@ -595,8 +592,8 @@ def _get_policy(run: ProgramRun) -> OwnSpeedPolicy:
 
 
 def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Read the current parameters of a page of n elements from the common memory. A rank of N reads n - n/N from
-    others."""
+    """Read the current parameters of a page of n elements from the shared memory. Each of N ranks reads n - n/N
+    elements from other ranks."""
     p = get_action_target(action)
     full = run.workspace.get_full_parameter_buffer(p)
     _get_policy(run).pull_page(p, full)
@@ -604,7 +601,8 @@ def pull_page(run: ProgramRun, action: Action, taken: Values, read: Values, adde
 
 
 def push_gradient(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Apply this rank's gradient of a page of n elements to the shards of all ranks. A rank of N writes n - n/N."""
+    """Apply this rank's gradient of a page of n elements to the shards of all ranks. Each of N ranks writes n - n/N
+    elements to other ranks."""
     (gradient,), (mean, scale) = taken, read
 
     def apply_gradient(

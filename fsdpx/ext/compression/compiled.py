@@ -22,7 +22,7 @@ TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 @intrinsic
 def draw_random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
-    """Return counter-based random number `place` of the stream (key0, key1), as a float32 in [0, 1)."""
+    """Return random number `place` of the counter-based stream (key0, key1), as a float32 in [0, 1)."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
@@ -51,7 +51,7 @@ def _quantize_blocks(first, last, all_x, all_q, scales, keep, by_chance, at, key
         x, q = (
             all_x[start : start + BLOCK_ELEMENTS],
             all_q[start : start + BLOCK_ELEMENTS],
-        )  # slices are indexed from 0, so that LLVM sees contiguous access
+        )  # slices have indices from 0, which shows LLVM that access is contiguous
         scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
@@ -107,7 +107,7 @@ def dequantize_into(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: boo
 
 
 def _run_blocks_in_threads(body: Any, blocks: int, *arguments: Any) -> None:
-    """Split `blocks` blocks over threads, and call `body(first, last, *arguments)` in each."""
+    """Split `blocks` blocks among threads, and call `body(first, last, *arguments)` in each thread."""
     run_tasks(
         body,
         [(first, last, *arguments) for first, last in split_range(blocks, MIN_PIECE_ELEMENTS // BLOCK_ELEMENTS, 1)],
@@ -125,9 +125,9 @@ search."""
 
 @jit
 def _find_kth_largest_bitwise(sizes, count, k):
-    """Return the largest threshold that at least `k` of the sizes reach, found bit by bit.
+    """Return the largest threshold that at least `k` elements of `sizes` reach, found bit by bit.
 
-    The search stops as soon as exactly `k` reach it."""
+    The search stops as soon as exactly `k` elements reach the threshold."""
     least = np.int32(0)
     for step in range(HIGHEST_BIT + 1):
         trial = least | np.int32(1 << (HIGHEST_BIT - step))
@@ -148,7 +148,7 @@ def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, valu
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        x = all_x[b * block : (b + 1) * block]  # slices are indexed from 0, so that LLVM sees contiguous access
+        x = all_x[b * block : (b + 1) * block]  # slices have indices from 0, which shows LLVM that access is contiguous
         count = x.size
         k = per_block if count == block else rest
         if k == 0:
@@ -204,8 +204,8 @@ def take_largest(
     x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
     residual: np.ndarray | None,
 ) -> None:  # fmt: skip
-    """Write the elements of each block that are largest in absolute value, and their positions: compiled
-    `topk.take_largest`.
+    """Write the elements of each block that are largest in absolute value, and their positions. This is the compiled
+    version of `topk.take_largest`.
 
     `per_block` and `rest` are the numbers of elements to take from each full block and from the remainder."""
     if residual is not None and residual is not x:
@@ -248,8 +248,8 @@ def scatter_largest_into(
 
 
 def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
-    """Split `size` elements into blocks of `block`, distribute the blocks over threads, and call `body(first, last,
-    *arguments)` in each."""
+    """Divide `size` elements into blocks of `block` elements, split the blocks among threads, and call `body(first,
+    last, *arguments)` in each thread."""
     run_tasks(
         body,
         [

@@ -1,5 +1,5 @@
-"""Base class of lossy gradient codecs: each rank sends compressed parts of its gradient to the ranks that own them,
-with error feedback."""
+"""Base class of lossy gradient codecs with error feedback. Each rank compresses its gradient in parts, and sends every
+part to the rank that owns it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompressedCodec(Codec):
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
     next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all`, owners
-    also pack their sums, and add the packing error of a sum to the error that they keep.
+    also pack their sums, and add the error of that packing to the error that they keep.
 
     Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error."""
 
@@ -50,9 +50,9 @@ class CompressedCodec(Codec):
 
     @abstractmethod
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
-        """Return the bytes of a compressed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`.
+        """Return the size in bytes of a compressed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`.
 
-        The size may depend on `step`, the number of the reduction, and is then largest for the first one."""
+        `step` is the number of the reduction. If the size depends on it, the first reduction has the largest."""
 
     @abstractmethod
     def pack_part(
@@ -62,20 +62,19 @@ class CompressedCodec(Codec):
 
         Parameters
         ----------
-        x : flat, float32 or float64; its contents may be changed unless it is also `residual`
-        wire : `packed_bytes(x.size)` bytes
+        x : flat, float32 or float64; its contents may be overwritten
+        wire : buffer of `packed_bytes(x.size)` bytes
         residual : receives the packing error of `x`, and may be `x` itself; None if the error is not kept
         step : number of the reduction, at most `MAX_REDUCES`; `unpack_part` gets the same number
-        numbers : random stream of this part and this reduction
-        """
+        numbers : random stream for this part in this reduction"""
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         """Decompress `wire`, which `pack_part` filled, into `out`, or add it to `out` if `add`."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
-        """Add `grad` to the error kept from earlier reductions, in place, and return the sum, which is to be packed.
-        Without a kept error, return `grad`."""
+        """Add `grad` in place to the error kept from earlier reductions, and return the sum, which is packed next. If
+        no error is kept, return `grad`."""
         if "error" not in memory:
             return grad
         error = memory["error"]
@@ -101,9 +100,9 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the bytes of the send and receive buffers of a reduction, if all parts have equal size.
+        """Return the size in bytes of the send and receive buffers of a reduction whose parts all have equal size.
 
-        For larger parts, the reduction allocates its own buffers."""
+        If some part is larger, the reduction allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -181,7 +180,7 @@ class CompressedCodec(Codec):
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
     def take_reduce_number(self, memory: Memory) -> int:
-        """Return the number of this reduction, the same on all ranks, and advance the counter.
+        """Return the number of this reduction, which is the same on all ranks, and advance the counter.
 
         Numbers begin at 0 and wrap around at MAX_REDUCES. A dry run always gets the first number after the warm-up."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
@@ -196,8 +195,8 @@ class CompressedCodec(Codec):
 
 
 def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random stream with which `sender` rounds what it packs for `owner`, a rank or "all", in reduction
-    number `step`."""
+    """Return the random stream that `sender` uses to round what it packs for `owner` (a rank, or "all" for all ranks)
+    in reduction number `step`."""
     return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 
 
@@ -218,11 +217,11 @@ def zero_non_finite(kept: Array) -> None:
 
 
 def split_by_counts(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Split a flat array into consecutive views of `counts` elements."""
+    """Split a flat array into consecutive views; view i has counts[i] elements."""
     ends = list(accumulate(counts))
     return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
 
 
 def _has_data(xp: Any) -> bool:
-    """Return whether arrays of the module `xp` hold data; shape-only arrays of a dry run do not."""
+    """Return whether arrays of the module `xp` hold data. The shape-only arrays of a dry run do not."""
     return not getattr(xp, "holds_no_data", False)

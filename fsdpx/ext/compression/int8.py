@@ -15,13 +15,13 @@ __all__ = ["Int8", "dequantize_into", "quantize"]
 
 
 def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers: NumberRange | None) -> None:
-    """Quantize a flat float array to int8 in blocks of 256 elements: q = x / scale, with scale = max |x| / 127 of the
-    block.
+    """Quantize a flat float array to int8 in blocks of 256 elements: q = x / scale, where scale is max |x| / 127 of
+    the block.
 
-    `scales` gets one float32 per block: 0 if the block has only zeros, and NaN, with q = 0, if it has Inf or NaN.
-    `residual` gets the error x - q * scale, or 0 where that is not finite, and may be x itself. `numbers` are random
-    numbers for stochastic rounding: element i is rounded up with a probability equal to its fractional part. None
-    rounds to nearest."""
+    `scales` gets one float32 per block: 0 if all elements of the block are zero or tiny, and NaN, with q = 0, if any
+    is Inf or NaN. `residual` gets the error x - q * scale, or 0 where that is not finite, and may be x itself.
+    `numbers` are random numbers for stochastic rounding: element i is rounded up with a probability equal to its
+    fractional part. If None, elements are rounded to nearest."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 
@@ -47,7 +47,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
 
 
 def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
-    """Write q * scale, as `quantize` computed them, to `out`, or add it to `out` if `add`."""
+    """Write q * scale, with `q` and `scales` from `quantize`, to `out`, or add it to `out` if `add`."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import dequantize_into as body
 
@@ -65,16 +65,15 @@ def _split_into_blocks(xp: Any, x: Any) -> Any:
 
 
 class Int8(CompressedCodec):
-    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements, a quarter of the bytes of
-    float32.
+    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements, about a quarter of the
+    bytes of float32.
 
     A part of n elements takes n + 4 ceil(n/256) bytes, padded to a multiple of 8.
 
     Parameters
     ----------
     unbiased : round up or down at random so that the expected value is exact (QSGD, Alistarh et al. 2017), and keep no
-        error. False (default): round to nearest, and add the error to the next gradient
-    """
+        error. False (default): round to nearest, and add the error to the next gradient"""
 
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased
@@ -91,7 +90,7 @@ class Int8(CompressedCodec):
         dequantize_into(xp, *self._split_wire(wire, out.size), out, add)
 
     def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:
-        """Return views of the int8 numbers and of the scales in a packed part, whose scales come first."""
+        """Return views of the int8 numbers and of the scales in a packed part, in which the scales come first."""
         scales = 4 * -(-size // BLOCK_ELEMENTS)
         wire[scales + size :] = 0
         return wire[scales : scales + size].view(np.int8), wire[:scales].view(np.float32)

@@ -1,4 +1,4 @@
-"""PowerSGD: low-rank compression, which sends gradients of matrices as products of two thin factors."""
+"""PowerSGD: low-rank compression, which sends the gradient of a matrix as two thin factors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHED_ELEMENTS = 1 << 14
 
 
 class ThinFactors(NamedTuple):
-    """A matrix (rows, columns) at offset `start` of the gradient, which is sent as the factors P and Q.
+    """A matrix (rows, columns) at offset `start` of the gradient. The matrix is sent as the factors P and Q.
 
     `left` and `right` are the offsets of P and Q in the buffers that hold the factors of all matrices."""
 
@@ -43,17 +43,17 @@ class ThinFactors(NamedTuple):
 class PowerSGD(Codec):
     """Low-rank gradient compression (Vogels et al. 2019), which sends two thin factors P and Q instead of a matrix M.
 
-    For M (n, m), the codec reduces P = M Q and then Q = M^T P, with P orthonormalized in between. This is one step of
-    the power method for the `rank` largest singular values of M, starting from the Q of the previous step. It sums
-    rank (n + m) elements instead of n m; the error M - P Q^T is added to the next gradient.
+    For M (n, m), the codec computes P = M Q, sums P over ranks and orthonormalizes it, then computes Q = M^T P and
+    sums Q over ranks. This is one step of the power method for the `rank` largest singular values of M, starting from
+    the Q of the previous step. The all-reduces sum rank (n + m) elements instead of n m; the error M - P Q^T is added
+    to the next gradient.
 
     All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller,
-    are sent uncompressed. Every rank computes P and Q of the full gradient and takes its part of the product.
+    are sent uncompressed. Every rank gets P and Q of the full gradient, and computes its part of their product.
 
     Parameters
     ----------
-    rank : rank of the product, at least 1
-    """
+    rank : rank of the product P Q^T, at least 1"""
 
     feedback = True
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "basis": "same"}
@@ -154,8 +154,8 @@ class PowerSGD(Codec):
     def _compute_left_factor_and_copy_rest(
         self, xp: Any, grad: Array, thin: Sequence[ThinFactors], left_sums: Array, memory: Memory
     ) -> None:
-        """Compute P = M Q for every matrix of the gradient plus kept error, and copy the tensors that are sent
-        uncompressed.
+        """Compute P = M Q for every matrix of the gradient, with the kept error added, and copy the tensors that are
+        sent uncompressed.
 
         P and the copies go to `left_sums`. Each matrix is multiplied right after the error was added, while it is
         still in the cache."""
@@ -179,7 +179,7 @@ class PowerSGD(Codec):
     ) -> None:
         """Orthonormalize the summed P, compute this rank's Q = M^T P, and replace M by its error M - P Q^T.
 
-        If P is not finite, which all ranks see alike, the error is set to zero."""
+        If P is not finite, which is the same on all ranks, the error is set to zero."""
         for t in thin:
             p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
@@ -193,7 +193,7 @@ class PowerSGD(Codec):
     def _multiply_factors_into(
         self, xp: Any, t: ThinFactors, left_sums: Array, right_sums: Array, out: Array, first: int
     ) -> None:
-        """Write the elements of P Q^T that lie in [first, first + out.size) of the gradient to `out`."""
+        """Compute elements [first, first + out.size) of the gradient from P Q^T, and write them to `out`."""
         p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
         if low < high:
@@ -220,7 +220,7 @@ class PowerSGD(Codec):
         return found
 
     def _count_sum_elements(self, size: int) -> tuple[int, int]:
-        """Return the number of elements of the two all-reduces: P with all uncompressed tensors, and Q."""
+        """Return the number of elements in each of the two all-reduces: P with all uncompressed tensors, and Q."""
         thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
         return whole + self.rank * sum(t.rows for t in thin), self.rank * sum(t.columns for t in thin)
@@ -247,11 +247,11 @@ class PowerSGD(Codec):
 
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
-    """Write elements of P Q^T, in row-major order from number `start` on, to `out`, or subtract them from `out` if
+    """Write elements of P Q^T, in row-major order from element `start` on, to `out`, or subtract them from `out` if
     `subtract`.
 
-    Columns are added one by one instead of by matmul, because every rank must get the same result, and the last bits
-    of matmul may depend on the alignment of its arrays."""
+    The outer products of columns are added one by one, without matmul, because every rank must get the same result,
+    and the last bits of matmul may depend on the alignment of its arrays."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 

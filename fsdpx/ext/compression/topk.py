@@ -23,22 +23,22 @@ with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are sent: ceil(share * block) of each block, in all full blocks together and
-    in the remainder."""
+    """Return how many of `size` elements are sent, as a total for all full blocks and the number for the remainder. Of
+    each block, ceil(share * block) elements are sent."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
 
 def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many elements are sent of each full block, and of the remainder."""
+    """Return how many elements are sent from each full block, and how many from the remainder."""
     return ceil(share * block), ceil(share * (size % block))
 
 
 def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None) -> None:
-    """Take the elements of each block of `x` that are largest in absolute value, in the order of the array.
+    """Take the elements of each block of `x` that are largest in absolute value, and store them in the order of `x`.
 
     `x` is flat, float32 or float64. Their values go to `values` (float32), and their indices within the block to
-    `positions`. Of equal elements, the first are taken. `residual` gets x without the elements taken, and 0 where x is
+    `positions`. Among equal elements, the first are taken. `residual` gets x minus the values taken, or 0 where x is
     not finite; it may be x itself."""
     if can_compile(xp):
         from fsdpx.ext.compression.compiled import take_largest as body
@@ -67,7 +67,7 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positio
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """Write the elements that `take_largest` took to their places in `out`, with zeros elsewhere, or add them to `out`
+    """Write the elements taken by `take_largest` to their positions in `out` and zeros elsewhere, or add them to `out`
     if `add`."""
     if not add:
         out[...] = 0
@@ -80,8 +80,8 @@ def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
-    """Return the full blocks and the remainder, each as a matrix with one block per row and the slice of `values` that
-    belongs to it."""
+    """Return two pairs, for the full blocks and for the remainder: a matrix with one block per row, and the slice of
+    `values` that belongs to it."""
     whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
@@ -103,16 +103,15 @@ INITIAL_SHARE = 0.25
 class TopK(CompressedCodec):
     """Codec that sends only the ceil(fraction * n) elements of each part that are largest in absolute value.
 
-    Each takes 4 bytes of index and 4 of value. The other elements are added to the next gradient (Deep Gradient
-    Compression, Lin et al. 2018). Of equal elements, the first are sent.
+    Each takes 4 bytes for its index and 4 for its value. The other elements are added to the next gradient (Deep
+    Gradient Compression, Lin et al. 2018). Among equal elements, the first are sent.
 
     Parameters
     ----------
-    fraction : share of the elements to send, in (0, 1]; 1 is exact
+    fraction : share of the elements to send, in (0, 1]; 1 sends all
     warmup : number of reductions at the start in which the share falls geometrically from 1/4 to `fraction`
-    block : if given, choose ceil(fraction block) of each `block` elements, on all threads; this sends slightly more
-        elements, with indices of 2 bytes. None (default): choose from the entire part
-    """
+    block : choose ceil(fraction * block) elements from each block of `block` elements, using all threads. This sends
+        slightly more elements, but their indices take only 2 bytes. None (default): choose from the entire part"""
 
     @wrap_with_option_check
     def __init__(self, fraction: float = 0.01, warmup: int = 0, block: int | None = None) -> None:
@@ -147,8 +146,8 @@ class TopK(CompressedCodec):
             scatter_largest_into(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
 
     def _split_wire(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
-        """Return views of the values and of their positions in a packed part. Positions count within a block if there
-        are blocks, else within the part."""
+        """Return views of the values and of their positions in a packed part. Positions count from the start of the
+        block or, without blocks, of the part."""
         if self.block is None:
             return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
         k = sum(count_chosen_elements(size, self.block, share))
@@ -156,7 +155,7 @@ class TopK(CompressedCodec):
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
 
     def get_share_of_reduce(self, step: int) -> float:
-        """Return the share of elements that is sent in reduction number `step`. After the warm-up, it is `fraction`.
+        """Return the share of elements that is sent in reduction number `step`. After the warm-up, this is `fraction`.
 
         Parameters
         ----------
@@ -164,8 +163,7 @@ class TopK(CompressedCodec):
 
         Returns
         -------
-        float : share in (0, 1]
-        """
+        float : share in (0, 1]"""
         if step >= self.warmup:
             return self.fraction
         return max(self.fraction, INITIAL_SHARE * (self.fraction / INITIAL_SHARE) ** (step / self.warmup))
