@@ -1,1 +1,1 @@
-"""Elastic training, which continues from memory when ranks die, leave or join."""
+"""Elastic training: when ranks die, leave or join, training continues from state held in the memory of the ranks."""

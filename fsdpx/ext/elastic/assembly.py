@@ -1,5 +1,5 @@
-"""Assembly of the ranks of an elastic run: which ranks train, on which mesh, and with which state restored from
-memory."""
+"""Assembly of the ranks of an elastic run: which ranks train, on which mesh, and from which state held in the memory
+of the ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) ->
     """Return the largest mesh that fits on `ranks` ranks. Pipeline and tensor axes keep their widths, and data axes
     become as wide as possible.
 
-    If the user gave all widths, the mesh may have fewer replicas. Raises MeshError if no mesh fits."""
+    If the user specified the widths of all axes, the number of replicas may be reduced. Raises MeshError if no mesh
+    fits."""
     asked = mesh or Mesh()
     widths = range(asked.replica or 1, 0, -1)
     tries = [asked, *(replace(asked, replica=width) for width in widths)]
@@ -59,8 +60,8 @@ def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) ->
 
 
 def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> list[int]:
-    """Return the `count` ranks that train from now on, in order: first those that trained before, because they hold
-    the state, then idle ones.
+    """Return the `count` ranks that train from now on. Ranks that trained before come first, in their old order,
+    because they hold the state; idle ranks follow.
 
     `training_ranks` gives, for each rank, its number among the ranks that trained before, or None if it was idle."""
     order = sorted(enumerate(training_ranks), key=lambda pair: (pair[1] is None, pair[1] or 0, pair[0]))
@@ -70,7 +71,7 @@ def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> l
 def send_value_to_ranks(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
     """Send a Python value to the ranks `listeners`, each of which must call `recv_value`.
 
-    Each gets two messages: the size and the data."""
+    Each of them gets two messages: the size and the data."""
     if not listeners:
         return
     data = np.frombuffer(pack(value), np.uint8)
@@ -94,14 +95,13 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """What other ranks learn about a snapshot of the state in a rank's memory.
+    """What other ranks are told about a snapshot of the state that a rank holds in memory.
 
     Attributes
     ----------
-    step : number of the step after which it was taken
+    step : number of the step after which the snapshot was taken
     scalars : step count, loss scale and other scalars, as JSON
-    parts : which elements of which tensors it holds
-    """
+    parts : which elements of which tensors the snapshot holds"""
 
     step: int
     scalars: str
@@ -109,15 +109,14 @@ class GenerationSummary(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What each rank of a recovery tells all others about itself.
+    """What each rank tells all other ranks about itself in a recovery.
 
     Attributes
     ----------
     initial_rank : its rank when the job began
-    training_rank : its rank among those that train; None if idle
-    fresh : whether step 0 of its trainer stands for the initial parameters
-    generations : the snapshots of the state in its memory
-    """
+    training_rank : its rank among the ranks that train; None if idle
+    fresh : whether the rank can start again from the initial parameters as step 0
+    generations : the snapshots of the state that the rank holds in memory"""
 
     initial_rank: int
     training_rank: int | None
@@ -137,10 +136,9 @@ class Assembly:
     group : communicator of the training ranks; None on an idle rank, whose session has no data
     session : the training session of this rank
     copies : copies of the state in the memory of other ranks
-    step : number of the last step that counts; 0 for initial parameters
+    step : number of the step from which training continues; 0 for initial parameters
     watchdog : the watchdog that finds hanging ranks, if any
-    copied : whether the copies of that step have arrived on this rank
-    """
+    copied : whether the copies of the state at `step` have arrived on this rank"""
 
     control: SurvivorCommunicator
     initial_ranks: list[int]
@@ -166,8 +164,9 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Assembler:
-    """Builds an `Assembly` at the start of a run and after each change of ranks, with the same settings. For `commit`,
-    see `StepInputs`."""
+    """Builds an `Assembly` at the start of a run and after each change of ranks, with the same settings.
+
+    `commit` is called before each update (see `StepInputs`)."""
 
     recipe: Recipe
     tuning: Tuning
@@ -183,11 +182,11 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks, with the newest state of which every element is in the memory
-        of some rank. Collective.
+        """Return the assembly after a change of ranks, with the newest state that the ranks together still hold in
+        full. Collective.
 
-        Raises StateLost, on all ranks, if there is no such state. When it returns, ranks hold copies of each other's
-        state again. `report` is called with text about the progress. `timeout` is that of the previous watchdog,
+        Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
+        state. `report` is called with text about the progress. `timeout` is the timeout of the previous watchdog,
         because the timeout of a watched communicator is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
@@ -242,7 +241,7 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors that the ranks' snapshots of step `step` together hold completely."""
+    """Return name -> shape of the tensors of which the ranks' snapshots of step `step` together hold every element."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)
@@ -254,11 +253,10 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """Return the newest step of which the ranks together hold the complete state, and the scalars of that state as
-    JSON.
+    """Return the newest step whose complete state the ranks hold between them, and the scalars of that state as JSON.
 
-    Returns None if only the initial state can be restored, which needs no memory. Raises StateLost if not even that is
-    possible."""
+    Returns None if no such state is left but every rank can start again from the initial parameters. Raises StateLost
+    if not even that is possible."""
     wanted = list_saved_tensors(placement)
     lost: dict[int, list[str]] = {}
     for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):

@@ -1,5 +1,5 @@
-"""The call runner of an elastic trainer: all ranks agree on every step before it counts, and survivors repeat a call
-that a lost rank interrupted."""
+"""The call runner of an elastic trainer: all ranks agree on every step before it counts, and the surviving ranks
+repeat a call that the loss of a rank interrupted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the last batches, by step number from 1, with which steps can be repeated.
+    """Copies of the most recent batches, by step number from 1, so that their steps can be repeated.
 
     Copies are needed because the caller may reuse its arrays."""
 
@@ -84,14 +84,14 @@ class RecentBatches:
 
 
 def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> Any:
-    """Return the samples of a batch that belong to data rank `rank`: an equal share, or full chunks of the global
-    batch.
+    """Return the samples of a global batch that belong to data rank `rank`: an equal share of the samples, or complete
+    chunks of the batch.
 
     `value` is an array, or a tuple or dict of arrays, with samples along dim 0."""
 
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
-            return array  # a scalar raises an error later, when all batches are checked
+            return array  # a scalar is an error, which is raised later, when all batches are checked
         mine = accumulation.get_rows_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
@@ -103,7 +103,8 @@ def _copy_array(array: Any) -> Any:
 
 
 def iterate_arrays(value: Any) -> Iterator[Any]:
-    """Yield the arrays of a batch in an order that is the same on all ranks: dicts by key, tuples by position."""
+    """Yield the arrays of a batch in an order that is the same on all ranks: dicts sorted by key, tuples by position.
+    """
     if isinstance(value, Mapping):
         for name in sorted(value):
             yield from iterate_arrays(value[name])
@@ -116,7 +117,7 @@ def iterate_arrays(value: Any) -> Iterator[Any]:
 
 def _map_arrays(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, list) and value and hasattr(value[0], "dtype"):
-        value = tuple(value)  # a list of arrays stands for several inputs of the model
+        value = tuple(value)  # a list of arrays means that the model has several inputs
     if isinstance(value, Mapping):
         return {name: function(array) for name, array in value.items()}
     return tuple(map(function, value)) if isinstance(value, tuple) else function(value)
@@ -224,9 +225,9 @@ class ElasticRunner(CallRunner):
         """Do nothing: in elastic training all ranks have the same batches, so their data ends at the same step."""
 
     def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
-        """Return a function that restores the current weights of `trainer`. Collective.
+        """Copy the current weights of `trainer`, and return a function that restores them. Collective.
 
-        Every rank copies the full weights, because ranks and their shards may change until then.
+        Every rank copies the full weights, because ranks and their shards may change before they are restored.
 
         Parameters
         ----------
@@ -235,8 +236,7 @@ class ElasticRunner(CallRunner):
         Returns
         -------
         function
-            function without arguments, which all ranks must call
-        """
+            function without arguments, which all ranks must call"""
         values = trainer.parameters()
         return lambda: trainer.load_parameters(values)
 
@@ -245,12 +245,12 @@ class ElasticRunner(CallRunner):
 
     @property
     def training_ranks(self) -> int:
-        """Number of ranks that currently train; the others are idle."""
+        """Number of ranks that are currently training; the others are idle."""
         return len(self._coordinator.assembly.training)
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """Changes of ranks so far, by loss or resize, oldest first."""
+        """All changes of ranks so far, by loss or resize, oldest first."""
         return self._coordinator.recoveries
 
     def resize_to(self, ranks: int) -> None:
@@ -258,13 +258,13 @@ class ElasticRunner(CallRunner):
 
         Parameters
         ----------
-        ranks : number of ranks, at least 1; if fewer exist, or the mesh cannot use that many, as many as possible train
+        ranks : number of ranks, at least 1; if there are fewer, or if the mesh cannot use that many, as many as
+            possible train
 
         Raises
         ------
         ConfigError
-            if `ranks` is not an integer of at least 1
-        """
+            if `ranks` is not an integer of at least 1"""
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
         while True:
@@ -280,14 +280,14 @@ class ElasticRunner(CallRunner):
     def _resize_now(self, ranks: int | None) -> None:
         if self.is_training:
             try:
-                self.wait_for_save_within_call()  # a background save uses communicators that will be closed
+                self.wait_for_save_within_call()  # a background save uses communicators that the resize will close
             except CheckpointError:
                 self._save_abandoned = True
         self._coordinator.resize_to(ranks)
         self._switch_to_current_session()
 
     def _run_pending_steps(self) -> None:
-        """Run the steps whose batches are stored and that have not been committed, or that a recovery has undone."""
+        """Run all steps whose batches are stored and that have not been committed, or that a recovery has undone."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])
@@ -300,7 +300,7 @@ class ElasticRunner(CallRunner):
                 self._resize_if_requested()
 
     def _attempt_step(self, batch: BatchPair) -> None:
-        """Run the next step on `batch`; raise RankLost if a rank was lost, so that the step does not count."""
+        """Run the next step on `batch`. Raises RankLost if a rank was lost, in which case the step does not count."""
         if self.is_training:
             assert self._train is not None
             self._run_and_send_errors(partial(self._train, *batch))
@@ -325,8 +325,8 @@ class ElasticRunner(CallRunner):
         self.last_update = step
 
     def _resize_if_requested(self) -> None:
-        """Change the number of ranks if a request came in. If a rank is lost meanwhile, the request is repeated after
-        the next step."""
+        """Change the number of ranks if a request came in. If a rank is lost during the change, try again after the
+        next step."""
         try:
             wanted = self._coordinator.agree_on_requested_ranks() if self._coordinator.asked else None
             if wanted is not None:
@@ -337,8 +337,8 @@ class ElasticRunner(CallRunner):
     def _run_on_training_ranks(self, effect: str, what: str, mine: Callable[[], T]) -> T:
         """Run a collective call on the training ranks, and return its result on all ranks, idle ones included.
 
-        If the call replaces the trainer's state, such as loading a checkpoint, copies of the new state have arrived on
-        return."""
+        If the call replaces the trainer's state, as loading a checkpoint does, the other ranks have copies of the new
+        state on return."""
         if self.is_training:
             found = self._run_and_send_errors(partial(self._run_and_report_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
@@ -352,8 +352,8 @@ class ElasticRunner(CallRunner):
         return found
 
     def _run_and_report_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
-        """Run a call on this training rank. A wait for a background save raises CheckpointError if the save was
-        abandoned."""
+        """Run a call on this training rank. If the call waits for a background save that was abandoned, it raises
+        CheckpointError."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = function()
@@ -372,7 +372,7 @@ class ElasticRunner(CallRunner):
                 self._run_pending_steps()
 
     def _run_and_send_errors(self, run: Callable[[], T]) -> T:
-        """Run a call on the training ranks, and send errors that it raises to the idle ranks."""
+        """Run a call on the training ranks, and send any error that it raises to the idle ranks."""
         try:
             return run()
         except RankLost:

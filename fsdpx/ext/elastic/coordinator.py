@@ -50,12 +50,11 @@ class Recovery:
 
     Attributes
     ----------
-    step : the last step that counted
+    step : number of the last step that was not undone
     lost : ranks that died, numbered as at the start of the job
-    ranks : number of ranks that train now
+    ranks : number of ranks that train from now on
     replayed : number of steps that had to be repeated
-    seconds : time from the moment when this rank noticed the loss until it continued, without the repeated steps
-    """
+    seconds : time from the moment when this rank noticed the loss until it continued, without the repeated steps"""
 
     step: int
     lost: tuple[int, ...]
@@ -71,13 +70,13 @@ class Recovery:
 
 
 class AgreementRefused(RankLost):
-    """Loss of a rank that an agreement reported, so that all living ranks know of it."""
+    """Loss of a rank that an agreement of all living ranks reported, so that all of them know of it."""
 
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error on the training ranks, in the form sent to idle ranks. If `agreed`, all training ranks raise it
-    together after an agreement."""
+    """An error on the training ranks, in the form in which it is sent to idle ranks. If `agreed`, all training ranks
+    raise it together after an agreement."""
 
     kind: str
     text: str
@@ -85,7 +84,8 @@ class TrainingFailure:
 
 
 class CopyInterval:
-    """Chooses how often ranks copy their state to other ranks. `every` is the number of steps between two copies."""
+    """Decides how often ranks copy their state to other ranks. `every` is the number of steps from one copy to the
+    next."""
 
     def __init__(self, elastic: ElasticConfig) -> None:
         self._elastic = elastic
@@ -93,9 +93,9 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Forget the measured times of steps and copies, because the ranks, and with them the speed, have changed."""
+        """Discard the measured times of steps and copies, because the change of ranks has also changed the speed."""
         self._last, self._takes = perf_counter(), 0
-        self._steps: deque[float] = deque(maxlen=9)  # seconds that each of the last steps took
+        self._steps: deque[float] = deque(maxlen=9)  # duration of each of the most recent steps, in seconds
 
     def record_step(self) -> None:
         """Record the duration of the step that has just ended."""
@@ -108,20 +108,20 @@ class CopyInterval:
         self._takes += 1
 
     def compute_cheap_interval_bits(self, copy_seconds: float) -> int:
-        """Return the copy intervals that are cheap enough on this rank, as a bit mask: bit k stands for every 2^k
-        steps.
+        """Return the copy intervals that are cheap enough on this rank, as a bit mask in which bit k stands for an
+        interval of 2^k steps.
 
-        An interval is cheap if copies take at most MAX_COPY_TIME_SHARE of the time. `copy_seconds` is the time that
-        the last copy took."""
+        An interval is cheap enough if copying takes at most MAX_COPY_TIME_SHARE of the time. `copy_seconds` is how
+        long the last copy took."""
         least = 1.0
-        if self._takes > 2 and self._steps:  # the first copies also allocate buffers
+        if self._takes > 2 and self._steps:  # the first copies take longer, because they allocate buffers
             cost = copy_seconds * (1 + SEND_COST_FACTOR * self._elastic.copies)
             least = max(cost / (MAX_COPY_TIME_SHARE * median(self._steps)), 1.0)
         level = min(ceil(log2(least)), MAX_INTERVAL_LOG2)
         return (1 << MAX_INTERVAL_LOG2 + 1) - (1 << level)
 
     def set_smallest_common_interval(self, common_bits: int) -> None:
-        """Set the interval to the smallest one that all ranks find cheap enough. `common_bits` is the bitwise AND of
+        """Set the interval to the smallest one that is cheap enough on all ranks. `common_bits` is the bitwise AND of
         their masks."""
         self.every = self._elastic.every or common_bits & -common_bits
 
@@ -132,13 +132,13 @@ class StepPosition:
 
     Attributes
     ----------
-    step : number of the last step that counts
+    step : number of the last step that all ranks committed
     secure_step : newest step that will never be repeated, because its state has been copied
     scalars : copy of the scalars, such as the loss scale, from before the next step
-    before : copies, from before the next step, of running statistics and codec memory, which it changes early
+    before : copies of the running statistics and codec memory from before the next step, which changes them before all
+        ranks agree on it
     under_way : number of the step whose copies have not arrived yet; None if there is none
-    updating : whether a step is agreed on but this rank has not finished its update
-    """
+    updating : whether a step is agreed on but this rank has not finished its update"""
 
     step: int
     secure_step: int
@@ -154,15 +154,16 @@ class Coordinator:
     Attributes
     ----------
     ranks : number of ranks that should train; None for all
-    asked : whether another number was requested
+    asked : whether a different number of ranks was requested
     assembly : the current ranks and their training session
-    recoveries : the changes of ranks so far
-    """
+    recoveries : the changes of ranks so far"""
 
     def __init__(
         self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig, commit: Callable[[Any, Any], None]
     ) -> None:
-        """Assemble the ranks for the start of a run. Collective over `control`. For `commit`, see `StepInputs`."""
+        """Assemble the ranks for the start of a run. Collective over `control`.
+
+        `commit` is called before each update (see `StepInputs`)."""
         tune = recipe.runtime.tune
         tuning = agree_on_tuning(control, environment.read_environment().tune if tune is None else tune, np)
         self.elastic, self.ranks = elastic, elastic.ranks
@@ -170,7 +171,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # remembers a requested number of ranks for which no mesh exists
+        self._refused: int | None = None  # the last requested number of ranks for which there is no mesh
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))
@@ -202,7 +203,7 @@ class Coordinator:
         return self._position.secure_step
 
     def agree_on_step(self) -> None:
-        """Wait for all living ranks, and raise RankLost on all of them if one was lost before they arrived.
+        """Wait for all living ranks, and raise RankLost on all of them if a rank was lost before all had arrived.
         Collective.
 
         The same agreement tells whether copies have arrived, whether a resize is requested, and how often to copy."""
@@ -220,15 +221,16 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree that a step counts, after which this rank can update its shard on its own. Collective."""
+        """Agree with all ranks that a step counts, after which this rank can update its shard on its own. Collective.
+        """
         self.agree_on_step()
         self._position = replace(self._position, updating=True)
 
     def count_step_and_start_due_copy(self) -> None:
         """Count a finished step, and start to copy the state if a copy is due.
 
-        This waits for no other rank and depends only on the last agreement, because another rank may be learning of a
-        loss at this moment."""
+        This does not wait for other ranks, and depends only on the last agreement, because another rank may be
+        learning of a loss at this very moment."""
         self._copy_interval.record_step()
         at = self._make_step_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
         if not self.assembly.copies.needed:
@@ -240,8 +242,8 @@ class Coordinator:
         self._position = at
 
     def _read_requested_ranks(self) -> int | None:
-        """Return the number of ranks that should train. Rank 0 reads the request file; other ranks return the current
-        number."""
+        """Return the number of ranks that should train. Rank 0 reads it from the request file; other ranks return the
+        current number."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:
@@ -250,7 +252,8 @@ class Coordinator:
             return self.ranks
 
     def agree_on_requested_ranks(self) -> int | None:
-        """Return the requested number of ranks on all ranks, or None if no mesh fits on that many. Collective."""
+        """Return the requested number of ranks, the same on all ranks, or None if no mesh fits on that many.
+        Collective."""
         found: int | None = self.assembly.control.all_gather_data(self._read_requested_ranks())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
@@ -263,7 +266,8 @@ class Coordinator:
         return found
 
     def copy_state_and_wait(self) -> None:
-        """Copy a replaced state, such as one from a checkpoint, to other ranks, and wait for the copies. Collective."""
+        """After the state was replaced, for example from a checkpoint, copy it to other ranks and wait for the copies.
+        Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
             self._position = replace(self._position, under_way=self.last_step + 1)
@@ -289,7 +293,7 @@ class Coordinator:
     def recv_result_or_raise(self, call: str) -> Any:
         """Receive the result of a call on an idle rank, or raise the error that the training ranks raised.
 
-        Raises DesyncError if the training ranks made another call."""
+        Raises DesyncError if the training ranks made a different call."""
         source = self.assembly.training[0]
         heard, value = recv_value(self.assembly.control, source)
         if isinstance(value, TrainingFailure):
@@ -303,8 +307,8 @@ class Coordinator:
     def send_error_to_idle_ranks(self, error: FsdpxError) -> None:
         """Send an error of the training ranks to the idle ranks.
 
-        An error that all training ranks raise together is raised after all ranks have agreed that no loss caused it.
-        An error of a single rank ends the job."""
+        An error that all training ranks raise together is raised only after all ranks have agreed that it was not
+        caused by the loss of a rank. An error of a single rank ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.send_result_to_idle_ranks("", TrainingFailure(type(error).__name__, str(error), agreed))
         if agreed:
@@ -313,11 +317,12 @@ class Coordinator:
     def recover_from_loss(self, error: RankLost) -> Recovery:
         """Recover from the loss of a rank. Collective over the living ranks.
 
-        Abandons pending transfers, shrinks the communicator to the living ranks, and restores the state from memory."""
+        Abandons pending transfers, shrinks the communicator to the living ranks, and restores the state from the
+        copies in their memory."""
         begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        if not isinstance(error, AgreementRefused):  # other ranks learn of the loss by this agreement
+        if not isinstance(error, AgreementRefused):  # this agreement tells the other ranks of the loss
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers_and_abandon_copies()
         control, generations, tried = self.assembly.control, self._list_generations(), []
@@ -363,7 +368,8 @@ class Coordinator:
     def _stop_watching_communicator(self, control: SurvivorCommunicator) -> None:
         """Detach the watchdog from a communicator that is no longer used.
 
-        A rank may die before it has detached its own watchdog. The next call then removes the record of that rank."""
+        A rank may die before it has detached its own watchdog. In that case, the next call of this function removes
+        the record of the dead rank."""
         if (watchdog := detach_watchdog(control)) is not None:
             self._abandoned.append((control, watchdog))
         for before, watchdog in self._abandoned:
@@ -396,8 +402,8 @@ class Coordinator:
         return done
 
     def _list_generations(self) -> list[StateGeneration]:
-        """Return the snapshots of the state in this rank's memory: its current state, unless partly updated, and
-        copies for other ranks."""
+        """Return the snapshots of the state in this rank's memory: its current state, unless that is partly updated,
+        and the in-memory checkpoints."""
         found = self.assembly.copies.list_generations()
         if self.assembly.is_training and not self._position.updating:
             parts = list(iterate_current_parts(self.assembly.session.state, self._position.before))

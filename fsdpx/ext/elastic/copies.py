@@ -1,4 +1,4 @@
-"""In-memory checkpoints: copies of each rank's state in the memory of other ranks, its buddies."""
+"""In-memory checkpoints: copies of each rank's state in the memory of other ranks, which are called its buddies."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ __all__ = [
 
 
 def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
-    """Return, for each rank, its buddies: the `copies` ranks that keep a copy of its state, or fewer if there are
-    fewer other ranks.
+    """Return, for each rank, its buddies: the `copies` ranks (or all other ranks, if there are fewer) that keep a copy
+    of its state.
 
     `hosts` gives the host of each rank. Ranks form groups of copies + 1, in which each rank keeps the state of all
     others. The last group takes the remaining ranks and is a ring, in which each rank keeps the state of the `copies`
-    ranks before it. So every rank keeps as many copies as other ranks keep of its state.
+    ranks before it. So every rank keeps as many copies as it has buddies.
 
     With the same memory, groups survive more losses than one ring of all ranks. State is lost when a rank and all its
-    buddies are lost at once; in a ring there are N such sets, in groups only N / (copies + 1). If N ranks form pairs,
-    k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that no two are
-    in the same pair. At N = 16 and k = 3 that is 0.80; in a ring it is 0.63."""
+    buddies are lost at once; a ring has N such sets of ranks, groups have only N / (copies + 1). If N ranks form
+    pairs, k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that no
+    two are in the same pair. At N = 16 and k = 3 that is 0.80; in a ring it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_copy_groups(hosts, copies):
         n = len(group)
@@ -56,7 +56,7 @@ def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
 def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
     """Return groups of ranks that keep each other's state, spread over hosts.
 
-    Ranks, sorted by host, are assigned to groups round-robin, so that a group has two ranks of one host only if that
+    Ranks, sorted by host, are assigned to groups round-robin, so a group has two ranks of the same host only if that
     host has more ranks than there are groups."""
     ranks = _sort_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
@@ -67,7 +67,8 @@ def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _sort_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks grouped by host, hosts with many ranks first, so that the last group has ranks of many hosts."""
+    """Return the ranks grouped by host, with the hosts of many ranks first, so that the last group has ranks of many
+    hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
@@ -85,8 +86,8 @@ def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
 
 
 def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
-    """Return whether ranks must keep copies of state. They need none if each element is on more than `copies`
-    replicas, or if there is only one rank."""
+    """Return whether ranks must keep copies of state. They need none if every element is on more than `copies`
+    replicas anyway, or if there is only one rank."""
     return ranks > 1 and replicas <= copies
 
 
@@ -96,7 +97,7 @@ MESSAGE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StateGeneration:
-    """A snapshot of the state after step number `step`, as far as it is in this rank's memory.
+    """The part of the state after step number `step` that this rank holds in memory.
 
     `parts` are this rank's own state and the copies that it keeps for other ranks. They are views that stay valid
     until `StateCopies.start_copying` has been called twice."""
@@ -112,9 +113,8 @@ class CopyPartners(NamedTuple):
     Attributes
     ----------
     buddies : ranks that keep a copy of this rank's state
-    own : the parts of tensors that this rank's state consists of
-    kept : rank -> parts of its state, for the ranks whose copies this rank keeps
-    """
+    own : the parts of tensors that make up this rank's state
+    kept : for each rank whose copies this rank keeps, rank -> parts of that rank's state"""
 
     buddies: tuple[int, ...]
     own: list[ShardDescriptor]
@@ -159,18 +159,18 @@ class StateCopies:
     order.
 
     A generation is the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have agreed
-    that their transfers have arrived (`has_generation_arrived`), `promote_generation` makes it the newest complete
-    one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies, there is a
-    generation that all ranks have. Nothing is kept if there are enough replicas. Idle ranks have no state of their
-    own, but keep copies for other ranks.
+    that its transfers have arrived (`has_generation_arrived`), `promote_generation` makes it the newest complete one.
+    Until then, the previous generation is complete and unchanged, so that whenever a rank dies, there is a generation
+    that all ranks have. Nothing is kept if there are enough replicas. Idle ranks have no state of their own, but keep
+    copies for other ranks.
 
-    Each generation sends `copies` times the bytes of this rank's state. A rank without buddies on other hosts has its
-    copies on its own host."""
+    A rank sends `copies` times the bytes of its state for each generation. A rank without buddies on other hosts has
+    its copies on its own host."""
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """Agree on which ranks keep copies of which state. Collective.
 
-        `comm` is used only for copies. `state` is this rank's state, or any state on an idle rank. `copies` is the
+        `comm` is used only for copies. `state` is this rank's state; an idle rank may pass any state. `copies` is the
         number of copies of each rank's state."""
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
@@ -182,7 +182,7 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # remembers a loss that was noticed while transfers were started
+        self._lost: RankLost | None = None  # a loss that was noticed while transfers were being started
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
         self._begun = 0.0
         self._buffer_count = 0
@@ -196,7 +196,7 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for copies on this rank, once two generations exist: 2 x (own + kept), each part rounded up
+        """Bytes of memory for copies on this rank once two generations exist: 2 x (own + kept), each part rounded up
         to cache lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
@@ -204,8 +204,8 @@ class StateCopies:
     def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
         """Take a snapshot of this rank's state, and start to send it to the buddies.
 
-        Returns when the snapshot is taken. The transfers advance in `has_generation_arrived`, which also raises the
-        error if a rank was lost here. `step` is the number of the step, by default that of `scalars`."""
+        Returns as soon as the snapshot is taken. `has_generation_arrived` advances the transfers, and also raises the
+        error if a rank was lost during this call. `step` is the number of the step, by default the one in `scalars`."""
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
@@ -230,7 +230,7 @@ class StateCopies:
         """Advance pending transfers without waiting, and return whether all copies that this rank sends and receives
         have arrived.
 
-        True if none are pending. Raises RankLost if a rank that takes part has died."""
+        Returns True if none are pending. Raises RankLost if a rank that takes part in them has died."""
         if self._lost is not None:
             raise self._lost
         if not self._transfers:
@@ -242,14 +242,14 @@ class StateCopies:
         return not self._transfers
 
     def wait_for_generation(self) -> None:
-        """Wait until all copies that this rank sends and receives have arrived. The watchdog sees this wait like any
-        other."""
+        """Wait until all copies that this rank sends and receives have arrived. The watchdog monitors this wait like
+        any other."""
         timeout = getattr(self._comm, "timeout", math.inf)
         if not spin_until(self.has_generation_arrived, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
-        """Make the copies under way the newest complete generation.
+        """Make the generation that was being copied the newest complete one.
 
         Call this only after all ranks have agreed that their copies have arrived."""
         if not self.needed:
@@ -264,7 +264,7 @@ class StateCopies:
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon_generation(self) -> None:
-        """Drop copies that are under way, after a failure and `revoke`. Complete generations stay."""
+        """Drop the generation that is being copied, after a failure and `revoke`. Complete generations are kept."""
         over = drain_or_keep_transfers(self._transfers)
         self._transfers.clear()
         self._lost = None
@@ -275,14 +275,15 @@ class StateCopies:
     def drop_old_generations(self) -> None:
         """Free all generations but the newest complete one.
 
-        Older ones are on the same ranks, so a death that breaks the newest one breaks them as well."""
+        Older generations are stored on the same ranks, so a death that makes the newest one incomplete does the same
+        to them."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.free_ledger_rows()
         del self._complete[1:]
         self._spare.clear()
 
     def close(self) -> None:
-        """Drop copies that are under way, and close the communicator. Collective."""
+        """Drop the generation that is being copied, and close the communicator. Collective."""
         self.abandon_generation()
         self._comm.close()
 
@@ -290,8 +291,8 @@ class StateCopies:
         return iterate_current_parts(self._state) if self._trains else ()
 
     def _take_or_make_buffers(self) -> GenerationBuffers:
-        """Return buffers for the next snapshot. The older of two complete snapshots, or else spare buffers, are
-        reused."""
+        """Return buffers for the next snapshot: those of the older of two complete snapshots, else spare buffers, else
+        new ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:
@@ -305,17 +306,17 @@ def _split_into_messages(buffer: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _count_aligned_bytes(part: ShardDescriptor) -> int:
-    """Return the bytes of a part of a tensor, rounded up to cache lines."""
+    """Return the size in bytes of a part of a tensor, rounded up to cache lines."""
     return -(-part.size * parse_dtype(part.dtype).itemsize // ALIGN) * ALIGN
 
 
 def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
-    """Return the bytes of a snapshot that consists of `parts`."""
+    """Return the size in bytes of a snapshot that consists of `parts`."""
     return sum(_count_aligned_bytes(part) for part in parts)
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts of a snapshot as consecutive views of the bytes in `buffer`."""
+    """Return the parts of a snapshot, which lie one after another in `buffer`, as views of it."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

@@ -1,4 +1,5 @@
-"""Resharding: plan which elements of tensors each rank sends and receives when the ranks change, and transfer them."""
+"""Resharding: plan which elements of which tensors each rank sends and receives when the ranks change, and transfer
+them."""
 
 from __future__ import annotations
 
@@ -37,9 +38,9 @@ MAX_REPORTED_GAPS = 4
 class ShardDescriptor(NamedTuple):
     """Metadata of a `LocalShard`, without its array: which elements of a tensor a rank holds.
 
-    The shard has `size` elements, beginning at `start`, of a flat array. This array is the full tensor `name` of shape
-    `shape` if `cut` is None. Otherwise it is the part that rank `rank` of a tensor axis of `width` ranks holds
-    according to `cut`."""
+    The shard is the `size` elements from `start` on of a flat array. If `cut` is None, this array is the full tensor
+    `name`, of shape `shape`. Otherwise it is the part of the tensor that `cut` assigns to rank `rank` of a tensor axis
+    of `width` ranks."""
 
     name: str
     start: int
@@ -52,8 +53,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def flat_array_key(self) -> tuple[int, int, ShardSpec | None]:
-        """Identifies the flat array in which `start` counts. Two shards of a tensor with equal keys can be compared by
-        `start` and `stop`."""
+        """Key of the flat array whose elements `start` counts. Two shards of a tensor with equal keys can be compared
+        by `start` and `stop`."""
         return self.rank, self.width, self.cut
 
     @property
@@ -62,13 +63,13 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Range [start, stop) of the full tensor, in C order, that contains all elements of this shard."""
+        """A range [start, stop) of the full tensor, in C order, that contains all elements of this shard."""
         return (self.start, self.stop) if self.cut is None else (0, math.prod(self.shape))
 
 
 class ElementRuns(NamedTuple):
-    """Where the elements of a shard are: elements [start[i], stop[i]) of the full tensor are stored from offset at[i]
-    of the local flat array, in order."""
+    """The elements of a shard as contiguous runs: elements [start[i], stop[i]) of the full tensor are stored in order
+    from offset at[i] of the local flat array."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -83,7 +84,7 @@ def describe_shard(part: LocalShard) -> ShardDescriptor:
 
 
 def find_element_runs(part: ShardDescriptor) -> ElementRuns:
-    """Return the contiguous runs of the full tensor of which a shard consists.
+    """Return the contiguous runs of the full tensor that make up a shard.
 
     They cover the same elements as `ShardSpec.iterate_intervals`, but are computed with array operations; a shard
     along dim 1 has one run per row."""
@@ -104,10 +105,10 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 
 
 def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the local shards of the train state that are up to date on this rank.
+    """Yield those local shards of the train state that are up to date on this rank.
 
-    Running statistics are up to date only on their home pipeline rank. `before` gives arrays to use instead of those
-    that an unfinished step has changed (see `iterate_rows_changed_before_commit`)."""
+    Running statistics are up to date only on their home pipeline rank. `before` gives arrays to use instead of the
+    ones that an unfinished step has changed (see `iterate_rows_changed_before_commit`)."""
     home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
     for part in iterate_local_shards(state):
         if part.name not in home:
@@ -129,8 +130,8 @@ def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[Ledg
 def describe_missing_elements(
     have: Iterable[Iterable[ShardDescriptor]], want: Mapping[str, ParameterSpec]
 ) -> list[str]:
-    """Return a text for each tensor of `want` that the ranks do not hold completely, such as "0.weight: elements
-    12..24 of 48".
+    """Return a line of text for each tensor of `want` that the ranks do not hold completely, such as "0.weight:
+    elements 12..24 of 48".
 
     `have` lists the shards of each rank. Communicates nothing: equal arguments give equal results on all ranks."""
     parts, texts = _group_by_name(part for some in have for part in some), []
@@ -147,8 +148,8 @@ def describe_missing_elements(
 
 
 def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps:
-    """Return the gaps, as arrays of starts and stops, in which a tensor of `size` elements is covered by none of
-    `parts`."""
+    """Return the ranges of a tensor of `size` elements that none of `parts` covers, as an array of starts and an array
+    of stops."""
     found = [find_element_runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
@@ -176,14 +177,14 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Elements of shard number `part` of a rank, as runs: run i has size[i] elements from offset at[i]."""
+    """Some elements of the rank's shard number `part`, as runs: run i has size[i] elements from offset at[i]."""
 
     part: int
     at: np.ndarray
     size: np.ndarray
 
     def read_from(self, array: Any) -> Any:
-        """Return these elements of the flat `array`: a view if they are one run, else a copy."""
+        """Return these elements of the flat `array`: a view if they form a single run, else a copy."""
         if self.at.size == 1:
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
         return (
@@ -208,7 +209,7 @@ class ElementRows(NamedTuple):
     def _has_short_runs(self, array: Any) -> bool:
         """Return whether to copy all runs at once with an index array, rather than one by one.
 
-        This is better for short runs, and on a GPU, where each copy has a fixed cost."""
+        One copy is faster if runs are short, and on a GPU, where each copy has a fixed cost."""
         return self.at.size > 1 and (
             not isinstance(array, np.ndarray) or self.size.sum() < SHORT_RUN_ELEMENTS * self.size.size
         )
@@ -223,8 +224,8 @@ SHORT_RUN_ELEMENTS = 32
 
 
 class ElementMove(NamedTuple):
-    """Elements to transfer from shard number `have` of rank `source` to shard number `want` of the receiver, which may
-    be the same rank.
+    """Elements to transfer from rank `source` to the receiver, which may be the same rank. They go from the source's
+    shard number `have` to the receiver's shard number `want`.
 
     Run i has size[i] elements, which are read from offset at[i] and written to offset to[i]."""
 
@@ -238,7 +239,7 @@ class ElementMove(NamedTuple):
 
 
 class ShardSupply(NamedTuple):
-    """A shard that can be sent: shard number `number` of those that rank `rank` holds."""
+    """A shard that can be sent: number `number` among the shards of rank `rank`."""
 
     rank: int
     number: int
@@ -254,7 +255,8 @@ class ReshardMessage(NamedTuple):
         the two ranks, sender)
     sends : whether this rank sends the message
     peer : the other rank
-    rows : elements of the shards that this rank holds if it sends, else of the shards that it wants
+    rows : elements in the message. They index the shards that this rank holds if it sends, else the shards that
+        it wants
     """
 
     number: tuple[int, int, int]
@@ -268,8 +270,8 @@ class ReshardPlan:
     """What `rank` sends, receives and copies in a reshard. Ranks that make plans from the same lists get plans that
     match.
 
-    `have` and `want` list the shards of every rank before and after. `block` is the maximum number of bytes of one
-    message. The plan's memory is proportional to the number of runs."""
+    `have` and `want` list the shards of every rank before and after the reshard. `block` is the maximum number of
+    bytes of one message. The plan's memory is proportional to the number of runs."""
 
     rank: int
     have: Sequence[Sequence[ShardDescriptor]]
@@ -300,8 +302,8 @@ class ReshardPlan:
 
     @cached_property
     def ordered_messages(self) -> list[ReshardMessage]:
-        """The messages of this rank, in an order that is the same on all ranks: in round k, it sends to rank + k and
-        receives from rank - k."""
+        """The messages of this rank, in an order that is the same on all ranks: in round k, each rank sends to rank +
+        k and receives from rank - k."""
         sent, size = defaultdict[int, list[ElementMove]](list), len(self.have)
         for dest, move in self._outgoing_moves:
             sent[dest].append(move)
@@ -326,7 +328,7 @@ class ReshardPlan:
 
     @cached_property
     def _supplies(self) -> dict[str, dict[int, list[ShardSupply]]]:
-        """The shards that can be sent, by tensor name and then by rank."""
+        """The shards that can be sent, as tensor name -> rank -> list of shards."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
             for index, part in enumerate(parts):
@@ -336,8 +338,8 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """For each tensor name, a number that selects which of the ranks that hold the tensor sends first, to spread
-        the load."""
+        """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
+        differ between tensors, to spread the load."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
 
     @cached_property
@@ -354,7 +356,7 @@ class ReshardPlan:
                         yield from ((dest, move) for move in self._find_moves(dest, i) if move.source == self.rank)
 
     def _find_moves(self, dest: int, index: int) -> list[ElementMove]:
-        """Return the moves that fill shard number `index` of those that rank `dest` wants."""
+        """Return the moves that fill the shard that is number `index` among those that rank `dest` wants."""
         part = self.want[dest][index]
         if part.size == 0:
             return []
@@ -379,9 +381,9 @@ class ReshardPlan:
     def _pack_rows_into_messages(self, moves: Iterable[ElementMove], sends: bool) -> list[list[ElementRows]]:
         """Divide moves into messages of `block` bytes, and return the rows of each.
 
-        All elements are laid out in sequence, each move from a multiple of ALIGN_BYTES on, and divided every `block`
-        bytes. So sender and receiver divide them the same way, and most of a long run is sent in messages of its own.
-        """
+        All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
+        `block` bytes. So sender and receiver divide it the same way, and most of a long run is sent in messages of its
+        own."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
@@ -411,9 +413,9 @@ def choose_sources_of_shard(
 ) -> list[ElementMove]:
     """Choose which rank supplies which elements of the shard `want`, and return the moves, in order for each source.
 
-    `want` is shard number `index` of those that `receiver` wants. The receiver copies elements that it holds itself.
-    Its other elements come from their holders, which take turns every `chunk` elements; `holder_offset` and the
-    receiver's rank determine which holder is first, so that the load is spread."""
+    `want` is number `index` among the shards that `receiver` wants. The receiver copies elements that it holds itself.
+    For all other elements, the ranks that hold them take turns every `chunk` elements; `holder_offset` and the
+    receiver's rank determine which rank is first, so that the load is spread."""
     wanted, held = find_element_runs(want), [find_element_runs(supply.part) for supply in supplies]
     edges = _find_split_positions(wanted, held, chunk)
     to = _find_local_positions(wanted, edges[:-1])
@@ -435,7 +437,7 @@ def choose_sources_of_shard(
     for i, place in others:
         take_masked(i, (place >= 0) & (seen == number))
         seen += place >= 0
-    # moves are in order of the receiver's array, so neighbors can be merged
+    # moves are in the order of the receiver's array, so adjacent moves can be merged
     follows = (chosen[1:] == chosen[:-1]) & (at[1:] == (at + size)[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~follows]))
     chosen, at, to, size = chosen[first], at[first], to[first], np.add.reduceat(size, first)
@@ -448,8 +450,8 @@ def choose_sources_of_shard(
 
 
 def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chunk: int) -> np.ndarray:
-    """Return positions that divide the wanted elements into intervals with a single sender: within each, a rank holds
-    all elements or none."""
+    """Return positions that divide the wanted elements into intervals, each of which a single rank can send: a rank
+    holds either all elements of an interval or none."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // chunk) * chunk, last, chunk, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in held for edge in some[:2]), lines])
@@ -457,7 +459,7 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """Return, for each of `elements` of the full tensor, its offset in the local array, or -1 if it is not there."""
+    """Return, for each of `elements` of the full tensor, its offset in the local array, or -1 if the array lacks it."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)
@@ -473,13 +475,13 @@ process."""
 def reshard_arrays(
     comm: Communicator, have: Sequence[LocalShard], want: Sequence[LocalShard], block: int = BLOCK_BYTES
 ) -> None:
-    """Fill the arrays of `want` on every rank with elements that any rank has in `have`, bit for bit. Collective.
+    """Fill the arrays of `want` on every rank with the elements that ranks hold in `have`, bit for bit. Collective.
 
-    Every rank may hold and want any elements, or none. If several ranks hold an element, its bits must be equal on
-    all. A rank copies the elements that it holds itself; its other elements come from their holders, which take turns.
-    Arrays of `want` may share memory with those of `have` only for the same elements. Check first, with
-    `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if a rank dies; `comm` is
-    revoked then, and some of `want` may be filled.
+    Every rank may hold and want any elements, or none. If several ranks hold an element, its bits must be the same on
+    all of them. A rank copies the elements that it holds itself; ranks that hold the other elements take turns to send
+    them. Arrays of `want` may share memory with arrays of `have` only where both stand for the same elements. Check
+    first, with `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if a rank dies;
+    `comm` is then revoked, and some arrays of `want` may already be filled.
 
     A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. It needs
     additional memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block."""
@@ -492,10 +494,10 @@ def reshard_arrays(
 
 
 def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
-    """Wait a limited time for broken transfers to end, because MPI may write to their buffers until then.
+    """Wait a limited time for broken transfers to end, because MPI may write to their buffers until they do.
 
-    References to those that do not end are kept, so that their buffers are not freed. Returns whether all have ended.
-    """
+    References to transfers that do not end are kept, so that their buffers are not freed. Returns whether all have
+    ended."""
     left = drain_transfers(handles)
     _undrained_transfers.extend(left)
     return not left
@@ -503,7 +505,7 @@ def drain_or_keep_transfers(handles: Iterable[Handle]) -> bool:
 
 @dataclass(frozen=True)
 class ReshardTransfer:
-    """A message of a reshard that is under way. `on_complete` is called when it is complete."""
+    """A message of a reshard that is being transferred. `on_complete` is called when it is complete."""
 
     handle: Handle
     on_complete: Callable[[], None]
@@ -515,8 +517,8 @@ def _exchange_messages(
 ) -> None:  # fmt: skip
     """Send and receive all messages of a plan, several at a time.
 
-    At any time, the unfinished message with the lowest number is under way on both sides, because all messages that
-    either side posted before it are complete. So waiting for the oldest message cannot deadlock, even if a send waits
+    At any time, both ranks of the unfinished message with the lowest number have posted it, because all messages that
+    either rank posted before it are complete. So waiting for the oldest message cannot deadlock, even if a send waits
     for its receive."""
     transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
@@ -546,7 +548,7 @@ def _start_message(
     comm: Communicator, message: ReshardMessage, arrays: list[Any], names: list[str], spare: list[np.ndarray],
     block: int,
 ) -> ReshardTransfer:  # fmt: skip
-    """Start to send or receive a message, in place if it is one run of host memory, otherwise through a buffer."""
+    """Start to send or receive a message, in place if it is a single run in host memory, otherwise through a buffer."""
     first, *others = message.rows
     what, call = f"{names[first.part]}, re-cut", comm.send if message.sends else comm.recv
     if not others and first.at.size == 1 and isinstance(arrays[first.part], np.ndarray):
@@ -572,7 +574,8 @@ def _start_message(
 
 
 def _view_as_unsigned(array: Any) -> Any:
-    """Return a view as unsigned integers of the same width, so that no library treats the bits as floats."""
+    """Return a view of the array as unsigned integers of the same width, so that no library treats the bits as floats.
+    """
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 

@@ -1,4 +1,4 @@
-"""The Gloo communicator: collectives and messages on NumPy arrays by torch.distributed, without MPI."""
+"""The Gloo communicator: collectives and messages on NumPy arrays through torch.distributed, without MPI."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class GlooCommunicator(MessageBackend):
     """Communicator of the ranks of a `Rendezvous`, connected by Gloo. A wait longer than `timeout` seconds raises
     CommTimeout.
 
-    Gloo's threads transfer the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are built
-    from messages, in rank order. GPU arrays go through the host."""
+    Gloo's threads transfer the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are
+    computed from single messages, in rank order. GPU arrays are copied through the host."""
 
     library = "gloo"
 
@@ -146,8 +146,8 @@ class GlooCommunicator(MessageBackend):
         return begin(self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Start the sends and receives that make up a collective. Empty arrays need no message, because both sides
-        know the size."""
+        """Start the sends and receives that make up a collective. Empty arrays need no message, because both ranks
+        know that they are empty."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
             return start_messages_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
@@ -157,8 +157,8 @@ class GlooCommunicator(MessageBackend):
         return GlooWorks(self, call, [WaitedMessages(works)], (receives, sends)) if works else COMPLETED
 
     def start_single_message(self, call: Call) -> Handle:
-        """Start a single send or receive. A message of a rank to itself is copied here, because Gloo does not connect
-        a rank to itself."""
+        """Start a single send or receive. A message from a rank to itself is copied here, because Gloo does not
+        connect a rank to itself."""
         if call.root == self.rank:
             call = call.with_arrays(call.arrays)
             call.root = 0
@@ -198,7 +198,8 @@ class GlooCommunicator(MessageBackend):
         return self._gloo.broadcast([data], options)
 
     def _start_barrier(self, call: Call) -> Handle:
-        """Start an all-reduce as a barrier, because Gloo's barrier also waits for all transfers started before it."""
+        """Start a barrier as an all-reduce, because Gloo's own barrier also waits for all transfers started before it.
+        """
         return self._start_all_reduce(call.with_arrays((np.zeros(1, np.uint8),)))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -219,8 +220,8 @@ class GlooCommunicator(MessageBackend):
     def abort(self, code: int = 1) -> None:
         """End this process at once. Other ranks learn of it from the store and from their broken connections.
 
-        The rank that served the store may have ended, or the store may not answer, so this process waits at most
-        _SECONDS_TO_RECORD_END for the store before it ends."""
+        The process waits at most _SECONDS_TO_RECORD_END to record its end in the store, because the store may not
+        answer, for example if the rank that served it has ended."""
 
         def report_end() -> None:
             with suppress(Exception):
@@ -243,10 +244,10 @@ def _make_gloo_device(rendezvous: Rendezvous) -> Any:
 
 
 class SealedStore(dist.Store):
-    """Store through which Gloo's ranks exchange their addresses, each with a message authentication code.
+    """Store through which Gloo's ranks exchange their addresses, each address with a message authentication code.
 
-    Without the code, a stranger with access to the store could write its own address and relay the traffic between two
-    ranks."""
+    Without the code, a stranger with access to the store could write an address of its own and relay the traffic
+    between two ranks."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -299,8 +300,8 @@ class GlooWorks:
 
 
 class WaitedMessages:
-    """Messages that a background thread waits for one by one, because Gloo reports their completion only to such a
-    wait."""
+    """Messages for which a background thread waits, one by one, because Gloo reports that a message is complete only
+    to a thread that waits for it."""
 
     __slots__ = ("_done", "_error", "_works")
 
@@ -325,19 +326,19 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the waiting thread return by letting its wait time out.
+        """Make the background thread return by letting a wait for the same messages time out.
 
-        A timeout in Gloo fails everything under way in the same group."""
+        When a wait times out, Gloo fails everything under way in the same group."""
         for work in self._works:
             with suppress(RuntimeError):  # a wait that times out raises RuntimeError
                 work.wait(timedelta(milliseconds=1))
 
 
 class _WaitingThreads:
-    """Background threads that wait for messages, one thread for each message at a time.
+    """Background threads that wait for messages. Each thread waits for one `WaitedMessages` at a time.
 
-    They do not delay the end of a process. None of them is still waiting when the process ends, because a thread that
-    then returned to Python would crash it."""
+    They do not delay the end of the process. Their waits are ended before it, because a thread that returned to Python
+    during the shutdown would crash the process."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()
@@ -345,7 +346,7 @@ class _WaitingThreads:
         self._waiting: set[WaitedMessages] = set()
         atexit.register(self.abandon_all_messages)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child has none of the parent's threads
+            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child lacks the waiting threads
 
     def wait_in_background(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)
@@ -361,8 +362,8 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all_messages(self) -> None:
-        """Abandon all incomplete messages at the end of the process. Their peers never called, or will notice that
-        this rank has ended."""
+        """Abandon all incomplete messages at the end of the process. The other ranks of these messages never made the
+        matching call, or will notice that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH
@@ -389,13 +390,13 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
 
 
 def _view_bool_as_uint8(array: Array) -> Array:
-    """Return a bool array as uint8, because torch has no MAX and MIN of bools, and any other array unchanged."""
+    """Return a bool array as uint8, because torch has no MAX and MIN of bools. Return any other array unchanged."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the bytes of an array, which shares its memory. A read-only array, which can only be sent, is
-    copied."""
+    """Return a tensor of the bytes of an array. It shares the array's memory, unless the array is read-only and can
+    only be sent, in which case it is a copy."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 

@@ -1,5 +1,4 @@
-"""The rendezvous of ranks without MPI: a store of torch.distributed in which each rank records its arrival and its
-end."""
+"""The rendezvous of ranks without MPI: a torch.distributed store in which each rank records its arrival and its end."""
 
 from __future__ import annotations
 
@@ -74,18 +73,18 @@ class RankArrival(NamedTuple):
 
 
 def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
-    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array, which only a process that knows the secret
-    can compute."""
+    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. Only a process that knows the secret can
+    compute it."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
 class Rendezvous:
-    """All ranks of a job, after each has arrived at a common store.
+    """All ranks of a job, once each of them has arrived at a common store.
 
     Attributes
     ----------
-    store : store of torch.distributed
-    worlds : number of communicators opened on it
+    store : the torch.distributed store
+    worlds : number of communicators opened on the store
     loopback : the loopback address if all ranks are on this host, else ""
     """
 
@@ -93,7 +92,7 @@ class Rendezvous:
         self, store: Any, rank: int, size: int, timeout: float, location: RendezvousStore, secret: bytes = b"",
         local_rank: int | None = None, since: float | None = None,
     ) -> None:  # fmt: skip
-        """Announce this rank, and wait at most `timeout` seconds for all others. Collective.
+        """Announce this rank, and wait at most `timeout` seconds until all other ranks have arrived. Collective.
 
         A process that does not know `secret` cannot join the job. `since` is the time when the wait began."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
@@ -111,15 +110,17 @@ class Rendezvous:
         opened_rendezvous[:] = [self]
 
     def compute_seal(self, key: str, value: bytes) -> bytes:
-        """Return the authentication code that precedes the value of `key` in the store; it needs the secret."""
+        """Return the authentication code that precedes the value of `key` in the store. Computing it requires the
+        secret."""
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
-        """Return how many seconds are left for ranks to arrive, at least 1."""
+        """Return how many seconds the other ranks have left to arrive, at least 1."""
         return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
-        """Record that this rank has arrived; raise LaunchError if another process has already arrived as this rank."""
+        """Record that this rank has arrived. Raises LaunchError if another process has already arrived with the same
+        rank."""
         key = f"came/{mine.rank}"
         with self._translating_store_errors():
             first = self.store.compare_set(key, "", mine.to_signed_text(self.secret))
@@ -188,16 +189,16 @@ class Rendezvous:
             ) from error
 
     def record_first_ended_rank(self, rank: int) -> int:
-        """Record in the store that a rank has ended or is about to end, and return the first rank that was so
-        recorded."""
+        """Record in the store that a rank has ended or is about to end, unless another rank is recorded already.
+        Return the rank that is recorded."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
     def translating_torch_errors(self, action: str) -> Iterator[None]:
-        """Context manager that turns errors of torch into RankLost, which names the ended rank, or into CommError if
-        no rank is known to have ended.
+        """Context manager that turns torch errors into RankLost, which names the rank that has ended, or into
+        CommError if no rank is known to have ended.
 
-        `action` says what failed, for the message."""
+        `action` is what failed, for the message."""
         try:
             yield
         except (CommError, ConfigError):
@@ -233,10 +234,11 @@ class Rendezvous:
 
 
 def join_rendezvous(settings: Environment) -> Rendezvous:
-    """Return the rendezvous of all ranks that the launcher has started, as the environment describes it. Collective.
+    """Return the rendezvous of all ranks that the launcher has started, found through environment variables.
+    Collective.
 
-    It is made once per process. Raises LaunchError if the environment does not describe it, or if ranks do not arrive.
-    """
+    It is made once per process. Raises LaunchError if the environment does not describe a rendezvous, or if some rank
+    does not arrive."""
     if opened_rendezvous:
         return opened_rendezvous[0]
     dist = _import_torch_distributed()
@@ -263,7 +265,7 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _format_warning_without_secret(location: RendezvousStore) -> str:
-    """Return a warning that the job has no secret: what strangers could do, and how to set one."""
+    """Return a warning that the job has no secret: what a stranger could do, and how to set a secret."""
     who = "whoever reaches that address, other users of this host too,"
     who = "whoever can write that file" if location.file else who
     alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -274,7 +276,7 @@ def _format_warning_without_secret(location: RendezvousStore) -> str:
 
 
 def _find_loopback_address(location: RendezvousStore, hosts: set[str]) -> str:
-    """Return the loopback address if all ranks are on this host and connect through it, else ""."""
+    """Return the loopback address if all ranks are on this host and connect through loopback, else ""."""
     if len(hosts) > 1:
         return ""
     if location.file:
@@ -293,9 +295,9 @@ def _resolve_address(location: RendezvousStore) -> Any:
 
 
 def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> float:
-    """Wait until the store accepts connections, and return the seconds left of `timeout`.
+    """Wait until the store accepts connections, and return how many seconds of `timeout` are left.
 
-    The store's own wait would take up to twice its timeout."""
+    The store's own wait could take up to twice its timeout."""
     end = time.monotonic() + timeout
     while True:
         left = max(end - time.monotonic(), 1.0)
@@ -311,8 +313,8 @@ def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> floa
 def _open_listening_socket(location: RendezvousStore, any_address: bool) -> socket.socket:
     """Return the socket on which rank 0 serves the store.
 
-    It is bound to the address of MASTER_ADDR or, if `any_address` is true and MASTER_ADDR is no address of this host,
-    to all addresses."""
+    It is bound to the address of MASTER_ADDR or, if `any_address` is true and MASTER_ADDR is not an address of this
+    host, to all addresses."""
     family, _, _, _, address = _resolve_address(location)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -340,7 +342,7 @@ def _import_torch_distributed() -> Any:
 
 
 def _open_store(dist: Any, location: RendezvousStore, rank: int, size: int, timeout: float, has_secret: bool) -> Any:
-    """Open the job's store, a file or a server. Rank 0 serves it unless torchrun does.
+    """Open the job's store, which is a file or a server. If it is a server, rank 0 runs it unless torchrun does.
 
     `has_secret` says whether ranks share a secret."""
     try:

@@ -1,1 +1,1 @@
-"""Offload to disk of optimizer state, parameters, gradients and activations."""
+"""Offload of optimizer state, parameters, gradients and activations to disk."""

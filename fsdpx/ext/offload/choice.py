@@ -34,15 +34,14 @@ class OffloadConfig(StorageLevelChoice):
     Parameters
     ----------
     folder : path of an existing folder on a fast local disk, which no other job or trainer uses at the same time
-    what : one or several of "optimizer" (its state, including averages; default), "parameters" (the master shard),
-        "activations" (saved by forward for backward) and "gradients" (until the update)
-    direct : whether to bypass the system's page cache (O_DIRECT). The default, None, bypasses the cache if the file
-        system supports this
+    what : one or several of "optimizer" (optimizer state, including averages; the default), "parameters" (the master
+        shard), "activations" (from forward until backward) and "gradients" (until the update)
+    direct : whether to bypass the system's page cache (O_DIRECT). None (default) bypasses it if the file system
+        supports this
 
     Raises
     ------
-    ConfigError : a value is invalid
-    """
+    ConfigError : a value is invalid"""
 
     folder: str | os.PathLike[str]
     what: str | Sequence[str] = "optimizer"

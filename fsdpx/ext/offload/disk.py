@@ -1,4 +1,4 @@
-"""Storage of a rank's offloaded state in a file, with asynchronous reads and writes, and measurement of the disk's
+"""Storage of a rank's offloaded state in a file, with asynchronous reads and writes, and measurement of disk
 bandwidth."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MEASURED_BYTES = 64 << 20
 
 
 class DiskRates(NamedTuple):
-    """Bandwidth of a disk for reads and for writes, in bytes per second."""
+    """Read and write bandwidth of a disk, in bytes per second."""
 
     read: float
     written: float
@@ -59,7 +59,8 @@ class DiskRates(NamedTuple):
 def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
     """Return the bandwidth of the disk that holds a folder, from a cache of earlier measurements if possible.
 
-    Returns None if it is unknown because the folder is missing or full, or because measuring is off (FSDPX_TUNE=0)."""
+    Returns None if the bandwidth is unknown because the folder is missing or its disk full, or because measuring is
+    turned off (FSDPX_TUNE=0)."""
     if not folder.is_dir():
         return None
     settings = environment.read_environment()
@@ -111,7 +112,8 @@ LOCK_NAME = "fsdpx.lock"
 
 
 class DiskTransfer:
-    """Handle for a pending read or write, which is done in several pieces. It is used like the handle of a message."""
+    """Handle for a pending read or write, which may consist of several I/O operations. It is used like the handle of a
+    message."""
 
     __slots__ = ("left",)
 
@@ -147,7 +149,8 @@ class Stopwatch:
 
 
 class DiskFile:
-    """An unnamed file of `nbytes` bytes, allocated at once, so that a full disk is an error at the start.
+    """An unnamed file of `nbytes` bytes. All of its space is allocated at once, so that a full disk is noticed at the
+    start.
 
     `direct` says whether to bypass the page cache; None bypasses it if the file system supports this. `watch` measures
     the time during which reads or writes are in progress."""
@@ -160,17 +163,17 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        # never runs too early, because pending transfers keep this object alive
+        # never closes the file too early, because pending transfers keep this object alive
         self._end = weakref.finalize(self, os.close, self._fd)
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(IO_THREADS)  # all threads start now, because memory may be short later
+        all_run = threading.Barrier(IO_THREADS)  # start all threads now, because later there may be too little memory
         for waits in [self._threads.submit(all_run.wait) for _ in range(IO_THREADS)]:
             waits.result()
 
     def start_read(self, offset: int, data: Any) -> DiskTransfer:
-        """Start to read bytes of the file, from `offset` on, into all of the memory `data`."""
+        """Start to fill the memory `data` with bytes of the file, from byte `offset` on."""
         return self._start_transfer(self._read_piece, offset, data)
 
     def start_write(self, offset: int, data: Any) -> DiskTransfer:
@@ -185,7 +188,7 @@ class DiskFile:
         self._transfer_all(lambda view, offset: os.preadv(self._fd, [view], offset), offset, data, "read")
 
     def extend_file(self, nbytes: int) -> int:
-        """Extend the file by `nbytes` bytes, and return the offset of the new part in bytes."""
+        """Extend the file by `nbytes` bytes, and return the offset in bytes of the new part."""
         self.nbytes += _reserve_space(self._fd, self.folder, self.nbytes, nbytes)
         return self.nbytes - nbytes
 
@@ -218,21 +221,21 @@ class DiskFile:
         return self._own.memory[: -(-len(data) // ALIGN_BYTES) * ALIGN_BYTES]
 
     def map_array(self, offset: int, elements: int, dtype: Any) -> np.ndarray:
-        """Memory-map a part of the file as an array. It stays mapped while it is referenced, and later reads see
-        changes to it."""
+        """Memory-map a part of the file as an array. It stays mapped as long as it is referenced, and later reads of
+        the file see changes to the array."""
         if elements == 0:
             return np.empty(0, dtype)
         return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=offset), dtype)
 
     def close(self) -> None:
-        """Wait for all transfers, and close the file, which also deletes it because it has no name."""
+        """Wait for all transfers, and close the file. As it has no name, this also deletes it."""
         self._threads.shutdown()
         self._end()
 
 
 def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
-    """Allocate `nbytes` bytes of a file on disk, from byte `offset` on, and return `nbytes`; raise OffloadError if the
-    disk is full."""
+    """Allocate `nbytes` bytes of a file on disk, from byte `offset` on, and return `nbytes`. Raises OffloadError if
+    the disk is full."""
     try:
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
@@ -262,7 +265,7 @@ def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
 
 
 def lock_folder(folder: Path, owner: str) -> int:
-    """Lock a folder for the ranks of one owner (job and trainer), and return the descriptor that holds the lock.
+    """Lock a folder for the ranks of one owner (a trainer of a job), and return the descriptor that holds the lock.
 
     The lock ends when the descriptor is closed or the process ends. Raises OffloadError if the folder does not exist,
     or if another owner holds the lock."""
@@ -310,26 +313,28 @@ class ArrayAddress(NamedTuple):
 
 @dataclass
 class SpilledValue:
-    """A saved activation whose large arrays were taken out, to be written to disk.
+    """A saved activation from which large arrays were removed, to be written to disk.
 
-    `roots` are the memory blocks of these arrays until they are written, and `sizes` the bytes of each block."""
+    `roots` are the memory blocks that hold these arrays, until they have been written. `sizes` is the size of each
+    block in bytes."""
 
     tree: Any = None
     roots: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
 
     def restore_value(self, memory: list[Any]) -> Any:
-        """Return the activation with its large arrays in the memory blocks `memory`, read back from disk."""
+        """Return the activation, with its large arrays in the memory blocks `memory`, which were read back from disk.
+        """
         return _map_leaves(
             self.tree, lambda leaf: _make_array(memory[leaf.root], leaf) if isinstance(leaf, ArrayAddress) else leaf
         )
 
 
 def extract_large_arrays(value: Any, keep_in_memory: Callable[[Any], bool]) -> SpilledValue:
-    """Take large arrays out of nested tuples, lists and dicts, so that they can be written to disk.
+    """Remove large arrays from nested tuples, lists and dicts, so that they can be written to disk.
 
-    A memory block stays in the value if `keep_in_memory(block)` is true, if it is small, or if the array uses less
-    than half of it."""
+    An array stays in the value if `keep_in_memory(block)` is true of its memory block, if the block is small, or if
+    the array uses less than half of it."""
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
@@ -378,9 +383,9 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 class DiskStorage(StateStorage):
     """The offloaded state of a rank in one file.
 
-    A record is the arrays that are read and written together, such as the optimizer state of one page (flat parameter
-    buffer). They are contiguous in the file, so that a single read fetches them. `file` is None in a dry run, which
-    transfers nothing."""
+    A record is a set of arrays that are read and written together, such as the optimizer state of one page (flat
+    parameter buffer). They are contiguous in the file, so that a single read fetches them. `file` is None in a dry
+    run, which transfers nothing."""
 
     def __init__(self, rows: Sequence[LedgerRow], elsewhere: StoredSlots, xp: Any) -> None:
         self.xp = xp
@@ -392,8 +397,8 @@ class DiskStorage(StateStorage):
             if row.level == "slow":
                 self._records.setdefault(Slot(LEDGER_KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[LedgerKey, int] = {}
-        self.spilled: dict[Slot, int] = {}  # for each activation, its bytes on disk in the last run
-        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # for each block, its offset and reserved bytes
+        self.spilled: dict[Slot, int] = {}  # activation -> bytes that it took on disk in the last run
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # (activation, block) -> offset, reserved bytes
         self._there: dict[Slot, Any] = {}
         self.nbytes = 0
         mapped = [row for row in rows if row.level == "map" and row.inside is None]
@@ -424,11 +429,12 @@ class DiskStorage(StateStorage):
             self.file.watch.seconds = 0.0
 
     def get_record_nbytes(self, record: Slot) -> int:
-        """Return the bytes that a record takes on disk, padding included."""
+        """Return the size in bytes of a record on disk, padding included."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes that one read or write of each record transfers, by (record number, microbatch)."""
+        """Return (record number, microbatch) -> bytes that one read or write of the record transfers, under the key
+        "record"."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()
@@ -437,16 +443,16 @@ class DiskStorage(StateStorage):
         return {"record": pages | spilled}
 
     def get_buffer_nbytes(self, record: Slot) -> int | None:
-        """Return the bytes of memory into which a record is fetched, with room to align it to `ALIGN_BYTES`. Return
-        None if `record` is not stored on disk."""
+        """Return the size in bytes of the memory into which a record is fetched, with room to align it to
+        `ALIGN_BYTES`, or None if `record` is not stored on disk."""
         if record not in self._stands:
             return None
         size = self.get_record_nbytes(record)
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
-        """Start to read a record into `buffer`, and return the handle and the record's array, or a dict of its arrays
-        by name.
+        """Start to read a record into `buffer`. Return the handle, and the record's array or a dict of its named
+        arrays.
 
         `buffer` must have `get_buffer_nbytes` bytes."""
         rows, offset, arrays = self._records[record], 0, {}
@@ -458,12 +464,13 @@ class DiskStorage(StateStorage):
         return handle, arrays.get("", arrays)
 
     def start_store(self, record: Slot) -> Handle:
-        """Start to write a record from the memory into which it was fetched, and return the handle."""
+        """Start to write a record from the memory into which it was fetched, and return the handle of the write."""
         offset, data = self._places[self._records[record][0].key], self._there[record]
         return COMPLETED if self.file is None else self.file.start_write(offset, data)
 
     def start_spill(self, slot: Slot, spilled: SpilledValue) -> Handle:
-        """Start to write the large arrays of an activation, drop them from `spilled`, and return the handle."""
+        """Start to write the large arrays of an activation to disk, drop them from `spilled`, and return the handle of
+        the write."""
         roots, spilled.roots = spilled.roots, []
         offsets = [self._find_or_reserve_offset(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
         self.spilled[slot] = sum(spilled.sizes)
@@ -475,7 +482,7 @@ class DiskStorage(StateStorage):
         )
 
     def start_restore(self, slot: Slot, spilled: SpilledValue) -> tuple[Handle, list[Any]]:
-        """Start to read the large arrays of an activation into new memory, and return the handle and the memory
+        """Start to read the large arrays of an activation into new memory. Return the handle and the new memory
         blocks."""
         if self.file is None:
             return COMPLETED, [Storage(nbytes) for nbytes in spilled.sizes]
@@ -491,7 +498,7 @@ class DiskStorage(StateStorage):
     def _find_or_reserve_offset(self, slot: Slot, index: int, nbytes: int) -> int:
         """Return the offset in the file of memory block number `index` of an activation.
 
-        It is the same in each step, unless the block has grown."""
+        The block has the same offset in each step, unless it has grown."""
         offset, reserved = self._parts.get((slot, index), (0, 0))
         if nbytes > reserved:
             offset = self.nbytes if self.file is None else self.file.extend_file(_round_up_to_align(nbytes))
@@ -500,7 +507,7 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the memory-mapped array of a row of the ledger (the table of a rank's arrays). See
+        """Return the memory-mapped array that belongs to a row of the ledger (the table of a rank's arrays). See
         `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
@@ -519,7 +526,7 @@ def open_disk_storage(
 ) -> DiskStorage:
     """Open storage on disk for the offloaded state in `rows`. Collective.
 
-    Raises OffloadError on all ranks if it fails on one. `option` is the user's option as text, for messages."""
+    Raises OffloadError on all ranks if one of them fails. `option` is the user's option as text, for messages."""
     disk = DiskStorage(rows, placement.stage.stored_slots, placement.xp)
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):

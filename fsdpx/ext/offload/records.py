@@ -18,7 +18,7 @@ SPILLED = ("saved", "held")
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Pair each record with the slot that marks its value as stored on disk."""
+    """Return pairs of each record and the slot that says whether the record is stored on disk."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
@@ -37,8 +37,8 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
     """Insert the actions that read records from disk (FETCH), write them (STORE) and free their memory (EVICT).
 
     When an action runs, the records that it needs are in memory, and so are the next `ahead` records of the same kind.
-    At most `ahead` other records are being stored. Activations that no later action of the program needs are not
-    transferred."""
+    At most `ahead` other records are being written at the same time. Activations that no later action of the program
+    needs are not transferred."""
     stage = request.stage
     records = list_records(stage)
     for kind in dict.fromkeys(record.kind for record in records):
@@ -49,16 +49,16 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
 
 
 class _RecordCache:
-    """Simulates which records of one kind are in memory at each action, to decide where to fetch, store and evict.
+    """Simulates which records of one kind are in memory at each action, to decide where to fetch, store and evict
+    them.
 
     Attributes
     ----------
     numbers : numbers of the records
     there : for each slot in memory, whether its value differs from the one on disk
-    leaving : slots whose values are being written
-    stored : activations that were stored
-    last : for each slot, the index of the last action that needs it
-    """
+    leaving : slots whose values are being written to disk
+    stored : activations that are stored on disk
+    last : for each slot, the index of the last action that needs it"""
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
         self.kind, self.numbers, self.ahead = kind, numbers, ahead
@@ -69,7 +69,8 @@ class _RecordCache:
         self.result: Actions = []
 
     def insert_transfers(self, actions: Actions, slots: Sequence[ActionSlots]) -> Actions:
-        """Return the actions with transfers inserted, so that each action finds the records that it needs in memory."""
+        """Return the actions with transfers inserted, so that the records that each action needs are in memory when it
+        runs."""
         wanted = [self._select_record_slots((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _list_slots_needed_in_memory(
             actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
@@ -93,14 +94,15 @@ class _RecordCache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _evict_and_fetch_for_window(self, action_index: int, window: dict[Slot, None]) -> None:
-        """Evict the records outside the prefetch window, and fetch those inside that are not in memory."""
+        """Evict the records outside the prefetch window, and fetch those records in the window that are not in memory.
+        """
         gone = [slot for slot in self.there if slot not in window]
         self._store_or_evict([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= action_index])
         self._add_waits_for_writes(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # writes end in order, so this waits for earlier writes as well
+            if slot in self.leaving:  # writes end in order, so this also waits for all earlier writes
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)
@@ -126,10 +128,9 @@ class _RecordCache:
 def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return, for each action, the records that must be in memory while it runs.
-
-    These are the ones that it needs, and those that pending transfers still read."""
-    reading: dict[Slot, list[Slot]] = {}  # maps the result of each pending transfer to the slots that it reads
+    """Return, for each action, the records that must be in memory while it runs: the ones that the action needs, and
+    the ones that pending transfers are still reading."""
+    reading: dict[Slot, list[Slot]] = {}  # result of each pending transfer -> slots that the transfer reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
         found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))

@@ -19,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_reco
 __all__ = ["fetch_record", "store_record"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # "stored" holds a value while the record is on disk
+SLOTS["stored"] = SlotKind("stored", "control")  # has a value as long as the record is stored on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),
@@ -47,7 +47,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
-        made: list[Any] = []  # remembered, because repeated calls must return the same arrays
+        made: list[Any] = []  # kept, because repeated calls must return the same arrays
 
         def get_value() -> Any:
             if not made:
@@ -82,7 +82,7 @@ def _get_disk(run: ProgramRun) -> DiskStorage:
 
 
 def _allocate_record_buffer(run: ProgramRun, slot: Slot) -> Any:
-    """Return the memory into which a record is fetched; it is empty if this rank holds no part of the record."""
+    """Return memory into which a record can be fetched. It is empty if this rank holds no part of the record."""
     assert slot.at is not None
     nbytes = _get_disk(run).get_buffer_nbytes(slot)
     if not nbytes:  # this rank holds no part of the record
