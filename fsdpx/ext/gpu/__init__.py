@@ -1,1 +1,1 @@
-"""GPU support through CuPy, imported when first needed: devices, streams, kernels, matrix products and NCCL."""
+"""GPU support through CuPy, imported only when first needed: devices, streams, kernels, matrix products and NCCL."""

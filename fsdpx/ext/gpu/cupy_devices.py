@@ -34,8 +34,8 @@ def import_cupy() -> Any:
 
 
 def list_gpus() -> tuple[str, ...]:
-    """Return the PCI addresses of all GPUs visible to this process, which identify them on their host; raise
-    ConfigError if there are none."""
+    """Return the PCI addresses of all GPUs visible to this process. An address identifies a GPU on its host. Raises
+    ConfigError if there are no GPUs."""
     library = import_cupy()
     runtime = library.cuda.runtime
     try:
@@ -54,7 +54,7 @@ def list_gpus() -> tuple[str, ...]:
 
 
 def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """Return the number of the GPU, of `count`, that a local rank uses.
+    """Return the number of the GPU that a local rank uses, out of `count` GPUs.
 
     It is taken from `device_map` or, if that is None, assigned round-robin. Raises ConfigError if `device_map` names a
     GPU that does not exist."""
@@ -73,12 +73,12 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread allocate and compute on GPU `number`, counted among the visible GPUs."""
+    """Make this thread allocate and compute on GPU `number`, which counts only visible GPUs."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU on which this thread computes, counted among the visible GPUs."""
+    """Return the number of the GPU on which this thread computes, which counts only visible GPUs."""
     return int(import_cupy().cuda.Device().id)
 
 
@@ -93,13 +93,13 @@ def get_gpu_number(array: Any) -> int | None:
 
 
 def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this thread computes on the GPU that holds `array`, if any.
+    """Return a context in which this thread computes on the GPU that holds `array`, if a GPU holds it.
 
-    New threads need it, because they compute on GPU 0 otherwise."""
+    New threads need this, because otherwise they compute on GPU 0."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
 def _describe_visible_gpus() -> str:
-    """Return text that says to which GPUs the environment restricts this process, or "" if it does not."""
+    """Return text that says to which GPUs the environment restricts this process, or "" if there is no restriction."""
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

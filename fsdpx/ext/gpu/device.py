@@ -19,7 +19,7 @@ __all__ = ["CUDA"]
 
 
 class CudaDevice(Device):
-    """NVIDIA GPUs as the device of a rank, used through CuPy. Each thread computes on the GPU that it has selected."""
+    """NVIDIA GPUs as the device of a rank, through CuPy. Each thread computes on the GPU that it has selected."""
 
     name, sums_by_kernel = "cuda", True
 

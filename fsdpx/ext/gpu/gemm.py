@@ -1,6 +1,6 @@
 """Matrix products by cuBLAS into existing arrays. Products of 16-bit matrices are accumulated in float32.
 
-cuBLAS is column-major, so it reads a row-major matrix as its transpose. Therefore out = a b is computed as out^T = b^T
+cuBLAS is column-major, so it sees a row-major matrix as its transpose. Therefore out = a b is computed as out^T = b^T
 a^T: the operands are swapped, and column-major operands are marked as transposed."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DEFAULT_ALGORITHM = -1
 class GemmCall(NamedTuple):
     """The arguments of cuBLAS for out = a b, in cuBLAS's order.
 
-    `turned` says whether the call computes the transpose of out, b^T a^T. The operands are b and a, or a and b if
-    `turned`; `first` and `second` say whether each is transposed."""
+    `turned` says whether out is column-major. If it is, the operands are a and b, otherwise b and a. `first` and
+    `second` say whether the first and the second operand are transposed."""
 
     turned: bool
     first: bool
@@ -47,7 +47,7 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
     found = _find_gemm_layout(*out)
     if found is None:
         return None
-    if found[0]:  # if out is column-major, out^T = b^T a^T is row-major
+    if found[0]:  # out is column-major, so its transpose out^T = b^T a^T is row-major
         turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_gemm_layout(*b), _find_gemm_layout(*a)
@@ -58,7 +58,7 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Return whether a matrix is column-major, and its leading dimension, the stride between its columns or rows.
+    """Return whether a matrix is column-major, and its leading dimension (the stride between its columns or rows).
     Return None if it is neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
@@ -92,7 +92,7 @@ def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
 
 
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add it to out[i] if `accumulate`. Dtypes as in
+    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add it to out[i] if `accumulate`. Dtypes are as in
     `run_gemm_into`."""
     wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
     if wanted is None and _find_gemm_layout(*_get_matrix_layout(out)) is None:
@@ -116,7 +116,7 @@ def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 def _call_cublas(gemm_call: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if gemm_call.turned else (b, a)
     double = a.dtype == np.float64
-    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # in host memory
+    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # host pointers
     matrices = [
         [x.data.ptr, _get_cublas_type(x.dtype), ld]
         for x, ld in ((first, gemm_call.ld_first), (second, gemm_call.ld_second), (out, gemm_call.ld_out))

@@ -1,7 +1,7 @@
 """CUDA kernels for CuPy arrays, compiled from `kernels.cu` and `attention.cu`.
 
-They implement the kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would need more than one pass over
-memory as array code. `find_gpu_kernel` selects the kernel for a call."""
+They implement those kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would take several passes over memory
+if written with array operations. `find_gpu_kernel` selects the kernel for a call."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ Body = Callable[..., Any]
 @functools.cache
 def load_kernel_module(bits: int, gpu: int) -> Any:
     """Return the compiled module of kernels for numbers of `bits` bits (64, 32 or 16) on the current GPU. CuPy caches
-    it on disk."""
+    the module on disk."""
     return _build_module("kernels.cu", *OPTIONS[bits == 16 :], f"-DKIND={bits}")
 
 
 @functools.cache
 def load_attention_module(features: int, gpu: int) -> Any:
-    """Return the compiled module of bfloat16 attention for heads of `features` features on the current GPU."""
+    """Return the compiled module of bfloat16 attention for heads with `features` features on the current GPU."""
     return _build_module("attention.cu", "--std=c++17", "--use_fast_math", f"-DHEAD={features}")
 
 
@@ -58,8 +58,8 @@ def _build_module(source: str, *options: str) -> Any:
 
 
 class KernelLauncher:
-    """Launches kernels for one number format. Sums are computed in the dtype `wide`, and a pack is the numbers that
-    one thread loads at once."""
+    """Launches kernels for one number format. `wide` is the dtype in which sums are computed, and `pack` the number of
+    elements that a thread loads at once."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, import_cupy()
@@ -71,23 +71,22 @@ class KernelLauncher:
         kernel(grid, (threads,), tuple(map(_convert_kernel_argument, given)))
 
     def launch_elements(self, name: str, n: int, *given: Any) -> None:
-        """Launch a kernel that processes n elements, one per thread at a time."""
+        """Launch a kernel that processes n elements, where each thread processes one element at a time."""
         self(name, (min(-(-n // THREADS_PER_BLOCK), MAX_BLOCKS),), *given)
 
     def launch_packs(self, name: str, n: int, *given: Any) -> None:
-        """Launch a kernel that processes n elements in packs, the numbers that a thread loads at once."""
+        """Launch a kernel that processes n elements, where each thread processes one pack of elements at a time."""
         self.launch_elements(name, -(-n // self.pack), *given)
 
     def launch_rows(self, name: str, rows: int, n: int, *given: Any) -> None:
-        """Launch a kernel with one block per row of n elements, and one thread per pack of numbers in the row."""
+        """Launch a kernel with one block per row of n elements, and one thread per pack of elements in the row."""
         self(name, (rows,), *given, threads=min(-(-n // (32 * self.pack)) * 32, THREADS_PER_BLOCK))
 
     def compute_partial_sums(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
-        """Launch a kernel that sums over `rows` rows in parts, and return its results, `arrays` arrays of shape
-        (parts, n).
+        """Launch a kernel that computes partial sums over `rows` rows, and return its `arrays` result arrays, each of
+        shape (parts, n).
 
-        `given` are the arguments that the kernel takes before these arrays, and then a tuple of those that it takes at
-        the end."""
+        `given` are the kernel's arguments before the result arrays, followed by one tuple with its last arguments."""
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -96,7 +95,7 @@ class KernelLauncher:
         return made
 
     def write_total_of_parts(self, parts: Any, out: Any, add: bool) -> None:
-        """Sum the partial sums in `parts` over dim 0, and write the result to `out`, or add it to `out` if `add`."""
+        """Sum `parts` over dim 0, and write the result to `out`, or add it to `out` if `add`."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
 
@@ -109,7 +108,7 @@ def _load_kernel_function(source: Callable[[int, int], Any], variant: int, gpu: 
 def _convert_kernel_argument(value: Any) -> Any:
     """Convert a Python number to the type that the kernels declare: bool to `int`, int to `number`, float to `double`.
 
-    None becomes a null pointer, and arrays stay unchanged."""
+    None becomes a null pointer, and arrays are returned unchanged."""
     kind: Any = type(value)
     return _convert_number(kind, value) if kind in SCALAR_CONVERSIONS else value
 
@@ -136,10 +135,10 @@ GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     """Return a decorator that registers a function as the GPU implementation of the kernel of the same name.
 
-    `roles` says what the kernel accepts, in one word for each positional argument. Contiguous arrays are `real` (of
-    the launcher's format), `wide` (of the dtype of sums), `sum` (either of these), `double` (float64), `index`
-    (integers) or `mask` (bools). `view` is like `real` with any strides. `any` is not an array, and `0` must be 0 or
-    None. A final `?` allows None."""
+    `roles` says what the kernel accepts, with one word for each positional argument. For contiguous arrays, the words
+    are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (either of these), `double` (float64),
+    `index` (integers) and `mask` (bools). `view` is like `real`, but with any strides. `any` is not an array, and `0`
+    must be 0 or None. A final `?` allows None."""
 
     def register(body: Body) -> Body:
         GPU_KERNELS[body.__name__] = (tuple(roles.split()), body)
@@ -149,10 +148,10 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 
 
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """Return the GPU implementation of the kernel `name` for these arguments, or None.
+    """Return the GPU implementation of the kernel `name` for these arguments, or None if there is none.
 
-    It is called with the array module, followed by the arguments. There is none for dtypes without kernels, and for
-    arrays that are empty or not contiguous."""
+    The implementation is called with the array module, followed by the arguments. There is none for dtypes without
+    kernels, or for arrays that are empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
@@ -167,11 +166,11 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # cached, because every step asks for the same kernels while the GPU waits
+@functools.lru_cache(1 << 12)  # cached, because every step looks up the same kernels while the GPU waits
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
-    # the narrowest floating-point format of the arrays, or 0 if one of them has no kernel
+    # the narrowest floating-point format of the arrays, or 0 if no kernel supports one of them
     kind = min((get_kernel_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
@@ -397,7 +396,8 @@ def attention_backward(
 def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
     """Return whether `attention.cu` supports these arrays (B, H, T, D).
 
-    They must be bfloat16, have rows of whole 16-byte packs, and be on a GPU with matrix instructions for bfloat16."""
+    They must be bfloat16, have rows that consist of whole 16-byte packs, and be on a GPU with matrix instructions for
+    bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]
@@ -420,7 +420,7 @@ def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any)
 
 
 def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
-    """Yield, for each array (B, H, T, D), its address and its strides in elements between samples, heads and rows."""
+    """Yield, for each array (B, H, T, D), its address and its strides between samples, heads and rows, in elements."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
         yield from (stride // 2 for stride in x.strides[:3])
@@ -438,7 +438,8 @@ def _attention_of_each_sample_into(
     window: int,
     segments: Any,
 ) -> None:
-    """Compute attention by cuBLAS one sample at a time, so that only the scores of one sample are in memory."""
+    """Compute attention with cuBLAS one sample at a time, so that memory is needed only for the scores of one sample.
+    """
     xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
     scores, p = xp.empty((h, t, n), dtype=launch.wide), xp.empty((h, t, n), dtype=q.dtype)
     turns = _slice_heads_without_sharing(h, shared)
@@ -459,7 +460,7 @@ def _attention_backward_of_each_sample_into(
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
     turns = _slice_heads_without_sharing(h, shared)
-    # gradients are summed over the query heads that share a head of keys
+    # the gradient of a key head is summed over the query heads that share it
     sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]
     for i in range(b):
         for heads in turns:
@@ -477,16 +478,15 @@ def _attention_backward_of_each_sample_into(
 
 
 def _slice_heads_without_sharing(heads: int, shared: int) -> list[slice]:
-    """Divide the query heads into slices in which no two heads share the same head of keys, for grouped-query
-    attention.
+    """Divide the query heads of grouped-query attention into slices in which no two query heads use the same key head.
 
-    `shared` is the number of heads of keys."""
+    `shared` is the number of key heads."""
     group = heads // shared
     return [slice(first, None, group) for first in range(group)]
 
 
 def _as_int64_segments(segments: Any) -> Any:
-    """Return the segment numbers of packed documents as int64, which the kernels expect, or None."""
+    """Return the segment numbers of packed documents as int64, which the kernels expect. None stays None."""
     return None if segments is None else segments.astype(np.int64, copy=False)
 
 
@@ -546,10 +546,10 @@ milliseconds)."""
 
 @register_gpu_kernel("view real real? any any view?")
 def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: Any, sizes: Any, out: Any = None) -> Any:
-    """Compute a convolution (cross-correlation) by im2col: matrix products with the matrix of all windows (Chellapilla
-    et al. 2006).
+    """Compute a convolution (cross-correlation) by im2col, as matrix products with the matrix of all windows
+    (Chellapilla et al. 2006).
 
-    If this matrix is too large, it is made for some windows at a time."""
+    If this matrix is too large, it is built for only some of the windows at a time."""
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
@@ -596,10 +596,10 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 
 
 def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
-    """Return the sum over samples of a @ b, (groups, m, n).
+    """Return the sum over samples of a @ b, with shape (groups, m, n).
 
-    For a single group, a long sum is computed sample by sample, because cuBLAS does not split a sum over blocks in a
-    batched product."""
+    For a single group, a long sum is computed sample by sample, because cuBLAS does not split the sums of a batched
+    product over several blocks."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -620,15 +620,15 @@ def _write_or_add_gradient(into: Any, value: Any) -> None:
 
 
 def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
-    """Return a view as (samples, groups, channels of a group, cells) or, with `dim` 0 for weights, as (groups,
-    outputs, inputs)."""
+    """Return a view of shape (samples, groups, channels per group, cells) or, with `dim` 0 for weights, of shape
+    (groups, outputs, inputs)."""
     shape = *a.shape[:dim], groups, a.shape[dim] // groups, math.prod(a.shape[dim + 1 :])
     return a.reshape(shape)
 
 
 def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
     """Yield slices of the output that are small enough for im2col, as (samples, first index along the first cell dim,
-    number of indices).
+    number of indices along it).
 
     The im2col matrix of each slice has `rows` rows, and at most `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
@@ -646,15 +646,15 @@ def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple
 
 
 def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
-    """Return whether a convolution is pointwise, with one-cell windows and as many outputs as cells, so that im2col is
-    not needed."""
+    """Return whether a convolution needs no im2col, because its windows have a single cell and it has as many outputs
+    as cells."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
 def _iterate_im2col_columns(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
-    """Yield (slice of samples, slice of output cells, im2col matrix of the inputs under their windows).
+    """Yield (slice of samples, slice of output cells, im2col matrix of the inputs under the windows of these cells).
 
     The matrix is (samples, groups, inputs x window offsets, cells)."""
     x, groups, places = launch.xp.ascontiguousarray(x), strides[4], math.prod(strides[0])
@@ -672,8 +672,8 @@ def _iterate_im2col_columns(
 
 
 def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """Compute out = a @ b for each sample and group, or add it to out if `accumulate`. The operands may lack the
-    sample dim."""
+    """Compute out = a @ b for each sample and group, or add it to out if `accumulate`. An operand may lack the sample
+    dim."""
     a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
         run_batched_gemm_into(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
@@ -683,17 +683,17 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """Return the array from which kernels read kernel size, stride and the like of a window over `cells` cells with
-    `sizes` outputs."""
+    """Return an array with the properties of a window, such as kernel size and stride, as kernels read it. The window
+    moves over `cells` cells and has `sizes` outputs."""
     return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 
 @functools.lru_cache(1 << 10)
 def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: tuple[int, ...], gpu: int) -> Any:
     """Return the properties of a window as an array on GPU `gpu`, with one row per property and three columns, one per
-    dim.
+    spatial dim.
 
-    Missing dims have neutral values."""
+    Missing dims get neutral values."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))
@@ -817,7 +817,7 @@ def multiply_along_dim(launch: KernelLauncher, x: Any, dim: int, matrix: Any) ->
 
 @register_gpu_kernel("real")
 def group_norm_moments(launch: KernelLauncher, x: Any) -> Any:
-    rows = x.reshape(1, -1, *x.shape[2:])  # samples x channels channels
+    rows = x.reshape(1, -1, *x.shape[2:])  # each channel of each sample becomes a channel of its own
     mean = _compute_channel_sums(launch, 1, rows) / max(_count_cells(x), 1)
     squares = _compute_channel_sums(launch, 1, rows, None, mean)
     return launch.xp.stack([mean, squares]).reshape(2, *x.shape[:2])
@@ -853,7 +853,7 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_directi
 def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the GPU version of the optimizer update `name` of `fsdpx.optim` on 1-D arrays of one dtype.
 
-    Returns False, without effect, if there is no kernel for these arguments."""
+    If there is no kernel for these arguments, does nothing and returns False."""
     kinds = {get_kernel_format(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

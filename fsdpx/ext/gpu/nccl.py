@@ -2,8 +2,8 @@
 messages.
 
 When a call is issued, NCCL's stream first waits for the work that this thread has issued on its own stream. A handle
-is complete when NCCL's stream has reached the handle's event. The host issues all work of a call at once, so ranks
-that make the same calls in the same order issue work to NCCL in the same order."""
+is complete when NCCL's stream has reached the event of that handle. The host issues all work of a call at once, so
+ranks that make the same calls in the same order issue work to NCCL in the same order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _import_nccl() -> Any:
 
 
 def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
-    """Raise ConfigError if ranks share a GPU."""
+    """Raise ConfigError if two ranks share a GPU."""
     for ranks in find_ranks_sharing_gpus(list(rank_gpus)):
         rank_gpu = rank_gpus[ranks[0]]
         raise ConfigError(
@@ -69,7 +69,8 @@ def require_one_gpu_per_rank(rank_gpus: Sequence[RankGpu]) -> None:
 
 
 def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
-    """Open a communicator on GPUs: ranks connect through MPI, and NCCL connects a GPU of each. Collective."""
+    """Open a communicator whose ranks connect through MPI, and whose GPUs, one per rank, connect through NCCL.
+    Collective."""
     carrier = open_mpi(request)
     require_one_gpu_per_rank(assign_and_select_gpus(carrier, request.device_map))
     return NcclCommunicator(carrier, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS)
@@ -78,9 +79,9 @@ def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
 class NcclCommunicator(Backend):
     """Communicator of the ranks of `carrier`, an MPI communicator, each with its own GPU.
 
-    A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. Sums of float16 and bfloat16 are computed
-    in float32, in rank order, by the rank that owns each part of the result, with scratch memory for n elements. NCCL
-    itself would round at each step."""
+    A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. For sums of float16 and bfloat16, the rank
+    that owns a part of the result computes it in float32, in rank order, with scratch memory for n elements, because
+    NCCL itself would round at each step."""
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)
@@ -94,8 +95,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Create NCCL's communicator of these ranks. Collective: rank 0 makes the id, and all ranks need it before any
-        initializes."""
+        """Create NCCL's communicator of these ranks. Collective: rank 0 makes the id, and every rank needs it before
+        it can initialize."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -128,8 +129,8 @@ class NcclCommunicator(Backend):
         return self._start_on_stream(call, start_exchange)
 
     def _start_on_stream(self, call: Call, body: Callable[[], Iterable[Array]]) -> Handle:
-        """Run `body`, which issues work and returns its scratch arrays, on NCCL's stream, and return a handle for the
-        work."""
+        """Call `body` on NCCL's stream, and return a handle for the work that it issues. `body` returns its scratch
+        arrays."""
         try:
             with self.side.issuing_on_stream() as event:
                 scratch = body()
@@ -160,8 +161,8 @@ class NcclCommunicator(Backend):
         return ()
 
     def _broadcast_pieces_from_owners(self, array: Array, partition: FlatPartition) -> None:
-        """Broadcast each part of `array` from the rank that owns it to all ranks, in place: an all-gather of uneven
-        parts."""
+        """Broadcast each part of `array` in place, from the rank that owns the part to all ranks. This is an
+        all-gather of uneven parts."""
         with self._grouping_nccl_calls():
             for root in range(self.size):
                 if (part := partition.get_piece(array, root)).size:
@@ -174,7 +175,7 @@ class NcclCommunicator(Backend):
         if is_half(send.dtype):
             return self._send_to_owners_and_add(send, recv, partition, call.op)
         own = partition.get_piece(send, self.rank)
-        # `send` must still be sent, so the result cannot go to its start
+        # the start of `send` has not been sent yet, so the result must not overwrite it
         target = own if is_in_place(send, recv) else recv
         op = _get_nccl_operation(call.op, send)
         if partition.even and partition.total:
@@ -197,7 +198,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # copied first, because `recv` may overlap `target`
+            recv[...] = target.copy()  # via a copy, because `recv` may overlap `target`
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:
@@ -248,8 +249,8 @@ class NcclCommunicator(Backend):
     def _send_to_owners_and_add(
         self, send: Array, recv: Array, partition: FlatPartition, op: ReduceOp
     ) -> Iterable[Array]:
-        """Reduce-scatter 16-bit arrays: send each part to its owner, which adds in float32, in rank order, and rounds
-        once.
+        """Reduce-scatter 16-bit arrays: send each part to its owner, which adds the parts in float32, in rank order,
+        and rounds only once.
 
         Returns the scratch arrays."""
         own = partition.get_piece(send, self.rank)
@@ -283,7 +284,7 @@ class NcclCommunicator(Backend):
         return self.carrier.all_gather_object(obj)
 
     def window(self, nbytes: int) -> Window:
-        """Return a shared-memory window in host memory, with `nbytes` bytes of this rank. Collective."""
+        """Return a shared-memory window in host memory, to which this rank contributes `nbytes` bytes. Collective."""
         return self.carrier.window(nbytes)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -302,14 +303,15 @@ class NcclCommunicator(Backend):
         self.carrier.abort(code)
 
     def abort_nccl(self) -> None:
-        """Abort all NCCL work of this rank; other ranks are not told."""
+        """Abort all NCCL work of this rank, without telling other ranks."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()
 
 
 class _NcclWork:
-    """Handle for work on NCCL's stream. It keeps the arrays alive, because CuPy reuses unreferenced memory at once."""
+    """Handle for work on NCCL's stream. It keeps the arrays alive, because CuPy reuses unreferenced memory
+    immediately."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")
 

@@ -1,9 +1,9 @@
 """GPU streams: the rules of synchronization between computation, copies and NCCL.
 
-Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, that is
+Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, namely
 copies and NCCL, is issued on a `SideStream`. It starts after everything that the thread has issued before, and an
 event marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that event.
-A library without streams, such as MPI, gets GPU memory after `synchronize`."""
+Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def synchronize() -> None:
 
 
 class SideStream:
-    """A stream that runs concurrently with computation, on the GPU that is current when it is made."""
+    """A stream that runs concurrently with computation, on the GPU that is current when the stream is made."""
 
     def __init__(self) -> None:
         self.stream = import_cupy().cuda.Stream(non_blocking=True)
@@ -39,9 +39,9 @@ class SideStream:
 
     @contextmanager
     def issuing_on_stream(self) -> Iterator[Any]:
-        """Context manager that issues CuPy work on this stream, after all work that this thread has issued so far.
+        """Context manager in which CuPy issues work on this stream, after all work that this thread has issued so far.
 
-        Yields the event that marks the end of the block's work."""
+        Yields the event that marks the end of the work issued in the block."""
         self.wait_for_current_stream()
         end = import_cupy().cuda.Event(disable_timing=True)
         with self.stream:
@@ -49,9 +49,10 @@ class SideStream:
         end.record(self.stream)
 
     def start_copy(self, target: Any, source: Any) -> StreamEvent:
-        """Start to copy the bytes of `source` to `target`, one of which is pinned host memory, and return an event.
+        """Start to copy the bytes of `source` to `target`, and return an event. One of the two must be pinned host
+        memory.
 
-        Neither may be changed or freed until the event is complete."""
+        Neither array may be changed or freed until the event is complete."""
         down = is_on_gpu(source)
         ends = _get_address(target), _get_address(source)
         with use_gpu_of(source if down else target):
@@ -62,7 +63,7 @@ class SideStream:
 
 
 class StreamEvent:
-    """Handle for the work that was issued on a stream up to an event."""
+    """Handle for all work that was issued on a stream before an event."""
 
     __slots__ = ("_event",)
 
@@ -77,8 +78,8 @@ class StreamEvent:
 
 
 def get_copy_stream_after_current(array: Any) -> SideStream:
-    """Return the copy stream of the GPU that holds `array`, after making it wait for all work that this thread has
-    issued."""
+    """Make the copy stream of the GPU that holds `array` wait for all work that this thread has issued, and return the
+    stream."""
     number = get_gpu_number(array)
     assert number is not None
     with use_gpu_of(array):
@@ -89,13 +90,13 @@ def get_copy_stream_after_current(array: Any) -> SideStream:
 
 @cache
 def _make_side_stream(number: int) -> SideStream:
-    """Return the copy stream of GPU `number`. One is enough, because a GPU has one copy engine per direction."""
+    """Return the copy stream of GPU `number`. One stream is enough, because a GPU has one copy engine per direction."""
     return SideStream()
 
 
 def allocate_pinned(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes of pinned host memory, which asynchronous copies need. CuPy reuses them after the array is
-    freed."""
+    """Return `nbytes` bytes of pinned host memory, which asynchronous copies need. CuPy reuses the memory after the
+    array is freed."""
     return np.frombuffer(import_cupy().cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
 

@@ -1,7 +1,7 @@
 """The assignment of GPUs to ranks, and detection of GPU-aware MPI.
 
-What the MPI library says of itself is only a hint. A child job tests it, because a library that does not accept GPU
-arrays ends the process that passes them."""
+What the MPI library says about itself is only a hint. GPU arrays are therefore tried in a child job, because a library
+that does not accept them crashes the process."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
-    """Whether MPI is GPU-aware. If `able`, GPU arrays are passed to MPI, otherwise copied through the host. `evidence`
-    gives the reasons as text."""
+    """Whether MPI is GPU-aware. If `able`, GPU arrays are passed to MPI, otherwise they are copied through the host.
+    `evidence` gives the reasons as text."""
 
     able: bool
     evidence: tuple[str, ...]
@@ -55,8 +55,8 @@ class GpuAwareness(NamedTuple):
 def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
     """Decide for all ranks whether GPU arrays are passed to MPI or copied through the host. Collective.
 
-    The decision applies to the MPI communicator inside `world` and to groups split from it later. Returns None without
-    MPI. Raises ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the test fails."""
+    The decision applies to the MPI communicator inside `world` and to groups split from it later. Returns None if
+    there is no MPI. Raises ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the test fails."""
     inner: Any = find_inner_with_attribute(world, "takes_gpus")
     if inner is None:
         return None
@@ -87,13 +87,13 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Ask the loaded MPI library in several ways whether it accepts GPU arrays, and return (whether it says yes, text)
-    for each reply."""
+    """Ask the loaded MPI library in several ways whether it accepts GPU arrays, and return each answer as (whether it
+    is yes, text)."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
-        library = ctypes.CDLL(path)  # mpi4py loads the MPI library without making its symbols global
+        library = ctypes.CDLL(path)  # opened by path, because mpi4py does not make its symbols global
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
         elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
@@ -107,7 +107,7 @@ def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
 
 
 def find_mpi_library_path() -> str | None:
-    """Return the path of the MPI library that this process has loaded, or None if unknown."""
+    """Return the path of the MPI library that this process has loaded, or None if it is unknown."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -119,8 +119,8 @@ def find_mpi_library_path() -> str | None:
 def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
     """Run a child job that sends and reduces GPU arrays by MPI, and return (whether it succeeded, text).
 
-    `launcher` is the command that starts the job. By default it is mpiexec with two ranks, or none if mpiexec is not
-    found."""
+    `launcher` is the command that starts the job. By default it is mpiexec with two ranks or, if mpiexec is not found,
+    no launcher."""
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -158,10 +158,10 @@ class RankGpu(NamedTuple):
 
 
 class _RankFacts(NamedTuple):
-    """What a rank tells others before GPUs are assigned.
+    """What a rank tells the other ranks before GPUs are assigned.
 
-    `known` is its number among all ranks of its host, needed if the communicator has only some of them. `why` says why
-    the rank cannot use a GPU."""
+    `known` is its number among all ranks of its host, needed only if the communicator has just some of them. `why`
+    says why the rank cannot use a GPU."""
 
     host: str
     process: int
@@ -172,11 +172,12 @@ class _RankFacts(NamedTuple):
 
 
 def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) -> list[RankGpu]:
-    """Assign a GPU to each rank, select this rank's, and return the GPUs of all ranks. Collective.
+    """Assign a GPU to each rank, select the GPU of this rank, and return the GPUs of all ranks. Collective.
 
-    Processes of a host are assigned its GPUs in the order of their ranks in `world`, which is MPI's order. If `world`
-    has only some of the ranks, GPUs are assigned by the local ranks of the launcher instead. Threads of a process
-    share its GPU. This also decides how arrays are passed to MPI. Raises ConfigError on all ranks if one has no GPU."""
+    The GPUs of a host are assigned to its processes in the order of their ranks in `world`, which is MPI's order. If
+    `world` has only some of the ranks, the launcher's local ranks are used instead. Ranks that run as threads of a
+    process share its GPU. This also decides how arrays are passed to MPI. Raises ConfigError on all ranks if one has
+    no GPU."""
     found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)
@@ -195,7 +196,7 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
 
 
 def find_ranks_sharing_gpus(rank_gpus: list[RankGpu]) -> list[list[int]]:
-    """Return the groups of ranks that share a GPU; the list is empty if each rank has its own."""
+    """Return groups of ranks that share a GPU. The list is empty if each rank has a GPU of its own."""
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, rank_gpu in enumerate(rank_gpus):
         groups.setdefault((rank_gpu.host, rank_gpu.bus), []).append(rank)
@@ -222,7 +223,7 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
 def _find_rank_on_host(size: int) -> int | None:
     """Return the number of this rank among all ranks of its host, or None if it is unknown or not needed.
 
-    It is not needed if the communicator, which has `size` ranks, has all ranks of the job."""
+    It is not needed if the communicator, whose size is `size`, includes all ranks of the job."""
     opened = default_communicator.get_default()
     if opened is not None and not opened.of_thread and opened.comm.size > size:
         return opened.local_rank

@@ -1,7 +1,7 @@
-"""Replacements of PyTorch operations in exported modules by fsdpx's matmuls and kernels.
+"""Replacement of PyTorch operations in exported modules by fsdpx's matmuls and kernels.
 
-These use the fastest library available and save less for backward. For dtypes and devices that they do not support,
-PyTorch runs."""
+The replacements use the fastest library available and save less for backward. Dtypes and devices that they do not
+support are left to PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULTS = (None, None, None, None, 1e-5)  # default arguments of aten.layer_nor
 
 
 def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `aten.linear` by fsdpx's matmul, or by PyTorch where that is not supported."""
+    """Compute `aten.linear` with fsdpx's matmul, or with PyTorch where fsdpx does not support it."""
     if not _can_run_natively(x, weight, bias):
         return aten.linear.default(x, weight, bias)
     return _apply_linear(x, weight, bias, None)
@@ -33,7 +33,7 @@ def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def run_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Compute `aten.addmm` for matrices whose rows are samples, by fsdpx's matmul where supported."""
+    """Compute `aten.addmm`, with samples as rows, with fsdpx's matmul where it is supported."""
     if not _can_run_natively(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
         return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
     return _apply_linear(x, weight.t(), bias, None)
@@ -42,7 +42,8 @@ def run_addmm(
 def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """Compute `aten.linear` of `aten.gelu`, fused so that backward recomputes the GELU instead of saving its result."""
+    """Compute `aten.gelu` followed by `aten.linear`, fused so that backward recomputes the GELU instead of saving its
+    result."""
     if not _can_run_natively(x, weight, bias):
         return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
     return _apply_linear(x, weight, bias, approximate)
@@ -52,8 +53,8 @@ def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `aten.linear` of `aten.layer_norm` over the last dim, fused so that backward recomputes the norm instead
-    of saving its result."""
+    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`, fused so that backward recomputes the
+    norm instead of saving its result."""
     if not _can_run_natively(x, weight, bias, scale, shift):
         return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
@@ -64,7 +65,7 @@ def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `aten.scaled_dot_product_attention` by fsdpx's attention kernel where supported."""
+    """Compute `aten.scaled_dot_product_attention` with fsdpx's attention kernel where it is supported."""
     alike = q.ndim == 4 and (enable_gqa or q.shape[1] == k.shape[1]) and (not is_causal or q.shape[2] == k.shape[2])
     if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _can_run_natively(q, k, v):
         options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -83,7 +84,7 @@ others. Exported graphs never write in place, so a copy gives the same result.""
 
 
 def fuse_operations(graph: fx.Graph) -> None:
-    """Fuse each GELU or layer norm in a graph with the linear layer that alone reads its result."""
+    """Fuse each GELU or layer norm in a graph with the linear layer that reads its result, if nothing else reads it."""
     for node in graph.nodes:
         source = node.args[0] if node.target is run_linear else None
         if not isinstance(source, fx.Node) or len(source.users) != 1:
@@ -186,7 +187,7 @@ def _as_arrays(*tensors: torch.Tensor | None) -> list[Any]:
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd function for scaled dot-product attention, softmax(scale q k^T) v of each head."""
+    """Autograd function for scaled dot-product attention, softmax(scale q k^T) v, in each head."""
 
     @staticmethod
     def forward(

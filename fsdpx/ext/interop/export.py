@@ -1,8 +1,8 @@
-"""Splitting of a PyTorch module into layers that can be gathered, freed and placed on pipeline stages separately.
+"""Splits a PyTorch module into layers that can be gathered, freed and placed on pipeline stages separately.
 
-PyTorch exports the module's `forward` as a graph in a child process, which returns a description of it, and the
-operations of each unit become one layer. Operations without parameters between units, such as masks and positions, are
-repeated in every layer that reads them."""
+A child process lets PyTorch export the module's `forward` as a graph, and returns a description of it. The operations
+of each unit (a submodule) become one layer. Operations without parameters that lie between units, such as masks and
+positions, are repeated in every layer that reads them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
 
 class OperationNumber(int):
-    """Number of an earlier operation in a graph, which as an argument stands for the result of that operation."""
+    """Number of an earlier operation in a graph. As an argument, it stands for the result of that operation."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One node of an fx graph. `target` is the function called, or the name of a subgraph."""
+    """One node of an fx graph. `target` is the function that it calls, or the name of a subgraph."""
 
     op: str
     target: Any = None
@@ -78,8 +78,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class OperationGraph:
-    """An fx graph as plain data: its operations in order, inputs first, and by name the subgraphs (`inner`) that they
-    call.
+    """An fx graph as plain data: its operations in order, inputs first, and the subgraphs that they call (`inner`), by
+    name.
 
     Graphs with the same operations have the same repr."""
 
@@ -101,8 +101,8 @@ class OperationGraph:
 class TensorValue:
     """Shape and dtype of a tensor in PyTorch's export.
 
-    `sizes` gives for each dim its size if the module fixes it, else a symbol; equal symbols in a module stand for
-    equal sizes. `kind` is the name of the NumPy dtype."""
+    `sizes` has one entry per dim: its size if the module fixes it, else a symbol. Equal symbols within a module stand
+    for equal sizes. `kind` is the name of the NumPy dtype."""
 
     sizes: Sequence[int | str]
     kind: str
@@ -116,7 +116,7 @@ def describe_tensor(node: fx.Node) -> TensorValue:
 
 @dataclass(frozen=True)
 class UnitShapes:
-    """Shapes and dtypes of the inputs and the output of a unit, as exported."""
+    """Shapes and dtypes of a unit's inputs and output in PyTorch's export."""
 
     reads: Sequence[TensorValue]
     result: TensorValue
@@ -124,7 +124,7 @@ class UnitShapes:
     def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
         """Return (shape, dtype) of the output for given inputs, or None if only PyTorch can determine them.
 
-        This is so if the inputs have other dtypes than the export, or do not fit."""
+        That is the case if the dtypes or shapes of the inputs do not match the export."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -140,17 +140,16 @@ class UnitShapes:
 
 @dataclass(frozen=True)
 class ModuleUnit:
-    """Description of one layer into which a module is split.
+    """Description of one of the layers into which a module is split.
 
     Attributes
     ----------
     name : path of the unit in the module
-    reads, result : names of the values that the layer reads, and of the value that it returns
+    reads, result : names of the values that the layer reads, and name of the value that it returns
     parameters : (name in the unit, name in the module), in the order of the graph
-    constants : names of buffers of the module, or constants, in the order of the graph
-    graph : its operations, which take the values read, then parameters, then constants; None for a batch norm
-    shapes : shapes of inputs and output
-    """
+    constants : names of the module's buffers and constants that the unit reads, in the order of the graph
+    graph : its operations as a function of the values read, then parameters, then constants; None for a batch norm
+    shapes : shapes of inputs and output"""
 
     name: str
     reads: Sequence[str]
@@ -168,8 +167,9 @@ class ModuleLayout:
     Attributes
     ----------
     units : the layers, in the order in which they run
-    inputs, result : names of the inputs and of the result of the module
-    borrowed : parameters of other units that a unit reads, as name in the unit -> names in the module
+    inputs, result : names of the module's inputs, and name of its result
+    borrowed : parameters that a unit reads although they belong to another unit: name in the unit -> names in the
+        module
     """
 
     units: Sequence[ModuleUnit]
@@ -190,9 +190,8 @@ def describe_operations(
     ----------
     nodes : nodes of the graph, in order
     number : node -> its number; several nodes may have the same number
-    target_of : returns the function to call instead of a node's own target; views always become reshapes
-    owner : module whose attributes are the inner graphs
-    """
+    target_of : returns the function to call in place of a node's own target; views always become reshapes
+    owner : module whose attributes are the subgraphs"""
     inner, made = dict[str, OperationGraph](), list[Operation]()
     for node in nodes:
         target = None if node.op in (INPUT, RESULT) else target_of(node)
@@ -229,7 +228,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump_layout(layout: ModuleLayout) -> bytes:
-    """Pickle a layout for `load_layout`; raise an exception of pickle if a part of it cannot be pickled."""
+    """Pickle a layout for `load_layout`. Raises an exception of the pickle module if some part cannot be pickled."""
     into = io.BytesIO()
     _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
     return into.getvalue()
@@ -244,23 +243,24 @@ EXPORT_TIMEOUT_SECONDS = 600.0
 """Time limit for the child process, after which this process exports the module itself."""
 HARMLESS_THREADS = {"fsdpx watchdog", TIMER_NAME}
 """Threads of this process that hold no lock which PyTorch needs."""
-COMPLETE_MARK = b"."  # the child sends this byte last, so that a partial result is noticed
+COMPLETE_MARK = b"."  # the last byte that the child sends; without it, the result is incomplete
 
 
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     """Run `work` in a child process if forking is safe, and return its result.
 
-    If the child returns no result for whatever reason, this process does the same work, and raises any error itself."""
+    If the child returns no result, for whatever reason, this process runs `work` itself, which then also raises any
+    error."""
     return _try_in_child(work) or work()
 
 
 def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - HARMLESS_THREADS or torch.cuda.is_initialized():
-        return None  # a forked child would wait for the locks of other threads forever, and cannot use CUDA
+        return None  # a forked child cannot use CUDA, and would wait forever for locks that other threads hold
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns of native threads, but these are compute threads of libraries, which the child does not use
+        # Python warns about native threads, but these are compute threads of libraries that the child does not use
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -269,7 +269,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     text = _read_pipe_until(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    with suppress(ChildProcessError):  # there is no child to wait for if SIGCHLD is ignored
+    with suppress(ChildProcessError):  # if SIGCHLD is ignored, there is no child to wait for
         os.waitpid(child, 0)
     return load_layout(text[:-1]) if text[-1:] == COMPLETE_MARK else None
 
@@ -280,7 +280,7 @@ def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any
     The child ends by os._exit, which skips the shutdown of Python and libraries."""
     status = 1
     try:
-        torch.set_num_threads(1)  # a fork has none of the parent's threads, and would wait for them
+        torch.set_num_threads(1)  # the child has none of the parent's threads, and would wait for them forever
         with os.fdopen(writer, "wb") as out:
             out.write(dump_layout(work()) + COMPLETE_MARK)
         status = 0
@@ -309,14 +309,13 @@ class UnitFunction(AutogradLayer):
 
     Parameters
     ----------
-    graph : the unit's operations, which take the inputs, then parameters, then constants
+    graph : the unit's operations as a function of the inputs, then parameters, then constants
     inputs : number of inputs
-    parameters : names in the order of the graph, and their tensors
+    parameters : names in the order of the graph, with their tensors
     constants : buffers and constants, in the order of the graph
     name : name of the unit, for messages
-    shapes : shapes of the unit's inputs and output in the dtype of its parameters; default None: unknown
-    norms : names of parameters of norms
-    """
+    shapes : shapes of the unit's inputs and output in the dtype of its parameters; None (default) if unknown
+    norms : names of parameters that belong to norms"""
 
     given_values: InitialValues
 
@@ -343,8 +342,8 @@ class UnitFunction(AutogradLayer):
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
         """Return a shape-only output, without running the operations.
 
-        The shape is taken from the export if possible, because computing it in PyTorch imports as many modules as the
-        exporter does."""
+        The shape is taken from the export if possible, because letting PyTorch compute it imports as many modules as
+        the exporter does."""
         found = None
         if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
             found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
@@ -397,7 +396,7 @@ def _make_module_layout(
 
 
 def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
-    """Build the layers that a layout describes. Units with equal graphs share one graph module."""
+    """Build the layers that a layout describes. Units with equal graphs share one fx module."""
     graphs, steps = dict[str, fx.GraphModule](), list[ChildCall]()
     buffers = dict(module.named_buffers())
     for unit in layout.units:
@@ -427,8 +426,8 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 
 @dataclass
 class _ExportSegment:
-    """The operations of the unit `name` in an exported graph, in order, and those of their results that other units
-    read."""
+    """The operations in an exported graph that belong to the unit `name`, in order, and those of them whose results
+    other units read."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -447,7 +446,8 @@ class _ExportSegment:
 class _ExportPlan:
     """Assignment of the operations of an exported graph to layers.
 
-    `borrowed` lists parameters of other units that a unit reads, as name in the unit -> names in the module."""
+    `borrowed` lists parameters that a unit reads although they belong to another unit, as name in the unit -> names in
+    the module."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -476,7 +476,7 @@ class _ExportPlan:
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # happens if the last operations have no parameters
+        if self.result not in self._of:  # the case if the last operations have no parameters
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -493,7 +493,7 @@ class _ExportPlan:
         needed = self._list_needed_nodes(segment)
         reads = [node for node in needed if self._is_foreign_input(node, segment)]
         if not reads:
-            reads = self.inputs[:1]  # a layer takes the number of samples from an input
+            reads = self.inputs[:1]  # a layer needs an input, from which it takes the number of samples
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
         graph = self._make_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
@@ -519,9 +519,9 @@ class _ExportPlan:
         )
 
     def _list_needed_nodes(self, segment: _ExportSegment) -> list[fx.Node]:
-        """Return the operations of a unit with all operations without parameters that they depend on, in order.
+        """Return the operations of a unit, and all operations without parameters on which they depend, in order.
 
-        Sizes are read from tensors that are inputs anyway."""
+        Where an operation needs the size of a tensor, it is read from a tensor that is an input anyway."""
         needed, waiting = set[fx.Node](), [segment.result]
         while waiting:
             node = waiting.pop()
@@ -540,14 +540,13 @@ class _ExportPlan:
         return [node for node in self._program.graph.nodes if node in needed]
 
     def _is_foreign_input(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Return whether a node comes from outside a unit: it is an input of the module, or the result of another
-        unit."""
+        """Return whether a node comes from outside a unit, as an input of the module or the result of another unit."""
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _find_unit(self, node: fx.Node) -> str | None:
         """Return the name of the unit to which an operation belongs, or None if it belongs to none.
 
-        This is its outermost enclosing module that is a unit or has parameters of its own."""
+        This is the outermost module around the operation that is a unit or has parameters of its own."""
         path = _get_module_path(node)
         names = path.split(".") if path else []
         for i in range(1, len(names) + 1):
@@ -557,11 +556,12 @@ class _ExportPlan:
         return self._name_layer_of_outside_operation(node)
 
     def _name_layer_of_outside_operation(self, node: fx.Node) -> str | None:
-        """Return the name of a layer for an operation outside of units that reads parameters, such as a matmul with
-        the weight of an embedding; None if it reads none.
+        """Return the name of the layer for an operation that reads parameters but is outside of all units, such as a
+        matmul with the weight of an embedding. Return None if the operation reads no parameters.
 
         Operations that read only parameters, such as a slice of a table of positions, are repeated in the units that
-        read them. The first operation that reads a parameter of the top module gets the name of that parameter."""
+        read their results. The first operation that reads a parameter of the top module gets the name of that
+        parameter."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:
@@ -576,8 +576,8 @@ class _ExportPlan:
         return f"{node.name}_" if taken else node.name
 
     def _is_read_outside(self, node: fx.Node, segment: _ExportSegment) -> bool:
-        """Return whether another unit or the caller reads a node's result, directly or through operations outside of
-        units."""
+        """Return whether another unit or the caller reads a node's result, either directly or through operations
+        outside of units."""
         if not _is_tensor(node):
             return False
         if node is self.result:
@@ -596,13 +596,13 @@ class _ExportPlan:
         return False
 
     def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
-        """Return the name of a parameter within a unit. If it belongs to another unit, record all its names in
+        """Return the name that a parameter has within a unit. If it belongs to another unit, record all its names in
         `borrowed`."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer already has the name of its only parameter
+            return ""  # the layer is named after its only parameter
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names
@@ -611,7 +611,7 @@ class _ExportPlan:
 
 
 def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str | int | None) -> Any:
-    """Export a module by `torch.export`, in training mode and for any sizes of the inputs; raise ConfigError if that
+    """Export a module by `torch.export`, in training mode and for inputs of any size. Raises ConfigError if that
     fails."""
     tensors = tuple(a if isinstance(a, torch.Tensor) else to_tensor(np.asarray(a)) for a in example)
     sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
@@ -619,7 +619,7 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's exporter warns about its own code
             program = torch.export.export(_SelectOutput(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
-            program = program.run_decompositions({})  # decomposition replaces in-place operations
+            program = program.run_decompositions({})  # decompositions remove in-place operations
     except Exception as error:
         raise ConfigError(
             f"{type(module).__name__} cannot be split: torch.export says {str(error).strip().splitlines()[0]}; without "
@@ -638,7 +638,7 @@ def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str 
 
 
 class _SelectOutput(torch.nn.Module):
-    """A module that wraps another and returns only one tensor of its output."""
+    """A module that wraps another module and returns only one tensor of its output."""
 
     def __init__(self, module: torch.nn.Module, output: str | int | None) -> None:
         super().__init__()
@@ -665,7 +665,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return other name -> first name of the parameters that a module holds under several names."""
+    """For parameters that a module holds under several names, return each further name -> first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]
@@ -697,8 +697,8 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _find_size_source(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return (tensor, dim) such that `node` returns the size of that dim, for a tensor among `reads`, or None if there
-    is none."""
+    """Return (tensor, dim) such that `node` returns the size of that dim, where the tensor is one of `reads`. Return
+    None if there is no such tensor."""
     wanted = str(node.meta["val"])
     for read in reads:
         for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):

@@ -1,4 +1,4 @@
-"""Layers from functions that another library, such as autograd or JAX, differentiates."""
+"""Layers made from functions that another library, such as autograd or JAX, differentiates."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ __all__ = ["AutogradFunction", "DifferentiableLayer"]
 
 
 class DifferentiableLayer(Layer):
-    """The base of layers that compute `y = function(params, *inputs)`, with a function that the subclass
-    differentiates.
+    """Base class for layers that compute `y = function(params, *inputs)`. The subclass differentiates the function.
 
     `function` must be deterministic and return one array whose dim 0 is samples. `names` are the names of the
-    parameters, in the order of their initial values. `n_inputs` is the number of arrays that it takes in addition to
-    the parameters."""
+    parameters, in the order of their initial values. `n_inputs` is the number of arrays that the function takes in
+    addition to the parameters."""
 
     takes = "given"
     given_values: InitialValues
@@ -44,7 +43,7 @@ class DifferentiableLayer(Layer):
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         """Evaluate the function, and return its result and the arrays to keep for `pull_back_gradients`.
 
-        Arrays may be shape-only."""
+        Arrays may be shape-only, as in a dry run."""
 
     @abstractmethod
     def pull_back_gradients(
@@ -83,31 +82,30 @@ class DifferentiableLayer(Layer):
 class AutogradFunction(DifferentiableLayer):
     """A function written in `autograd.numpy` as one layer, whose parameters are gathered and freed together.
 
-    Backward evaluates the function again, because autograd would hold parameters whose memory is freed between forward
-    and backward. A dry run evaluates it once, with zeros. Only NumPy arrays are supported.
+    Backward evaluates the function again, because autograd would keep references to parameters whose memory is freed
+    between forward and backward. A dry run evaluates it once, with zeros. Only NumPy arrays are supported.
 
     Parameters
     ----------
-    function : y = function(params, *inputs); y is one array, dim 0 of y and of the inputs is samples
+    function : y = function(params, *inputs); y is one array; dim 0 of y and of the inputs is samples
     params : initial values (those of rank 0 are used), in dicts, lists and tuples; parameters are named by their paths,
         such as "0.w" in [{"w": ...}]
     inputs : number of arrays that the function takes in addition to `params`; default 1
 
     Raises
     ------
-    ConfigError : for parameters that are not floats, or a function that autograd cannot differentiate
-    """
+    ConfigError : for parameters that are not floats, or a function that autograd cannot differentiate"""
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        # keeps the nested structure, with numbers instead of arrays
+        # the nested structure of the parameters, with numbers in place of the arrays
         self._params = _unflatten_leaves(params, iter(range(len(self.names))))
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
             y = self._call_function(*zeros)
-            self._make_pullback(*zeros)  # raises ConfigError if autograd cannot differentiate the function
+            self._make_pullback(*zeros)  # only to raise ConfigError if autograd cannot differentiate the function
             return xp.empty(y.shape, dtype=y.dtype), ()
         return self._call_function(p, inputs), ()
 
@@ -129,8 +127,8 @@ class AutogradFunction(DifferentiableLayer):
     def _make_pullback(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
         """Evaluate the function, and return its vector-Jacobian product.
 
-        This maps the gradient of the output to the gradients of all parameters, followed by those of the inputs that
-        are not integers."""
+        This maps the gradient of the output to the gradients of all parameters, followed by the gradients of the
+        inputs that are not integers."""
 
         def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])
@@ -159,7 +157,7 @@ def _iterate_named_leaves(params: Any, path: str = "") -> Iterator[tuple[str, An
 
 
 def _unflatten_leaves(params: Any, leaves: Iterator[Any]) -> Any:
-    """Return the nested structure of `params` with arrays replaced by `leaves`, and lists in place of tuples."""
+    """Return the nested structure of `params` with its arrays replaced by `leaves` and its tuples by lists."""
     if isinstance(params, dict):
         return {key: _unflatten_leaves(value, leaves) for key, value in params.items()}
     if isinstance(params, list | tuple):

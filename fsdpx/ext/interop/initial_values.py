@@ -25,8 +25,7 @@ class InitialValues:
     ----------
     arrays : the values by name
     missing : name -> why a parameter has no values
-    remakers : name -> function that returns the values as long as their owner exists, and None afterwards
-    """
+    remakers : name -> function that returns the values again or, once the object that owns them is gone, None"""
 
     def __init__(
         self, arrays: Mapping[str, np.ndarray], missing: Mapping[str, str] | None = None,

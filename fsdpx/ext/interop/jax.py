@@ -27,12 +27,13 @@ _lock = threading.Lock()  # ranks that run as threads share the layer
 class JaxFunction(DifferentiableLayer):
     """A JAX function with a pytree of parameters as one layer, whose parameters are gathered and freed together.
 
-    `jax.jit` compiles it once for each shape, forward and backward (`jax.vjp`) separately. Forward saves the residuals
-    of backward, except parameters and inputs. Arrays are passed to JAX without copies where JAX supports this.
+    `jax.jit` compiles it once for each input shape, forward and backward (`jax.vjp`) separately. Forward saves the
+    residuals of backward, except parameters and inputs. Arrays are passed to JAX without copies where JAX supports
+    this.
 
     Parameters
     ----------
-    function : y = function(params, *inputs), pure, as JAX requires; y is one array; dim 0 of y and the inputs is
+    function : y = function(params, *inputs), pure, as JAX requires; y is one array; dim 0 of y and of the inputs is
         samples
     params : pytree of the initial values (those of rank 0 are used); parameters are named by their paths, such as "0.w"
         in [{"w": ...}]
@@ -41,8 +42,7 @@ class JaxFunction(DifferentiableLayer):
     Raises
     ------
     ConfigError : for parameters that are not floats, a function that JAX cannot differentiate, or float64 without
-        `jax.config.update("jax_enable_x64", True)`
-    """
+        `jax.config.update("jax_enable_x64", True)`"""
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         leaves, self._tree = tree_util.tree_flatten_with_path(params)
@@ -85,7 +85,7 @@ class JaxFunction(DifferentiableLayer):
     def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
         """Return forward and backward, compiled by JAX for inputs of these shapes.
 
-        Forward returns the result and the residuals of its derivative, except parameters and inputs: parameters are
+        Forward returns the result and the residuals that backward needs, except parameters and inputs: parameters are
         freed after forward and gathered again for backward."""
         inner: list[Any] = []
 
@@ -122,7 +122,7 @@ class JaxFunction(DifferentiableLayer):
 
 @dataclass(frozen=True)
 class _CompiledFunction:
-    """Forward and backward that JAX compiled for certain input shapes. `result` and `kept` are the shapes of what
+    """Forward and backward as compiled by JAX for certain input shapes. `result` and `kept` are the shapes of what
     forward returns."""
 
     result: Any
@@ -142,7 +142,7 @@ def _to_jax(array: Array) -> jax.Array:
 def _from_jax(xp: Any, array: jax.Array) -> Array:
     """Wait until JAX has computed an array, and return it as an array of `xp`.
 
-    JAX returns arrays before they are computed, and until then the engine must not reuse the memory of the inputs."""
+    JAX returns arrays before they are computed. Until they are, the engine must not reuse the memory of the inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

@@ -43,7 +43,7 @@ __all__ = [
 
 
 def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
-    """Return the current values of a module's tensors as initial values, with weak references to the tensors."""
+    """Return the current values of a module's tensors as initial values. They refer to the tensors only weakly."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
     remakers = {name: functools.partial(_read_if_alive, weakref.ref(t)) for name, t in here.items()}
@@ -57,7 +57,7 @@ def _read_if_alive(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
 
 
 class AutogradLayer(Layer):
-    """The base of layers that PyTorch's autograd differentiates. Subclasses implement `_make_run_function`."""
+    """Base class for layers that PyTorch's autograd differentiates. Subclasses implement `_make_run_function`."""
 
     takes = "given"
     trained: frozenset[str]
@@ -77,7 +77,7 @@ class AutogradLayer(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # not all PyTorch operations accept 0 samples
+        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations do not accept 0 samples
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -115,15 +115,15 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            # the module reads values of tensors, or makes tensors on the CPU
+            # meta tensors fail if the module reads values of tensors or makes tensors on the CPU
             except (RuntimeError, NotImplementedError):
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
     def _explaining_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
-        """Context manager that turns a dtype error of PyTorch into a ConfigError that names the buffers of another
-        dtype, if there are any."""
+        """Context manager that turns a dtype error of PyTorch into a ConfigError, if there are buffers whose dtype
+        differs. The ConfigError names these buffers."""
         try:
             yield
         except RuntimeError as error:
@@ -160,10 +160,10 @@ class TorchModule(AutogradLayer):
     Parameters
     ----------
     module : module to copy, including its modes; later changes to it have no effect
-    inputs : names of the arguments of its `forward` that are the layer's inputs; default None: those without a default
-    output : selects the layer's output if `forward` does not return one tensor: a key, an attribute or an index;
-        default None: "logits" if there is such an attribute
-    """
+    inputs : names of those arguments of `forward` that are the layer's inputs; default None: all arguments without a
+        default
+    output : selects the layer's output if `forward` does not return a single tensor: a key, an attribute or an index;
+        default None: "logits" if there is such an attribute"""
 
     given_values: InitialValues
     split_hint = ""
@@ -250,15 +250,14 @@ OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid"
 
 
 class _BareModule:
-    """A copy of a module without the data of its parameters, from which every thread gets its own copy.
+    """A copy of a module without the data of its parameters. Every thread gets a copy of this copy.
 
     Attributes
     ----------
     shapes : shapes of parameters and saved buffers, by name
     state : names of running statistics
     of_norms : names of the scales and shifts of norms
-    counts : names of integer buffers, which are constants
-    """
+    counts : names of integer buffers, which are constants"""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
@@ -301,13 +300,13 @@ class _BareModule:
 def is_norm(module: torch.nn.Module) -> bool:
     """Return whether a module is a normalization layer.
 
-    It is recognized by its class name, so that those of other libraries are found as well, such as LlamaRMSNorm."""
+    It is recognized by its class name, so that norms of other libraries, such as LlamaRMSNorm, are found as well."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
 def _collect_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a module and the buffers that it saves, by name; raise ConfigError for a parameter that
-    is not a float on the CPU."""
+    """Return the parameters of a module and the buffers that it saves, by name. Raises ConfigError for a parameter
+    that is not a float on the CPU."""
     saved = module.state_dict(keep_vars=True)
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, p in module.named_parameters():
@@ -333,8 +332,8 @@ def _replace_submodule(module: torch.nn.Module, path: str, new: torch.nn.Module)
 
 
 def _count_arguments(module: torch.nn.Module) -> int:
-    """Return the number of arguments that `forward` requires, or 1 if all have defaults; raise ConfigError if it takes
-    none."""
+    """Return the number of arguments that `forward` requires, or 1 if all have defaults. Raises ConfigError if it
+    takes no arguments."""
     arguments = inspect.signature(module.forward).parameters.values()
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
     if not by_place:
@@ -350,8 +349,8 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 class InputAndParameterGradients:
     """The gradients that backward of a layer computes.
 
-    `inputs` has one for each input, None for integer inputs. `parameters` has those of the parameters that affect the
-    output, by name."""
+    `inputs` has one gradient per input, None for integer inputs. `parameters` has the gradients of the parameters that
+    affect the output, by name."""
 
     inputs: list[torch.Tensor | None]
     parameters: dict[str, torch.Tensor]
@@ -359,7 +358,8 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """Where backward finds a tensor saved by autograd: in parameter `name`, or in kept array number `number`."""
+    """Where backward finds a tensor that autograd saved: in parameter `name`, or in array number `number` of the kept
+    arrays."""
 
     name: str | None
     number: int
@@ -370,7 +370,7 @@ class _SavedTensorSource:
 
 
 class RecordedForward:
-    """A forward recorded by autograd, whose saved arrays are held by the caller and passed back to `backward`.
+    """A forward recorded by autograd. The caller holds the arrays that autograd saved, and passes them to `backward`.
 
     These arrays are in `kept`. Parameters are not, because they are gathered again for backward, possibly at another
     address.
@@ -379,7 +379,7 @@ class RecordedForward:
     ----------
     xp : namespace of all arrays
     run : function of (parameters and buffers by name, inputs) that returns the result
-    inputs : input arrays; those of floats get a gradient
+    inputs : input arrays; floating-point inputs get a gradient
     given : parameters and buffers by name
     trained : names of the parameters that get a gradient
     device : PyTorch device of shape-only arrays; default "meta"
@@ -410,7 +410,8 @@ class RecordedForward:
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
     ) -> InputAndParameterGradients:
-        """Return the gradients, given the gradient `dy` of the output. Frees the graph, so it can be called only once.
+        """Return the gradients, given the gradient `dy` of the output. This frees the graph, so it can be called only
+        once.
 
         `given` are the current parameters and buffers by name, and `kept` the arrays saved by forward. `inputs` says
         whether to compute gradients of inputs, and `trained` names the parameters whose gradients are needed."""
@@ -448,14 +449,14 @@ class RecordedForward:
 
 
 class _Inlet(torch.autograd.Function):
-    """Autograd function that begins a graph at an input without holding the input.
+    """Autograd function that begins a graph at an input without keeping the input alive.
 
-    If the input were a leaf, it would live as long as the graph."""
+    If the input were a leaf of the graph, it would live as long as the graph."""
 
     @staticmethod
     def forward(ctx: Any, begin: torch.Tensor, x: list[torch.Tensor]) -> torch.Tensor:
-        """Return the input, the only element of the list `x`. Autograd does not look into lists, so the result is not
-        a view of an input."""
+        """Return the input, the only element of the list `x`. It is passed in a list, where autograd does not see it,
+        so that the result does not count as a view of an input."""
         if not x[0].is_floating_point():
             ctx.mark_non_differentiable(x[0])
         return x[0]
@@ -468,7 +469,7 @@ class _Inlet(torch.autograd.Function):
 class _Outlet(torch.autograd.Function):
     """Autograd function that ends a graph in a scalar, whose gradient is never needed.
 
-    For any other result, the shape check of `autograd.grad` imports a computer algebra system."""
+    If the graph ended in anything else, a shape check in `autograd.grad` would import a computer algebra system."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
@@ -487,8 +488,8 @@ def _get_storage_id(tensor: torch.Tensor) -> int:
 
 
 def _as_arrays(xp: Any, held: Sequence[torch.Tensor], inputs: Sequence[tuple[torch.Tensor, Any]]) -> tuple[Any, ...]:
-    """Return tensors as arrays. In a dry run, tensors that share memory become one array, so that the memory is
-    counted once."""
+    """Return tensors as arrays. In a dry run, tensors that share memory become one array, so that their memory is
+    counted only once."""
     if not getattr(xp, "holds_no_data", False):
         return tuple(to_array(xp, tensor) for tensor in held)
     known = {_get_storage_id(tensor): array for tensor, array in inputs}

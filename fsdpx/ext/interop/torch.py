@@ -1,4 +1,4 @@
-"""PyTorch modules and losses in fsdpx: the adapters with which `distribute` accepts them.
+"""PyTorch modules and losses in fsdpx: the adapters through which `distribute` accepts them.
 
 trainer = fsdpx.distribute(net, loss=torch.nn.CrossEntropyLoss(), optimizer=fsdpx.optim.AdamW(lr=1e-3))"""
 
@@ -23,7 +23,8 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 
 
 def adapt_torch(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Return a PyTorch module as a layer and a PyTorch loss as a `TorchLoss`. Return anything else unchanged."""
+    """Return the model and the loss, with a PyTorch module converted to a layer and a PyTorch loss to a `TorchLoss`.
+    Anything else is returned unchanged."""
     layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
@@ -36,10 +37,10 @@ def from_torch(
 ) -> Layer:
     """Convert a PyTorch module to a layer, or to a container of layers that can be gathered and freed separately.
 
-    Parameters keep their names, and shared parameters are tied. Without an example a `torch.nn.Sequential` becomes a
-    `Sequential` of its children, and any other module one `TorchModule`. With an example the module is split: PyTorch
-    exports it (`torch.export`), and every unit becomes a layer that is gathered, computed and freed on its own, and
-    can be placed on a pipeline stage. Units are exported in the dtype of the module.
+    Parameters keep their names, and shared parameters are tied. Without an example, a `torch.nn.Sequential` becomes a
+    `Sequential` of its children, and any other module becomes one `TorchModule`. With an example, the module is split:
+    PyTorch exports it (`torch.export`), and every unit (a submodule) becomes a layer that is gathered, computed and
+    freed on its own, and can be placed on a pipeline stage. Units are exported in the dtype of the module.
 
     Parameters
     ----------
@@ -48,7 +49,7 @@ def from_torch(
     units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module) that
         returns whether the module is a unit; default None: the elements of each `torch.nn.ModuleList`. Other modules
         with parameters become units of their own
-    output : the tensor in the result of `forward`, as in `TorchModule`; default None
+    output : which tensor in the result of `forward` is the output, as in `TorchModule`; default None
 
     Returns
     -------
@@ -57,8 +58,7 @@ def from_torch(
     Raises
     ------
     ConfigError : for a module that PyTorch cannot export, a pattern that matches nothing, or a unit that returns
-        several tensors
-    """
+        several tensors"""
     if example:
         return split_module(module, example, units, output)
     if units is not None:
@@ -75,7 +75,7 @@ def from_torch(
 
 
 def _make_child_layers(module: torch.nn.Module) -> dict[str, Layer] | None:
-    """Return the children of a `torch.nn.Sequential` as layers by name, or None for any other module."""
+    """Return the children of a `torch.nn.Sequential` as layers by name, or None if `module` is not a `Sequential`."""
     if type(module) is not torch.nn.Sequential or not len(module):
         return None
     inner = ((name, child, _make_child_layers(child)) for name, child in module._modules.items() if child is not None)
@@ -106,14 +106,13 @@ each sample with all others."""
 class TorchLoss(Loss):
     """A PyTorch loss, or a function of (output, target) that returns the mean over the samples, as a loss of fsdpx.
 
-    The sum over all parts of a batch is divided as PyTorch divides the sum over the full batch: by the number of
-    elements, or, for classes, by the total weight of the targets that are not ignored. For any other function, the
-    means of the parts are weighted by their numbers of samples.
+    The losses of all parts of a batch are summed, and the sum is divided as PyTorch would divide it for the full
+    batch: by the number of elements, or, for classes, by the total weight of the targets that are not ignored. For any
+    other function, the means of the parts are averaged, weighted by their numbers of samples.
 
     Parameters
     ----------
-    function : a loss such as `torch.nn.CrossEntropyLoss()`, with `reduction="mean"`, or a function of two tensors
-    """
+    function : a loss such as `torch.nn.CrossEntropyLoss()`, with `reduction="mean"`, or a function of two tensors"""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         if isinstance(function, torch.nn.Module) and next(function.parameters(), None) is not None:
@@ -161,7 +160,7 @@ class TorchLoss(Loss):
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
         """Raise DataError unless the target has class probabilities in the output's shape, or valid integer labels.
-        Classes are dim 1 of the output."""
+        Dim 1 of the output is the class."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:

@@ -28,8 +28,8 @@ def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> It
     """Context manager in which PyTorch modules of this thread draw random numbers from `env`, for `samples` samples.
 
     `intercept` says whether to intercept operations that draw random numbers; False if there are none. Raises
-    ConfigError if an operation draws from PyTorch's generator nevertheless, because such numbers depend on the layout
-    of the ranks."""
+    ConfigError if an operation draws from PyTorch's generator nevertheless, because then the numbers would depend on
+    the layout of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
@@ -45,8 +45,8 @@ def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> It
 
 
 class _CounterRandomMode(TorchDispatchMode):
-    """Dispatch mode that makes random operations use counter-based random numbers, functions of (seed, layer, step,
-    global row, number of earlier draws)."""
+    """Dispatch mode that makes random operations use counter-based random numbers, which are functions of (seed,
+    layer, step, global row, number of earlier draws)."""
 
     def __init__(self, env: LayerContext, samples: int) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class _CounterRandomMode(TorchDispatchMode):
 
 
 def _fill_bernoulli(mode: _CounterRandomMode, x: torch.Tensor, p: float = 0.5, **options: Any) -> torch.Tensor:
-    """Set each element of x in place to 1 with probability p, else to 0. Dropout passes the probability of keeping an
-    element."""
+    """Set each element of x in place to 1 with probability p, else to 0. For dropout, p is the probability of keeping
+    an element."""
     return x.copy_(mode.draw_uniform(x) >= 1.0 - p)
 
 
@@ -98,9 +98,9 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 class GlobalNorm(torch.nn.Module):
-    """Batch norm over the global batch, in place of PyTorch's, which would see only this rank's samples.
+    """Batch norm over the global batch. It replaces PyTorch's batch norm, which would see only this rank's samples.
 
-    Parameters, running statistics and results are those of `fsdpx.nn.BatchNorm`."""
+    Its parameters, running statistics and results are those of `fsdpx.nn.BatchNorm`."""
 
     def __init__(self, norm: Any, path: str) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        if not self.training and env.training:  # the user called eval() on this norm
+        if not self.training and env.training:  # the user has called eval() on this norm
             env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
