@@ -1,5 +1,5 @@
-"""`fsdpx run --print-batch`: print a batch script with which Slurm, PBS or LSF starts the same job. A Slurm job is
-requeued when it reaches its time limit."""
+"""`fsdpx run --print-batch`: print a batch script that starts the same job under Slurm, PBS or LSF. The Slurm script
+requeues a job that reaches its time limit."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class NodeCores:
     Attributes
     ----------
     cores : number of cores
-    source : source of the number as the end of a sentence, such as "as this machine has"
+    source : where the number comes from, worded so that it can end a sentence, such as "as this machine has"
     """
 
     cores: int
@@ -117,8 +117,8 @@ def make_batch_file(
 ) -> str:
     """Return the text of a batch script that starts `program` under the batch system "slurm", "pbs" or "lsf".
 
-    `variables` are additional environment variables of the ranks. Raise LaunchError for an argument with a line break,
-    since a scheduler could interpret the text after it."""
+    `variables` are additional environment variables of the ranks. Raise LaunchError if an argument contains a line
+    break, because a scheduler could take the text after it as a directive."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
     nodes, per_node = _choose_nodes_and_ranks_per_node(config, node_cores)
@@ -158,7 +158,7 @@ def _make_request_comment(nodes: int, per_node: int, cores: int, node_cores: Nod
 
 
 def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yield shell lines that set up the same environment in the batch job: environment modules, the virtual
+    """Yield shell lines that recreate the current environment in the batch job: environment modules, the virtual
     environment and `variables`."""
     modules = environment.list_environment_modules()
     yield f"# module load {' '.join(modules)}" if modules else "# module load ...  (none is loaded here)"
@@ -170,8 +170,8 @@ def _iterate_environment_lines(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _make_job_name(program: Sequence[str]) -> str:
-    """Return a job name: the name of the script or module, with "_" for characters that a shell or scheduler could
-    interpret."""
+    """Return a job name: the name of the script or module, in which "_" replaces characters that a shell or scheduler
+    could interpret."""
     name = program[1] if program[0] == "-m" else Path(program[0]).stem
     return re.sub(r"[^\w.+-]", "_", name)
 

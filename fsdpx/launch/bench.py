@@ -1,5 +1,5 @@
-"""`bench comm` times communication operations by message size, inside hosts and between hosts, and names the transport
-of each. `bench step` compares the training step times of several strategies."""
+"""`bench comm` times communication operations at several message sizes, within and between hosts, and reports the
+transport that each one uses. `bench step` compares the training step times of several strategies."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ SUM = ReduceOp.SUM
 
 
 class BenchArrays(NamedTuple):
-    """Buffers of one message size, as float32 arrays.
+    """Float32 buffers for one message size.
 
     Attributes
     ----------
     shared : this rank's array, in memory that the ranks of its host can access
     common : one array that all ranks of the host share
     plain : an array in private memory
-    piece : an array in private memory that has 1/N of the size, for N ranks
+    piece : an array in private memory with 1/N of the elements, where N is the number of ranks
     """
 
     shared: Array
@@ -79,10 +79,10 @@ class TimedVerb(NamedTuple):
     Attributes
     ----------
     call : function that starts the operation and returns its handle
-    bus_share : function from the number of ranks to the least number of bytes that each rank must send or receive, as a
-        fraction of the full array
-    raw : the same operation by mpi4py, for comparison; None: there is none
-    message_count : number of messages that one call sends one after another
+    bus_share : function of the number of ranks that returns how many bytes each rank must send or receive at least,
+        divided by the bytes of the full array
+    raw : the same operation in plain mpi4py, for comparison; None if there is none
+    message_count : number of messages that one call sends in sequence; the time of a call is divided by it
     """
 
     call: Callable[[Communicator, BenchArrays], Handle | None]
@@ -200,8 +200,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
-    """Raise LaunchError on all ranks if rank 0 cannot write the file. Called before a long measurement, whose result
-    would be lost. Collective."""
+    """Raise LaunchError on all ranks if rank 0 cannot write the file. Called before a long measurement, so that its
+    result is not lost. Collective."""
     wrong = ""
     try:
         if path is not None and comm.rank == 0:
@@ -227,9 +227,10 @@ def measure_verbs(
     """Time the communication operations `verbs`, and return the report that `--json` writes. It is identical on all
     ranks. Collective.
 
-    For the ranks of each host, the hosts, and all ranks, the report contains the latency and bandwidth of a message,
-    and one row per operation and size. `sizes` are bytes of the full array, rounded up so that all ranks have the same
-    number of elements. `seconds` is the approximate time spent on each row."""
+    The report has one section for the ranks of each host, one for communication between hosts, and one for all ranks.
+    Each section contains the latency and bandwidth of a message, and one row per operation and size. `sizes` are bytes
+    of the full array, rounded up so that all ranks have the same number of elements. `seconds` is the approximate time
+    spent on each row."""
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
@@ -250,10 +251,10 @@ def measure_verbs(
 def _iterate_level_communicators(
     comm: Communicator, hosts: dict[str, list[int]]
 ) -> Iterator[tuple[str, Communicator | None]]:
-    """Yield (name, communicator) for each group of ranks that is measured: the ranks of this host, the first rank of
-    each host, and all ranks.
+    """Yield (name, communicator) for each group of ranks to measure: the ranks of this host, the first rank of each
+    host, and all ranks.
 
-    The communicator is None on ranks that are not in the group. Collective."""
+    The communicator is None on ranks outside the group. Collective."""
     if len(hosts) > 1:
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
@@ -281,7 +282,7 @@ class _BenchBuffers:
             part[...] = 0  # touch all memory now, since the operating system allocates it on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
-        """Return views of `elements` float32 elements. The array `piece` has 1 / `ranks` of them."""
+        """Return float32 views with `elements` elements each, except for `piece`, which has `elements` / `ranks`."""
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
         return BenchArrays(own, common, plain, piece[: elements // ranks])
 
@@ -295,8 +296,8 @@ def _measure_level(
     name: str, comm: Communicator | None, buffers: _BenchBuffers, sizes: Sequence[int], verbs: Sequence[str],
     seconds: float, count: Callable[[int, int], None],
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Time all operations and sizes in a group of ranks. Return the measurements on the first rank of the group, and
-    None on all other ranks. Collective over the group."""
+    """Time every operation at every size in one group of ranks. Return the measurements on the first rank of the
+    group, and None on all other ranks. Collective over the group."""
     if comm is None:
         return None
     rows: list[dict[str, Any]] = []
@@ -332,8 +333,8 @@ def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: fl
 
 
 def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Return the time per call in seconds: the median over blocks of calls, where each block counts with the time of
-    the slowest rank. Collective."""
+    """Return the time per call in seconds: the median over several blocks of calls. The time of a block is that of the
+    slowest rank. Collective."""
     call()
     taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
@@ -353,8 +354,8 @@ def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls:
 
 
 def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
-    """Wait for a communication call, and return the name of the transport that it used, as far as its handle tells:
-    shared memory or messages."""
+    """Wait for a communication call, and return the name of the transport that it used, such as "shared memory" or
+    "MPI messages". The transport is inferred from the handle."""
     if handle is not None:
         handle.wait()
     carrier, node = find_message_backend(comm), find_node_communicator(comm)
@@ -410,8 +411,8 @@ WARMUP_STEPS = 3
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Compare the training step times of strategies, and print a table. Return the exit status. With -n, start a job
-    with that many ranks to do so."""
+    """Compare the training step times of strategies, and print a table. Return the exit status. With -n, do this in a
+    new job with that many ranks."""
     strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
     example = find_model(args.model, args.batch)
     for name in strategies:
@@ -488,8 +489,8 @@ def compare_strategies(
 
 
 def _draw_random_batch(spec: tuple[tuple[int, ...], str], seed: int) -> np.ndarray:
-    """Return a random global batch of a (shape, dtype). Integers are 0 or 1, which are valid indices and labels for
-    all models."""
+    """Return a random global batch with the given (shape, dtype). Integers are 0 or 1, which are valid indices and
+    labels for all models."""
     shape, dtype = spec
     random = np.random.default_rng(seed)
     if not isinstance(dtype, str):

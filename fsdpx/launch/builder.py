@@ -48,15 +48,15 @@ class ModelBuilder:
     """Builds the model, trainer and data loaders of a training run that is described by a run file or a dict.
 
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
-    table with `use` stands for the named object itself: `{use = "no_decay"}`. A name belongs to `fsdpx.nn`,
-    `fsdpx.optim`, its schedules, `fsdpx.data` or the arguments of `distribute` (`Mesh`, `PowerSGD`, ...). For your own
-    objects it is `module:name`. Invalid values raise a ConfigError that names the section and key.
+    table with `use` stands for the named object itself: `{use = "no_decay"}`. Names are looked up in `fsdpx.nn`,
+    `fsdpx.optim`, its schedules, `fsdpx.data` and the classes for arguments of `distribute` (`Mesh`, `PowerSGD`, ...).
+    Write your own objects as `module:name`. Invalid values raise a ConfigError that names the section and key.
 
     Parameters
     ----------
-    plan : the values of each section, by name of the section. Required are model, loss and optimizer; optional are
-        distribute, data, validation, loader and fit. Model, loss, optimizer and data sets may also be objects, such as
-        `nn.CrossEntropyLoss()`; model and loss may be PyTorch modules
+    plan : dict from section name to the values of the section. The sections model, loss and optimizer are required;
+        distribute, data, validation, loader and fit are optional. Model, loss, optimizer and data sets may also be
+        objects, such as `nn.CrossEntropyLoss()`; model and loss may be PyTorch modules
     source : where `plan` comes from, such as the path of the run file, for error messages
     """
 
@@ -146,12 +146,12 @@ class ModelBuilder:
         """Return the data loader for training, which [data] and [loader] describe, and the one for validation, which
         [validation] describes.
 
-        Both split batches over `trainer.data_group`. Unless [loader] says otherwise, training batches are shuffled and
-        a short last batch is dropped. Validation batches are always in order.
+        Both split each batch over the ranks of `trainer.data_group`. Unless [loader] says otherwise, training batches
+        are shuffled and a short last batch is dropped. Validation batches are always in order.
 
         Parameters
         ----------
-        trainer : the trainer whose data ranks read the batches
+        trainer : the trainer that gets the batches
 
         Returns
         -------
@@ -183,22 +183,22 @@ class ModelBuilder:
         given instead of a table."""
         given = self.plan[section]
         if not isinstance(given, Mapping | PLAIN) or (section not in REQUIRED and isinstance(given, list | tuple)):
-            return given  # finished objects are checked by `distribute` and `DataLoader`
+            return given  # `distribute` and `DataLoader` check objects that are given instead of tables
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
         return self._resolve_value(given, section)
 
     def _resolve_section_values(self, section: str) -> dict[str, Any]:
-        """Return the values of a section by key, where each nested `make` or `use` table is replaced by the object
-        that it describes."""
+        """Return a section as a dict in which each nested `make` or `use` table is replaced by the object that it
+        describes."""
         given = self.plan.get(section, {})
         if not isinstance(given, Mapping):
             raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
         return {name: self._resolve_value(value, f"{section}.{name}") for name, value in given.items()}
 
     def _resolve_value(self, value: Any, where: str) -> Any:
-        """Return a value, where each nested `make` table is replaced by the result of the call, and each `use` table
-        by the named object. Errors name the place `where`."""
+        """Return `value` with each nested `make` table replaced by the result of its call, and each `use` table by the
+        object that it names. Error messages give `where` as the place of the value."""
         if type(value) in (list, tuple):
             return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
@@ -254,8 +254,8 @@ class ModelBuilder:
 def _apply_text_override(plan: dict[str, Any], change: str) -> None:
     """Apply an override `section.key=value` to the plan, in place.
 
-    A value that is not TOML is parsed as a Boolean in another spelling (tie=False, tie=no), or else taken as a string
-    (strategy=ddp)."""
+    A value that is not valid TOML is a Boolean if it is another spelling of one (tie=False, tie=no), otherwise a
+    string (strategy=ddp)."""
     path, equals, text = change.partition("=")
     *tables, key = path.strip().split(".")
     if not equals or not key or not tables:

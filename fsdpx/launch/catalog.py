@@ -1,5 +1,5 @@
-"""Example models for the commands `show`, `plan`, `bench` and `compile`, or a user's own model, each with a loss and
-batch shapes."""
+"""The models that the commands `show`, `plan`, `bench` and `compile` accept: built-in examples and users' own models,
+each with a loss and batch shapes."""
 
 import pkgutil
 import re
@@ -35,9 +35,9 @@ class CatalogModel:
     about : one line that describes the model
     model : function that creates the model
     loss : the loss
-    x, y : functions from a number n to the (shape, dtype) of n samples of inputs, and of targets
-    batch : default number of samples of the global batch
-    cells : number of cells of a field along each dim; () if samples are not fields
+    x, y : functions that take a number of samples n, and return the (shape, dtype) of n inputs (x) or n targets (y)
+    batch : default size of the global batch in samples
+    cells : number of cells along each dim of a field; () if samples are not fields
     """
 
     about: str
@@ -49,8 +49,8 @@ class CatalogModel:
     cells: tuple[int, ...] = ()
 
     def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
-        """Return a copy of the entry whose samples are fields of `cells` cells. With `grid`, samples have the shape of
-        this rank's part of the field, with channels last."""
+        """Return a copy of this entry for fields with the given number of cells along each dim. If `grid` is given,
+        samples have the shape of this rank's part of the field, with channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
@@ -121,10 +121,10 @@ CATALOG: dict[str, CatalogModel] = {
 
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
-    """Return a model of the catalog by name, or a user's model at "module:name". The latter is a layer, or a function
-    that returns a layer, or a layer and its loss.
+    """Return the catalog model `name`, or a user's model if `name` has the form "module:name". A user's model is a
+    layer, a (layer, loss) pair, or a function that returns either.
 
-    `batch` is the number of samples of the global batch, or, for a user's model, the shape of the batch: "8x1024", or
+    `batch` is the size of the global batch in samples or, for a user's model, the shape of the batch: "8x1024", or
     "8x1024:int64"."""
     if ":" in name:
         return _make_user_entry(name, batch)
@@ -143,8 +143,8 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
     """Return the catalog entry of a user's model at "module:name".
 
-    Inputs without a dtype are float32, or int64 if the model rejects float32. The default loss is CrossEntropyLoss for
-    integer inputs, else MSELoss."""
+    If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. The default loss is
+    CrossEntropyLoss for integer inputs, else MSELoss."""
     model, loss = _import_model_and_loss(name)
     match = _BATCH_PATTERN.fullmatch(batch or "")
     if match is None:
@@ -161,8 +161,8 @@ def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
 
 
 def list_model_and_loss_kernels(name: str) -> list[str]:
-    """Return the names of the kernels that a model and its loss run. For a user's model without a loss,
-    CrossEntropyLoss and MSELoss are both assumed."""
+    """Return the names of the kernels that a model and its loss run. For a user's model without a loss, the kernels of
+    both CrossEntropyLoss and MSELoss are included."""
     if ":" in name:
         model, own = _import_model_and_loss(name)
         losses = [nn.CrossEntropyLoss(), nn.MSELoss()] if own is None else [own]
@@ -173,8 +173,8 @@ def list_model_and_loss_kernels(name: str) -> list[str]:
 
 
 def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
-    """Import a user's model from "module:name", and return the model and its loss. The loss is None if the user gives
-    none."""
+    """Import a user's model from "module:name", and return the model and its loss, or None as the loss if the user
+    gives none."""
     made = _import_and_call_factory(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
@@ -191,7 +191,7 @@ def _import_and_call_factory(name: str) -> Any:
         found = pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the user's module exists, but imports a module that does not
+            raise  # the user's module exists, but imports a module that does not exist
         raise ConfigError(f"{name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from error

@@ -62,8 +62,8 @@ def _run_and_print_action(args: argparse.Namespace) -> int:
 
 
 def _find_and_print_newest_checkpoint(path: Path) -> Path:
-    """Return the newest checkpoint if `path` is a folder of several checkpoints, as `fit` writes them, and print its
-    name. Otherwise return `path`."""
+    """If `path` is a folder of several checkpoints, as `fit` writes them, return the newest one and print its name.
+    Otherwise return `path`."""
     found = CheckpointConfig(path).find_latest()
     if found is None or is_checkpoint(path):
         return path
@@ -128,7 +128,7 @@ def _iterate_state_differences(first: dict[str, Any], second: dict[str, Any]) ->
 
 
 def iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the items of nested dicts, with joined names such as "fit.steps"."""
+    """Yield the items of nested dicts, with nested keys joined by dots, such as "fit.steps"."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from iterate_flat_items(value, f"{prefix}{name}.")
@@ -137,7 +137,7 @@ def iterate_flat_items(table: dict[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def _format_value(value: Any) -> str:
-    """Return a value of the training state as one line of text. Of a dict or list inside a dict, only the number of
+    """Return a value of the training state as one line of text. For a dict or list inside a dict, only the number of
     entries is shown."""
     if not isinstance(value, dict):
         return str(value)

@@ -38,8 +38,8 @@ class FirstDifference:
     ----------
     step : step in which the runs first differ, counted from 1
     written : the tensor that differs, as the first run wrote it
-    by : action and rank that wrote the tensor in the first run, and those that wrote it in the second run
-    worst : the element that differs most; for values of samples, its first index counts within the global batch
+    by : the action and rank that wrote the tensor, as text, in the first run and in the second run
+    worst : the element that differs most; for per-sample values, its first index counts within the global batch
     ranks : number of ranks of the first and of the second run
     before : number of earlier values, all of which agree
     """
@@ -73,8 +73,8 @@ def find_first_difference(
     """Compare all tensors that the ranks of two runs wrote, and return the first difference beyond `tolerance`, or
     None. Each run is given as one record per rank.
 
-    Runs with identical programs and sharding are compared rank by rank and action by action. Other runs are compared
-    element by element of the full tensors."""
+    If the programs and the sharding of both runs are identical, the runs are compared rank by rank and action by
+    action. Otherwise the full tensors are compared element by element."""
     same_programs = [(one.cut, one.programs) for one in a] == [(one.cut, one.programs) for one in b]
     agreed = compared = 0
     for step in range(min(len(one.steps) for one in (*a, *b))):
@@ -99,8 +99,7 @@ def _iterate_written_tensors(
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
     """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, action and rank as text, key).
 
-    The key identifies the same value in both runs: it consists of the tensor's identity and of how often it was
-    written before."""
+    The same value has the same key in both runs: the identity of the tensor, and how often it was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -123,8 +122,8 @@ def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
 
 
 def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """Return the element with the largest difference, among the elements that both runs wrote. Return None if they
-    agree within the tolerance."""
+    """Return the element with the largest difference, among the elements that both runs wrote. Return None if all of
+    these agree within the tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
         for start, stop, want in _list_contiguous_pieces(one)
@@ -145,8 +144,8 @@ def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, toleran
 
 
 def _unravel_index(element: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Convert a flat element index to a multi-dimensional index. The first index may exceed `shape`, which may be the
-    shape of a rank's shard."""
+    """Convert a flat element index to a multi-dimensional index. The first index may be beyond shape[0], because
+    `shape` may be the shape of one rank's shard."""
     index: list[int] = []
     for size in reversed(shape[1:]):
         element, at = divmod(element, size)
@@ -187,14 +186,14 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def _print_difference(found: object) -> int:
-    """Print a difference, or that there is none (None). Return 1 if there is one, else 0."""
+    """Print the difference `found`, or "no difference" if it is None. Return 1 if there is a difference, else 0."""
     print("no difference" if found is None else escape_control(str(found)))
     return 0 if found is None else 1
 
 
 def _find_argument_kind(path: Path) -> str:
-    """Return what a command-line argument names: a "run" to start, the "record" of a run, a "trace" or a
-    "checkpoint"."""
+    """Return what a command-line argument refers to: "run" (a job to start), "record" (the values that a run
+    recorded), "trace" or "checkpoint"."""
     if not path.exists() or path.suffix in (".py", ".toml"):
         return "run"
     if path.is_dir() and any(path.glob("values-*")):
@@ -211,7 +210,7 @@ def _find_script_index(words: Sequence[str], text: str) -> int:
 
 
 def _run_and_record(text: str, folder: Path, steps: int) -> Path:
-    """Run a job with `fsdpx run`, record all values that it writes in the first `steps` steps, and return the folder
+    """Run a job with `fsdpx run`, record all values that it computes in the first `steps` steps, and return the folder
     of the record."""
     words = shlex.split(text)
     script = _find_script_index(words, text)

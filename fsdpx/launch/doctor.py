@@ -49,14 +49,14 @@ class RankFacts(NamedTuple):
     Attributes
     ----------
     host : name of the rank's host
-    versions : versions of packages by name
-    cores : numbers of the cores on which the rank may run
-    threads : number of kernel threads
-    free : free bytes of shared memory; None if there is no separate limit
-    cache, writable : the cache folder, and whether the rank can write it
+    versions : package name -> version
+    cores : ids of the cores on which the rank may run
+    threads : number of threads that compute kernels use
+    free : free bytes of shared memory; None if shared memory has no limit of its own
+    cache, writable : the cache folder, and whether the rank can write to it
     gpus : GPUs that CuPy sees
     driver : whether the host has an NVIDIA driver
-    load : load average of the host per core
+    load : load average of the host, divided by its number of cores
     """
 
     host: str
@@ -72,8 +72,8 @@ class RankFacts(NamedTuple):
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print the diagnosis of the job. Return 1 if an all-reduce is wrong or existing GPUs cannot be used, else 0.
-    Collective."""
+    """Print the diagnosis of the job. Return 1 if an all-reduce gives a wrong sum or existing GPUs cannot be used,
+    else 0. Collective."""
     with init() as comm:
         healthy, rows = diagnose_ranks(comm)
         if comm.rank == 0:
@@ -121,7 +121,7 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
 
 
 def _format_by_rank(numbers: Sequence[int]) -> str:
-    """Return one number per rank as text: "2 per rank" if all are equal, else "2, 4 by rank"."""
+    """Format a list with one number per rank: "2 per rank" if all are equal, else "2, 4 by rank"."""
     return f"{numbers[0]} per rank" if len(set(numbers)) == 1 else f"{', '.join(map(str, numbers))} by rank"
 
 
@@ -131,8 +131,8 @@ def _has_host_gpu(facts: RankFacts) -> bool:
 
 
 def _get_versions(facts: RankFacts) -> dict[str, str]:
-    """Return the versions of fsdpx and of the packages that it uses on a rank, by name. Optional packages are left out
-    if they are not installed."""
+    """Return package name -> version on the given rank, for fsdpx and the packages that it uses. Optional packages
+    that are not installed are left out."""
     wanted = {name: v for name, v in facts.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 
@@ -197,7 +197,7 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_host_transport(comm: Communicator) -> str:
-    """Describe how ranks of a host exchange NumPy arrays: by shared memory, or by messages and why."""
+    """Describe how ranks of a host exchange NumPy arrays: through shared memory, or by messages, with the reason."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"
@@ -210,8 +210,8 @@ def _describe_host_transport(comm: Communicator) -> str:
 
 
 def _describe_gpu_transport(comm: Communicator) -> str:
-    """Describe whether GPU arrays are passed to MPI directly or staged through the host, and on what evidence. It does
-    not apply to backend='nccl'. Collective."""
+    """Describe whether GPU arrays are passed to MPI directly or staged through the host, and how this was determined.
+    The answer does not apply to backend='nccl'. Collective."""
     if get_backend_name() not in ("mpi", "node"):
         return "staged through the host"
     found = visible_devices.probe_gpu_awareness(environment.get_gpu_aware_mpi_setting()) if comm.rank == 0 else None
@@ -220,7 +220,7 @@ def _describe_gpu_transport(comm: Communicator) -> str:
 
 
 def _get_load_per_core() -> float:
-    """Return the load average of the last minute per core; 0 if the system does not report it."""
+    """Return the one-minute load average divided by the number of cores; 0 if the system does not report a load."""
     return os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 0.0
 
 

@@ -1,8 +1,8 @@
 """`fsdpx run --join FOLDER -n K`: add ranks to a running job.
 
-The requesting process writes a file into the folder of the job, and the job's launcher answers by another file. MPI
-libraries do not let processes join a job whose ranks may die. Therefore the running ranks save a checkpoint, and the
-job is restarted with more ranks."""
+The requesting process writes a file into the folder of the job, and the job's launcher answers with another file. MPI
+libraries cannot add processes to a running job that tolerates the death of ranks. Therefore the running ranks save a
+checkpoint, and the job is restarted with more ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 class JoinRequests:
     """Handles requests to add ranks to a job, in the job's launcher. The attribute `accepted_ranks` is the number of
-    accepted ranks that join at the next restart."""
+    ranks that will join at the next restart."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
         """Discard old requests in `folder`, the job's --folder. `fits` is a function that raises LaunchError if the
@@ -70,8 +70,8 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """Answer new requests once a rank of the job is ready to save, and signal that rank to save. Cheap enough to
-        be called often.
+        """If a rank of the job can save a checkpoint when signaled, answer new requests, and signal the rank if ranks
+        are to join. Otherwise leave the requests for a later call. Cheap enough to be called often.
 
         `notes` is the folder with the status files of the ranks."""
         now = time.monotonic()
@@ -89,7 +89,7 @@ class JoinRequests:
                 os.kill(listener, signal.SIGUSR1)
 
     def pop_joined_rank_count(self) -> int:
-        """Return the number of ranks that were accepted since the last start, and reset it to 0."""
+        """Return the number of ranks that were accepted since the last start, and reset the count to 0."""
         came, self.accepted_ranks = self.accepted_ranks, 0
         return came
 
@@ -100,7 +100,7 @@ class JoinRequests:
                 self._replace_request_by_answer(asks, f"{_REFUSAL_PREFIX}the job has ended")
 
     def _answer_request(self, asks: Path) -> None:
-        """Accept or refuse the request in the file `asks`. A request by another user is ignored, with a single
+        """Accept or refuse the request in the file `asks`. A request from another user is ignored, with a single
         warning."""
         text = safe_files.read_if_trusted(asks)
         if text is None:  # the requesting process has given up, or belongs to another user
@@ -118,16 +118,16 @@ class JoinRequests:
             self._replace_request_by_answer(asks, f"the job saves and goes on with {more} more")
 
     def _replace_request_by_answer(self, asks: Path, text: str) -> None:
-        """Remove the request file `asks`, and write the file with its answer."""
+        """Delete the request file `asks`, and write the answer `text` to the corresponding answer file."""
         with suppress(OSError):  # the requesting process may have removed the file
             asks.unlink()
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
 def _find_listening_process(notes: Path) -> int | None:
-    """Return the process id of a rank on this host that handles SIGUSR1 by saving a checkpoint, as it does inside
-    `Preemption`. Return None if there is none.
+    """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script inside
+    `Preemption` does. Return None if there is none.
 
-    Other ranks would be killed by the signal. One rank is enough, because it makes all ranks save."""
+    The signal would kill any other rank. One such rank is enough, because it makes all ranks save."""
     here = (n for n in read_rank_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

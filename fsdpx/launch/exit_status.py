@@ -1,5 +1,5 @@
-"""Decides why an attempt to run a job ended, from the order in which ranks died and the records that they left, and
-whether the job is restarted."""
+"""Finds out why an attempt to run a job ended, from the order in which ranks died and the records that they left, and
+decides whether the job is restarted."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
 
 
 class DeathRecorder:
-    """Background thread that records in which order the ranks of this host end. Usually the first one is the cause,
-    because its end makes the other ranks fail.
+    """Background thread that records in which order the ranks of this host end. The first rank to end is usually the
+    cause, because its end makes the other ranks fail.
 
     The thread need not be fast, because epoll returns descriptors in the order in which they became ready. For each
     rank, it watches a named pipe (the rank's lifeline), which closes before a launcher can learn of the death and kill
-    the other ranks. It also watches the process descriptor, which becomes ready only later, because there may be no
-    named pipes, or a child of the rank may hold the pipe open.
+    the other ranks. The process descriptor becomes ready only later. It is watched as well, because named pipes may be
+    unavailable, or a child of the rank may hold the pipe open.
 
     Attributes
     ----------
-    order : ranks that have ended, in order
+    order : ranks that have ended, in the order in which they ended
     missed : ranks that had ended before they could be watched
-    in_vain : event that is set when ranks wait in MPI_Init for a rank that has ended
+    in_vain : event that is set once ranks have waited too long in MPI_Init for a rank that has ended
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -67,7 +67,7 @@ class DeathRecorder:
             self._thread.join()
 
     def _watch_ranks(self) -> None:
-        """Body of the thread: record the ends of all ranks of this host until `close` is called."""
+        """Body of the thread: record the order in which the ranks of this host end, until `close` is called."""
         known: set[int] = set()
         since = math.inf  # time at which a rank was first seen waiting for a rank that has ended
         with select.epoll() as deaths:
@@ -131,24 +131,24 @@ class JobEnding:
 class Evidence:
     """Everything that is known about how one attempt to run the job ended.
 
-    The methods are the conditions of the table `EXIT_CASES`. Each method returns whether its case applies, or the
-    status of the rank that caused the end.
+    The methods are the conditions of the table `EXIT_CASES`. Each method returns whether its case applies or, if one
+    rank caused the end, the status of that rank.
 
     Parameters
     ----------
     status : exit status of the launcher; 128 + signal if a signal killed it
-    statuses : status of the ranks whose files this host can see
-    flight_records : by rank, the log of its last actions
+    statuses : rank -> status, for the ranks whose status files this host can see
+    flight_records : rank -> log of its last actions
     order : the ranks of this host in the order in which they ended
-    waited : ranks that waited in MPI_Init when the job ended; empty for a job that had started
+    waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had got past it
     late : whether MPI_Init timed out on the waiting ranks, and the launcher ended all other ranks
     ranks : number of ranks
-    elastic : whether ranks may have died earlier. If so, the status of the remaining ranks counts instead of the
-        launcher's status, because Open MPI returns 0 even if the last rank aborts, and another status for a job that
+    elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of
+        the launcher's, because Open MPI returns 0 even if the last rank aborts, and a nonzero status for a job that
         succeeds after deaths
     launcher : name of the launcher
-    killed : name of the signal that killed the launcher although the job was not asked to stop; it was not sent by a
-        rank, because ranks send no signals
+    killed : name of the signal that killed the launcher although the job was not asked to stop; no rank can have sent
+        it, because ranks send no signals
     """
 
     status: int
@@ -163,7 +163,7 @@ class Evidence:
     killed: str = ""
 
     def have_all_reached_start(self) -> bool:
-        """Return whether all ranks were in MPI_Init when the job ended, so that one of them died there or MPI itself
+        """Return whether all ranks were in MPI_Init when the job ended. If so, one of them died there, or MPI itself
         failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
@@ -190,8 +190,8 @@ class Evidence:
         return self.late and self.find_rank_ended_before_start() is not None
 
     def has_succeeded(self) -> bool:
-        """Return whether the job succeeded, by the launcher's status or, for an elastic job, that of the surviving
-        ranks."""
+        """Return whether the job succeeded, judged by the launcher's status or, for an elastic job, by the statuses of
+        the surviving ranks."""
         if self.waited:
             return False
         numbers = {note.status for note in self.statuses.values()}
@@ -204,7 +204,7 @@ class Evidence:
         return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.statuses.values()))
 
     def list_failed_ranks(self) -> list[RankStatus]:
-        """Return the ranks that ended with an error status, if all ranks had got past MPI_Init, else []."""
+        """Return the ranks that ended with an error status. Return [] if some ranks were still waiting in MPI_Init."""
         return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
     def find_first_failed_rank(self) -> RankStatus | None:
@@ -219,12 +219,13 @@ class Evidence:
         return next((note for note in self.statuses.values() if note.status == 0), None)
 
     def has_hung(self) -> bool:
-        """Return whether a watchdog ended the job, or a rank failed with a communication error that does not report a
-        death."""
+        """Return whether a watchdog ended the job, or a rank failed with a communication error that does not report
+        the death of another rank."""
         return self.status == HUNG_STATUS or any(note.error not in _DEATH_ERRORS for note in self.list_failed_ranks())
 
     def find_first_dead_rank(self) -> RankStatus | None:
-        """Return the first rank that was killed, that is, ended without recording an exit status, or None."""
+        """Return the first rank that was killed, which means that it ended without recording an exit status. Return
+        None if there is none."""
         return next(
             (self.statuses[r] for r in self.order if r in self.statuses and self.statuses[r].status is None), None
         )
@@ -274,7 +275,7 @@ class Verdict(NamedTuple):
     Attributes
     ----------
     kind : value of `JobEnding.kind`
-    restart : condition on which the job is restarted, as long as restarts are left
+    restart : condition under which the job is restarted, as long as restarts are left
     """
 
     kind: str
@@ -300,8 +301,8 @@ class Case(NamedTuple):
 
     Attributes
     ----------
-    applies : condition on the evidence
-    verdict : kind of the ending
+    applies : method of `Evidence` that tells whether this case applies
+    verdict : kind of the ending, and whether it leads to a restart
     status : exit status of `fsdpx run`
     text : template of `JobEnding.text`, filled by `Evidence.make_placeholder_values`
     """
@@ -334,7 +335,7 @@ EXIT_CASES = (
     Case(Evidence.find_first_dead_rank, DEATH, LAUNCHER_STATUS, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, LAUNCHER_STATUS, "a rank died (status {status}){more}"),
 )  # fmt: skip
-"""The possible endings of a start, of which the first one whose condition holds applies."""
+"""The possible endings of an attempt to run the job. The first case whose condition holds applies."""
 
 
 @dataclass
@@ -344,7 +345,7 @@ class RestartPlan:
     Attributes
     ----------
     ranks : number of ranks of the next attempt
-    min_ranks : the job is not started with fewer ranks
+    min_ranks : minimum number of ranks with which the job is started
     max_restarts : maximum number of restarts
     backoff : seconds before the first restart
     endings : how each earlier attempt ended
@@ -391,7 +392,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
-    """Return how many of the last consecutive attempts got no further, in steps, than the attempt before."""
+    """Return how many attempts, counted back from the one before the last, got at least as far (in steps) as the last
+    one."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:
