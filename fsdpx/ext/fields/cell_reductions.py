@@ -1,4 +1,4 @@
-"""Sums and statistics over the cells of a field that may be partitioned."""
+"""Sums and statistics over the cells of a field, which may be partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["all_gather_moments", "all_reduce_moments", "all_reduce_over_parts"]
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
-    """All-reduce `values` in place by `op` over the ranks that share each field, and return `values`. Without a
-    partitioned field, this does nothing."""
+    """All-reduce `values` in place by `op` over the ranks that share each field, and return `values`. Does nothing if
+    the field is not partitioned."""
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
-        values[...] = flat.reshape(values.shape)  # `flat` is a copy unless `values` is in C order
+        values[...] = flat.reshape(values.shape)  # needed if `flat` is a copy, because `values` is not in C order
     return values
 
 
 def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
 ) -> Array:
-    """Return the count, mean and sum of squared deviations of a field over `dims`, merged over ranks, as a float64
-    array of these three rows.
+    """Return the count, mean and sum of squared deviations of a field over `dims`, merged over ranks, as the three
+    rows of a float64 array.
 
     `dims` must be the last dims of `x`. `weights` holds the weight of each element; None gives all elements weight 1.
     The moments of the ranks are merged in rank order by the rule of Chan et al. (1979). Communicates only if the field

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of each channel of distributed data, in one pass over ranks, times and samples."""
+"""Mean and standard deviation of each channel of distributed data, computed in one pass over the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ChannelStatistics", "gather_channel_statistics"]
 
 class ChannelStatistics(NamedTuple):
     """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. The standard
-    deviation of a constant channel is given as 1, so that dividing by it is safe."""
+    deviation of a constant channel is set to 1, so that dividing by it is safe."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -30,9 +30,10 @@ def gather_channel_statistics(
 ) -> ChannelStatistics:
     """Return the mean and standard deviation of each channel over all ranks' data. Collective over `comm`.
 
-    Counts, means and sums of squared deviations are merged by the rule of Chan et al. (1979) in float64, batch by batch
-    and then rank by rank. The result is the same on every rank. The mean of a constant channel is exactly its value,
-    and its std is 1. Ranks may pass different numbers of batches, which may have any size, or no batches.
+    Counts, means and sums of squared deviations are merged by the rule of Chan et al. (1979) in float64, batch by
+    batch and then rank by rank. The result is the same on every rank. The mean of a constant channel is exactly its
+    value, and its standard deviation is given as 1. Ranks may pass different numbers of batches, including none, and
+    batches may have any size.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def gather_channel_statistics(
     dim : dim of the channels; default 1; -1 if the channels are last
     comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's communicator; default
         None: only this rank
-    skipna : whether to leave out NaN values, such as those of land cells; default False
+    skipna : whether to ignore NaN values, such as those of land cells; default False
 
     Returns
     -------
@@ -66,13 +67,13 @@ def gather_channel_statistics(
 
 
 def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
-    """Merge the moments (count, mean, squared deviations) of a batch (channels, ...) into `moments`, (3, channels) or
-    None."""
+    """Merge the moments (count, mean, sum of squared deviations) of the channels of `batch`, (channels, ...), into
+    `moments`, which is (3, channels), or None before the first batch."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    # all zeros if the channel is constant, so that its mean is exact
+    # all zeros if the channel is constant, so that its mean has no rounding error
     above = np.where(counted, rows - lowest[:, None], 0.0)
     mean = above.sum(axis=1) / np.maximum(count, 1.0)
     apart = np.where(counted, above - mean[:, None], 0.0)

@@ -49,11 +49,12 @@ Sizes = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """The sliding window of a convolution or pool, with one value per dim for each attribute.
+    """The sliding window of a convolution or pool. All attributes but `ceil_mode` have one value per dim.
 
     Attributes
     ----------
-    kernel, stride, dilation : size of the window, step between windows, and distance between its cells
+    kernel, stride, dilation : size of the window, step from window to window, and distance between the cells of a
+        window
     low, high : number of padding cells before and after the field
     modes : padding mode, such as "zeros" or "circular"
     ceil_mode : whether a window that reaches beyond the end of the field also produces an output, as in PyTorch
@@ -109,10 +110,10 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return, for each dim, the number of zeros that the convolution kernel itself pads before the field.
+        """Return, for each dim, how many zeros before the field the convolution kernel adds by itself.
 
-        It is 0 for a dim that is partitioned, has ghost cells, or uses another padding mode, because the halo exchange
-        then provides the padding."""
+        There are none along a dim that is partitioned, has ghost cells, or uses another padding mode, because there
+        the halo exchange provides the padding."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
@@ -126,8 +127,8 @@ class ConvWindow:
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
         """Return one halo spec per dim: the range of input cells that each rank needs for its outputs.
 
-        Padding zeros that the convolution kernel itself adds are not part of the halo. Raises ShapeError if the field
-        is too small for the padding."""
+        Zeros that the convolution kernel adds by itself are not part of the halo. Raises ShapeError if the field is
+        too small for the padding."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
             find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
@@ -141,8 +142,8 @@ class ConvWindow:
 
 
 def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
-    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if one is not an integer or
-    is below `minimum`."""
+    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if a value is not an integer
+    or is below `minimum`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
@@ -163,8 +164,8 @@ def require_divisible_channels(layer: Layer, in_channels: int, out_channels: int
 
 
 def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
-    """Return the parameter specs of a convolution: a weight of `shape` and, if the layer has one, a bias. Both have
-    PyTorch's initial values."""
+    """Return the parameter specs of a convolution: a weight of `shape` and, if the layer has one, a bias, both
+    initialized as in PyTorch."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
     specs = {"weight": ParameterSpec(shape, layer.init or default)}
     if layer.bias:
@@ -208,7 +209,7 @@ def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]
 
 
 class WindowLayer(FieldLayer):
-    """The base of convolutions and pools, which compute each output from the cells under a sliding window."""
+    """Base class of convolutions and pools, which compute each output from the cells under a sliding window."""
 
     window: ConvWindow
 
@@ -217,7 +218,7 @@ class WindowLayer(FieldLayer):
 
     def plan_on_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
         """Return what this layer needs to run on a partitioned field: the partition of its outputs, the halo to
-        exchange along each dim, and the number of zeros that the kernel pads before each dim.
+        exchange along each dim, and the number of zeros that the kernel itself adds before the field along each dim.
 
         Raises ShapeError, naming the layer, if the field is too small."""
         try:
@@ -243,7 +244,7 @@ class WindowLayer(FieldLayer):
 
 class Conv(WindowLayer):
     """Convolution (cross-correlation) of (samples, in_channels, *cells), with PyTorch's arguments, weights and initial
-    values. Base of `Conv1d`, `Conv2d` and `Conv3d`.
+    values. Base class of `Conv1d`, `Conv2d` and `Conv3d`.
 
     The parameters are `weight (out_channels, in_channels / groups, *kernel_size)` and `bias (out_channels,)`,
     initialized from U(-k, k) with k = 1/sqrt(in_channels / groups * prod(kernel_size)).
@@ -255,8 +256,8 @@ class Conv(WindowLayer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    kernel_size : size of the window, as one number for all dims or one for each; stride and dilation have the same form
-    stride : cells by which the window moves; default 1
+    kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride and dilation
+    stride : number of cells by which the window moves; default 1
     padding : number of cells added at each end: one number, one for each dim, or (before, after) for each dim. "same"
         (which requires stride 1) keeps the number of cells, and "valid" adds no cells. Default: no padding
     dilation : distance between the cells of a window; default 1
@@ -298,7 +299,7 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # adding the contribution of halo slabs would round 16-bit sums again
+        # added separately, the contribution of halo slabs would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         rims = HaloSlabs(env, x, halos)

@@ -79,7 +79,8 @@ class TrajectoryFile:
     ----------
     file, group : path of the file and name of the group in it
     variables : the fields to read
-    names : names of the fields as text, for comparison between files; "" if the file is a single unnamed array
+    names : names of the fields joined to one text, so that files can be compared; "" if the file is a single unnamed
+        array
     count : number of trajectories
     windows : number of time windows in each trajectory
     """
@@ -112,8 +113,8 @@ def list_arrays_by_group(
 ) -> dict[str, dict[str, tuple[str, Any]]]:
     """Return the arrays of each group that contains fields, as a dict of group name -> {name: (path, array)}.
 
-    If the root contains fields, or no group does, the only key is "", the root. Otherwise the keys are the groups in
-    the root."""
+    If the root contains fields, or no group does, the only key is "", which stands for the root. Otherwise the keys
+    are the groups in the root."""
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], fields, cell_dims):
         children = {
@@ -196,16 +197,17 @@ def _make_variable(
 def find_dim_sizes(
     path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return a dict of dim letter -> size. The letter "n" stands for trajectories, "t" for time steps, and the others
-    for cell dims.
+    """Return a dict of dim letter -> size. The letter "n" stands for trajectories, "t" for time steps, and all other
+    letters for cell dims.
 
-    `known` gives sizes that are already fixed, such as the number of cells of the grid. Raises DataError if a field
-    has another size along a dim than `known` or another field."""
+    `known` gives sizes that are fixed in advance, such as the number of cells of the grid. Raises DataError if the
+    size of a field along a dim differs from `known` or from another field."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
             n = v.size_along(letter)
-            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):  # constant along it
+            # The Well stores a field that is constant along a dim with size 1 there
+            if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):
                 continue
             if sizes.setdefault(letter, n) != n:
                 raise make_data_error(
@@ -235,7 +237,8 @@ class GridLike(Protocol):
 
 
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
-    """Return whether this rank's arrays have ghost cells beyond a wall, the end of a dim that is not periodic."""
+    """Return whether this rank's arrays have ghost cells beyond a wall, that is, beyond an end of a dim that is not
+    periodic."""
     dims = zip(grid.parts.cuts, grid.coords, grid.ghosts, grid.periods, strict=True)
     return any(
         not periodic and (cuts[r] < low or cuts[r + 1] + high > cuts[-1]) for cuts, r, (low, high), periodic in dims
@@ -245,11 +248,11 @@ def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
 class FieldDataset:
     """Time windows of fields stored in files, as samples (x, y) for training. Collective if there is a grid.
 
-    In sample i, `x` has `inputs` states stacked along the channels, and `y` the `targets` states that follow. Both are
-    this rank's part, in the grid's layout. Each field is read in one block: the cells of this rank at all steps of the
-    window. Nothing else is read, and files stay open. If the grid has ghost cells, these are read as well, except for
-    ghost cells beyond walls, which files do not contain. Fields without a time dim, such as a mask, are appended once
-    to `x`, after its states, and are not in `y`.
+    In each sample, `x` holds `inputs` states stacked along the channels, and `y` the next `targets` states. Both hold
+    only this rank's part, in the grid's layout. For each sample, a field is read in one block: the cells of this rank
+    at all steps of the window. Nothing else is read, and files stay open. If the grid has ghost cells, these are read
+    as well, except for ghost cells beyond walls, which files do not contain. Fields without a time dim, such as a
+    mask, are appended once to `x`, after its states, and are not in `y`.
 
     Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
     NetCDF-4 with h5py, Zarr folders that hold a group or an array, and `.npy` files. Arrays that an HDF5 file takes
@@ -262,22 +265,23 @@ class FieldDataset:
     Parameters
     ----------
     files : one file, or several whose trajectories are concatenated
-    grid : the `fsdpx.Grid` of the trainer; default None: full samples, (channels, *cells), as layers take them
-    fields : names of datasets, in the order of the channels; default None: all datasets with more dims than there are
-        cell dims
+    grid : the `fsdpx.Grid` of the trainer; default None: samples are full fields (channels, *cells), the layout of
+        layers
+    fields : names of datasets, in the order of the channels; default None: all datasets that have more dims than cell
+        dims
     inputs, targets : number of states in `x` and in `y`; default 1
-    stride : steps of the file between consecutive states; default 1
-    every : steps of the file between the starts of consecutive windows; default 1
-    dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters, and
-        "c" for components, such as "tyx"; default None: "nt", then the cells in the grid's order, then components (The
-        Well's files record the order of their dims). A group whose name ends in a digit is a single trajectory and has
-        no dim "n"
+    stride : number of file steps from one state to the next; default 1
+    every : number of file steps from the start of one window to the start of the next; default 1
+    dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters,
+        and "c" for components, such as "tyx"; default None: "nt", then the cells in the grid's order, then components
+        (The Well's files record the order of their dims). A group whose name ends in a digit is a single trajectory
+        and has no dim "n"
     dtype : dtype of samples; default float32
 
     Raises
     ------
-    DataError : on all ranks, naming the file, if it cannot be read, a dataset is missing or is not a field of real
-        numbers, or its cells differ from the grid's
+    DataError : on all ranks, with the name of the file, if a file cannot be read, a dataset is missing or is not a
+        field of real numbers, or its cells differ from the grid's
     """
 
     def __init__(
@@ -363,10 +367,10 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """Return a copy of `source` with its number of time windows, given its number of steps.
+        """Return a copy of `source` that records its number of time windows, computed from its number of steps.
 
-        Raises DataError if it is too short for one window, or if its fields or channels differ from those of the first
-        file."""
+        Raises DataError if `source` is too short for one window, or if its fields or channels differ from those of the
+        first file."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
             raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
@@ -383,7 +387,7 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"grid": None}  # the process that loads the copy is not a rank of the grid
+        return self.__dict__ | {"grid": None}  # an unpickled copy has no grid: its process is not a rank of it
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -425,7 +429,7 @@ class FieldDataset:
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _view_channels_first(self, array: np.ndarray) -> np.ndarray:
-        """Return a view of `array`, which is in the grid's layout, as (channels, *cells)."""
+        """Return a view (channels, *cells) of `array`, which is in the grid's layout."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_local_bounds(self) -> dict[str, tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Finite-difference derivatives of fields that may be partitioned: gradient, divergence, curl and Laplacian.
 
-A derivative along a dim is a weighted sum of shifted slices. Near a wall the stencil is one-sided. The halo of a rank
-consists of the cells of other ranks that are covered by the stencils of the rank's own cells."""
+A derivative along a dim is a weighted sum of shifted slices. Near a wall the stencil is one-sided. A rank's halo
+consists of the cells that the stencils of its own cells cover on other ranks."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _is_permutation(dims: Any) -> bool:
 
 
 class _DerivativeLayer(FieldLayer):
-    """The base of layers that sum finite-difference derivatives of their input. Subclasses list these in
-    `_list_terms`."""
+    """Base class for layers that sum finite-difference derivatives of their input. Subclasses list these derivatives
+    in `_list_terms`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class _DerivativeLayer(FieldLayer):
         return halo, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
-        """Return an argument as one value for each cell dim; raise ShapeError if it has another number of values."""
+        """Return an argument as one value per cell dim; raise ShapeError if it has a different number of values."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
@@ -170,11 +170,12 @@ class FieldDerivative(_DerivativeLayer):
     ----------
     coordinate : number of the cell dim, counted from 0; if `along` is given, an index into `along`
     derivative : 1 or 2; default 1
-    spacing : distance between cells, for all dims or for each; default 1
-    periodic : whether the field is periodic, for all dims or for each; else its ends are walls. Default False
+    spacing : distance between cells: one number for all dims, or one per dim; default 1
+    periodic : whether the field is periodic: one bool for all dims, or one per dim. Ends of a dim that is not periodic
+        are walls. Default False
     order : order of accuracy, 2 or 4; default 2
-    along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x) and vectors (u, v) are along x and y.
-        Default: coordinate i is cell dim i
+    along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x), but the components (u, v) of vectors
+        point along x and y. Default: coordinate i is cell dim i
     """
 
     def __init__(
@@ -302,8 +303,8 @@ def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, 
 
 @lru_cache(1 << 10)
 def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
-    """Return the stencil taps of a rank. In each, `out` indexes the rank's own cells, and `cells` these cells with
-    their halo."""
+    """Return the stencil taps of a rank. In each tap, `out` indexes the array of the rank's own cells, and `cells` the
+    array of own cells and halo."""
     start, stop, first = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank][0]
     found = []
     for a, b, offset, row in _split_cells_by_stencil(start, stop, halo.cuts[-1], periodic, scheme):

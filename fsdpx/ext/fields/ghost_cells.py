@@ -20,8 +20,8 @@ def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: Fie
 
     Ghost cells are received from the ranks that own these cells, also across the ends of periodic dims. Ghost cells
     beyond walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without ghost
-    cells, (samples, channels, *cells). `parts` is the partition of the field, with widths of ghost cells and periods.
-    """
+    cells, (samples, channels, *cells). `parts` is the partition of the field, including the widths of ghost cells and
+    which dims are periodic."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
@@ -31,10 +31,11 @@ def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: Fie
 def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Array, parts: FieldPartition) -> Array:
     """Return the gradient of `y` in `exchange_ghost_cells`, and add the gradient of `initial` to `dinitial`.
 
-    Overwrites `dstate`. Communicates with neighboring ranks."""
+    `dstate` is the gradient of the result of `exchange_ghost_cells`, and is overwritten. Communicates with neighboring
+    ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # a corner cell is beyond two walls, and must be added once
+        dstate[cells] = 0  # a corner cell is beyond several walls, but must be added only once
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
@@ -51,8 +52,8 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
-    """Return array indices of this rank's ghost cells beyond walls, which are the ends of dims that are not periodic.
-    A corner cell is covered by one index for each wall."""
+    """Return array indices of this rank's ghost cells beyond walls, one index per wall. Walls are the ends of dims
+    that are not periodic. A corner cell is covered by several of these indices."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]
