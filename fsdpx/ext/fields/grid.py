@@ -37,8 +37,8 @@ class GridArguments(NamedTuple):
     """The arguments that one rank passes to `Grid`, in a form that ranks can exchange and compare.
 
     `own` is the number of cells of the rank's part along each dim. `dims` is the number of ranks along each dim, or ()
-    if it is derived from offsets. `coords` are the rank's coordinates on a Cartesian communicator. `error` describes
-    what is wrong with the rank's arguments, or is ""."""
+    if these numbers follow from the offsets. `coords` are the rank's coordinates on a Cartesian communicator. `error`
+    describes what is wrong with the rank's arguments, or is ""."""
 
     own: tuple[int, ...]
     layout: str
@@ -60,29 +60,28 @@ class Grid(Domain):
 
     Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
     sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be
-    numbered in any order. If the number of ranks of the communicator is a multiple of the number in `dims`, there are
-    several fields, the members of an ensemble. The first ranks of the communicator then hold the parts of the first
-    member.
+    numbered in any order. If the communicator has a multiple of the ranks in `dims`, there are several fields, the
+    members of an ensemble. The first ranks of the communicator then hold the parts of the first member.
 
     Parameters
     ----------
     comm : a communicator of mpi4py, which is duplicated, or any object with a `tompi4py()` method, such as
-        `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) determines the ranks along each dim
+        `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) determines the number of ranks along each dim
     shape : cells of this rank's part along each dim of the grid, without ghost cells
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
     dims : number of ranks along each dim. Default: the numbers of a Cartesian `comm`, or the numbers that follow from
-        `offsets`, else all ranks along one dim. Without `offsets`, the last dim varies fastest from rank to rank (C
-        order), as in MPI's Cartesian communicators
+        `offsets`, else a grid of one dim with all ranks. Without `offsets`, the last dim varies fastest from rank to
+        rank (C order), as in MPI's Cartesian communicators
     offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
         parts follow each other in rank order
-    ghosts : ghost cells that arrays have on each side of the part: one number for all dims, one for each, or (low,
-        high) for each; these numbers may differ from rank to rank along the dim. A convolution uses ghost cells instead
-        of padding if it is the first layer to read the field, or if all layers before it act on each cell separately.
-        On a side without ghost cells it pads. Default: no ghost cells
-    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: the periods of a Cartesian
-        `comm`, else not periodic
+    ghosts : number of ghost cells that arrays have on each side of the part: one number for all dims, one for each, or
+        (low, high) for each; these numbers may differ from rank to rank along the dim. A convolution uses ghost cells
+        instead of padding if it is the first layer to read the field, or if all layers before it act on each cell
+        separately. On a side without ghost cells it pads. Default: no ghost cells
+    periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: the periods of a
+        Cartesian `comm`, else not periodic
 
     Raises
     ------
@@ -141,7 +140,7 @@ class Grid(Domain):
         ghosts: Ghosts = 0,
         periods: Sequence[bool] | None = None,
     ) -> Grid:
-        """Return the grid of a field of `shape` cells, partitioned as evenly as possible over imagined ranks, for
+        """Return the grid of a field of `shape` cells, partitioned as evenly as possible over hypothetical ranks, for
         `fsdpx.dry_run(domain=)`.
 
         Parameters
@@ -181,8 +180,8 @@ class Grid(Domain):
 
     @property
     def comm(self) -> Any:
-        """The communicator of the grid's ranks: a duplicate of the one passed, if that can be duplicated. None in a
-        dry run.
+        """The communicator of the grid's ranks: a duplicate of the one passed to `Grid`, or that one itself if it
+        cannot be duplicated. None in a dry run.
 
         Raises ConfigError after `close`."""
         if self._free is not None and not self._free.alive:
@@ -194,7 +193,7 @@ class Grid(Domain):
 
         Parameters
         ----------
-        rank : number of the rank in the grid, in C order; taken modulo the number of ranks in `dims`
+        rank : number of the rank in the grid, in C order; taken modulo the number of ranks in the grid
 
         Returns
         -------
@@ -226,10 +225,10 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Grid positions of the ranks whose memory and traffic a dry run reports.
+        """Grid positions of the ranks whose memory and traffic a dry run reports, in C order.
 
-        The first is a rank with the most cells along each dim. The second is a rank with the most neighbors, given
-        only if it is another rank. Positions are counted in C order."""
+        The first is a rank with the most cells along each dim, the second a rank with the most neighbors. If they are
+        the same rank, it is listed once."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -250,13 +249,13 @@ class Grid(Domain):
         -------
         tuple of int
         """
-        if len(shape) < len(self.layout):  # too few dims for a field, so it is not partitioned
+        if len(shape) < len(self.layout):  # an array with so few dims is no field, so it is not partitioned
             return tuple(shape)
         return self._with_cell_sizes(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
-        # the text must be equal on all ranks, which compare it
+        # ranks compare this text, so it must be the same on all of them
         ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
 
@@ -288,8 +287,8 @@ class Grid(Domain):
 
     @property
     def joined_partition(self) -> FieldPartition | None:
-        """Partition of the model's input if one process held the full field, with ghost cells only outside the domain;
-        None if the grid has no ghost cells."""
+        """Partition that the model's input would have if one process held the full field, with ghost cells only
+        outside the domain; None if the grid has no ghost cells."""
         return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
 
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
@@ -307,7 +306,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : for a layer that cannot run on a part, with its path
+        ConfigError : if a layer cannot run on a part of the field; the message has its path
         """
         return partition_model(model, self.input_partition if parts is None else parts)
 
@@ -341,7 +340,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if `mesh.domain` is not () and differs from the ranks of this grid
+        ConfigError : if `mesh.domain` is not () and differs from this grid's numbers of ranks along each dim
         MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages
         """
         if mesh.domain not in ((), self.dims):
@@ -377,14 +376,14 @@ class Grid(Domain):
 
         Parameters
         ----------
-        array_or_index : an array of the full field in the grid's layout, or a mask without channels, both without ghost
-            cells; or a tuple with one integer or slice per dim, which selects cells of the full field
+        array_or_index : an array of the full field in the grid's layout, or a mask without channels, both without
+            ghost cells; or a tuple with one integer or slice per dim, which selects cells of the full field
 
         Returns
         -------
         array, or tuple of int and slice, or None
-            for an array, a view of this rank's part without ghost cells; for a tuple, the index of the same cells in
-            this rank's arrays, which have ghost cells if the grid has ghost cells, or None if this rank holds none of
+            for an array, a view of this rank's part without ghost cells; for a tuple, the index of the selected cells
+            in this rank's arrays, including the ghost cells that these arrays have, or None if this rank holds none of
             the cells
 
         Raises
@@ -428,7 +427,7 @@ class Grid(Domain):
         Returns
         -------
         list
-            by rank
+            the values in rank order
         """
         return all_gather_plain_data(self.comm, value)
 
@@ -592,7 +591,7 @@ class Grid(Domain):
 
     def _find_cell_dims(self, ndim: int) -> list[int]:
         """Return the positions of the cell dims in an array with `ndim` dims, in the order of the grid. An array with
-        fewer dims than the layout is taken to have no channels."""
+        fewer dims than the layout is assumed to have no channels dim."""
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
@@ -608,7 +607,7 @@ class Grid(Domain):
             )
 
     def _explain_other_size(self, parts: FieldPartition) -> str:
-        """Return a sentence for error messages if the model's output has other sizes than its input field, else ""."""
+        """Return a sentence for error messages if the model's output and the grid's field differ in size, else ""."""
         output, field = (" x ".join(str(cuts[-1]) for cuts in one.cuts) for one in (parts, self.parts))
         if output == field:
             return ""
@@ -618,8 +617,8 @@ class Grid(Domain):
         )
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """Return advice for error messages if an array seems to come from a staggered grid, with one value more than
-        cells along some dims, else ""."""
+        """Return advice for error messages if an array seems to come from a staggered grid, because it has one value
+        more than there are cells along some dims, else ""."""
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
@@ -672,8 +671,8 @@ class FieldSamples:
                 )
 
     def describe_array(self, array: Any) -> str:
-        """Return dtype and number of channels as text, which must be equal on all ranks. The numbers of samples and
-        cells may differ and are left out."""
+        """Return the dtype and the number of channels as text, which must be equal on all ranks. The text leaves out
+        the numbers of samples and cells, because these may differ."""
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def describe_sharding_mistake(self, x: Any) -> str:
@@ -730,8 +729,9 @@ it may run in any thread and must not call MPI."""
 def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
     """Duplicate an mpi4py communicator for a grid, and return the duplicate and a finalizer that marks it for freeing.
 
-    The grid needs its own, because the solver may free `comm`. A communicator without `Dup` is returned unchanged,
-    with None. Also frees the communicators of grids that were garbage-collected. At exit, MPI frees the duplicate."""
+    The grid needs its own communicator, because the solver may free `comm`. A communicator without `Dup` is returned
+    unchanged, with None. Also frees the communicators of grids that were garbage-collected. At exit, MPI frees the
+    duplicate."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):
@@ -743,12 +743,12 @@ def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
 
 
 def _add_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:
-    """Return the number of cells along each dim, with the ghost cells on both sides added to `cells`."""
+    """Return the number of cells along each dim, including the ghost cells on both sides."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
 
 def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return one number for each dim with equally many ghost cells on both sides, and (low, high) for the others."""
+    """Return, for each dim, one number if both sides have equally many ghost cells, else (low, high)."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
@@ -791,7 +791,7 @@ def _parse_arguments(
 
 
 def _find_argument_error(args: GridArguments, size: int) -> str:
-    """Return what is wrong with the arguments of one rank, as text, or "" if they are valid."""
+    """Return a text that says what is wrong with the arguments of one rank, or "" if they are valid."""
     width, layout, count = args.dims, args.layout, len(args.dims or args.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"

@@ -85,8 +85,8 @@ class GroupNorm(Layer):
                 g[name][...] += values.sum(axis=0).astype(g[name].dtype)
 
     def _merge_channels(self, env: LayerContext, x: Array, count: float) -> Array:
-        """Return count, mean and sum of squared deviations of each group of this rank's cells: (3, samples, groups)
-        float64."""
+        """Return the count, mean and sum of squared deviations over this rank's cells of each sample and group, as (3,
+        samples, groups) in float64."""
         xp, size = env.xp, self.num_channels // self.num_groups
         moments = kernels.group_norm_moments(xp, x).reshape(2, x.shape[0], self.num_groups, size)
         mean = moments[0].mean(axis=2)
@@ -95,7 +95,7 @@ class GroupNorm(Layer):
         return xp.stack([xp.full(mean.shape, count, dtype=np.float64), mean, squares])
 
     def _repeat_for_channels(self, env: LayerContext, a: Array) -> Array:
-        """Return values (samples, groups) once for each channel of a group: (samples, channels)."""
+        """Repeat the value of each group for each of its channels: (samples, groups) -> (samples, channels)."""
         return env.xp.repeat(a, self.num_channels // self.num_groups, axis=1)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
@@ -106,8 +106,8 @@ class GroupNorm(Layer):
 class InstanceNorm(GroupNorm):
     """Instance normalization (Ulyanov et al. 2016): `GroupNorm` with one channel per group.
 
-    Like PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field of one cell raises DataError for any
-    number of samples.
+    Works like PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field of one cell raises DataError for
+    any number of samples.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 An activation of a field is (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid own
 consecutive intervals of cells, of any size and possibly empty. The halo of a layer follows from the bounds of these
-intervals, which all ranks know, so ranks negotiate nothing at run time."""
+intervals, which all ranks know, so ranks need not negotiate at run time."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CellInterval = tuple[int, int]
 
 
 class FieldEnd(NamedTuple):
-    """One end of the field, including ghost cells beyond the domain: `cell` is the first cell or one past the last,
-    and `rank` the rank that holds it."""
+    """One end of the field along a dim, including ghost cells beyond the domain. `cell` is the first cell or, at the
+    upper end, one past the last. `rank` is the rank that holds the cells at this end."""
 
     cell: int
     rank: int
@@ -50,7 +50,7 @@ class HaloPiece(NamedTuple):
 
     Attributes
     ----------
-    receiver, sender : numbers of the two ranks along the dim
+    receiver, sender : coordinates of the two ranks along the dim
     into : where these cells go among the cells that rank `receiver` needs; a slice, or an index array if not
         consecutive
     cells : where these cells are among the cells that rank `sender` provides; a slice or an index array
@@ -72,7 +72,7 @@ class HaloSpec:
     ----------
     dim : dim of the array (samples, channels, *cells)
     cuts : bounds of the cells that the ranks own
-    needs : [start, stop) for each rank, possibly beyond the ends of the field
+    needs : the range [start, stop) of cells that each rank needs, possibly beyond the ends of the field
     mode : padding beyond the ends, one of `MODES`
     ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
         request; () if there are no ghost cells
@@ -102,12 +102,13 @@ class HaloSpec:
 
     @property
     def field_ends(self) -> tuple[FieldEnd, FieldEnd]:
-        """The first and the last end of the field, moved outward by ghost cells that ranks hold beyond the domain."""
+        """The lower and upper end of the field. Ghost cells that ranks hold beyond the domain count as part of the
+        field."""
         return _find_field_ends(self.cuts, self.ghosts)
 
     @property
     def needed_extent(self) -> CellInterval:
-        """The interval [start, stop) that encloses the cells that any rank needs."""
+        """The smallest interval [start, stop) that contains every cell that some rank needs."""
         some = [need for need in self.needs if need[1] > need[0]]
         return min((start for start, _ in some), default=0), max((stop for _, stop in some), default=0)
 
@@ -181,8 +182,8 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
-    """Map indices beyond the ends of a field of n cells to the cells whose values pad it. In mode "zeros", return the
-    indices unchanged."""
+    """Map indices beyond the ends of a field of n cells to the cells that provide the padding values. In mode "zeros",
+    return the indices unchanged."""
     if mode == "circular":
         return cells % n
     if mode == "replicate":
@@ -224,8 +225,8 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if the field is too small for the padding, or if windows reach beyond the ghost cells outside
     the domain.
 
-    Inside the domain, windows may reach any distance, because the owners send the cells. `parts` gives the name of the
-    dim for the message."""
+    Inside the domain, windows may reach any distance, because the owners send the cells. `parts` provides the name of
+    the dim for the error message."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
     pads = 0
@@ -245,7 +246,7 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 
 
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Return the bounds of the ranks' intervals of `total` outputs along one dim.
+    """Return the bounds of the intervals into which `total` outputs along one dim are divided over the ranks.
 
     `bounds` gives, for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last
     cell belong to the last part that has cells."""
@@ -254,7 +255,7 @@ def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
 
 
 class FieldLayer(Layer):
-    """The base of layers that need to know how their input field is partitioned over ranks."""
+    """Base class for layers that need to know how their input field is partitioned over ranks."""
 
     parts: FieldPartition | None = None
     """Partition of the input; None: this rank holds the full field."""
@@ -271,7 +272,7 @@ class FieldLayer(Layer):
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
-        """Return the partition of the input `x` over ranks, which is a single part if the field is not partitioned."""
+        """Return how the input `x` is partitioned over ranks. If the field is not partitioned, it is a single part."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:

@@ -46,17 +46,18 @@ class CellCopy(NamedTuple):
 
 
 class OwnCells(NamedTuple):
-    """Local cells that are copied into a slab or message in forward, and to which gradients are added in backward.
+    """Local cells that forward copies into a slab or message, and to which backward adds gradients.
 
-    `copies` are the copies of forward. `adds` covers the same cells for backward: a cell that is copied n times occurs
-    in n entries, so that all of its gradients are summed."""
+    `copies` is used by forward. `adds` covers the same cells and is used by backward: a cell that is copied n times
+    occurs in n entries, so that all of its gradients are summed."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
 
 
 class SendMessage(NamedTuple):
-    """A message with halo cells that this rank sends to `rank`, its number along the exchanged dim."""
+    """A message with halo cells that this rank sends. `rank` is the coordinate of the receiver along the exchanged
+    dim."""
 
     rank: int
     shape: Shape
@@ -64,10 +65,11 @@ class SendMessage(NamedTuple):
 
 
 class RecvMessage(NamedTuple):
-    """A message with halo cells that this rank receives from `rank`, its number along the exchanged dim.
+    """A message with halo cells that this rank receives. `rank` is the coordinate of the sender along the exchanged
+    dim.
 
-    `parts` says how the message is split: one (number of the slab, index in the slab, index in the message) per slab.
-    """
+    `parts` says how the message is split between slabs, as (number of the slab, index in the slab, index in the
+    message)."""
 
     rank: int
     shape: Shape
@@ -82,7 +84,8 @@ class HaloLine(NamedTuple):
     dim : the dim of the array
     whole : shape of own cells and halo together after this exchange
     slabs : (offset, shape) of each slab of halo cells
-    own : (number of the slab, cells) of slabs filled from local cells, such as the other end of a periodic field
+    own : (number of the slab, cells to copy) for each slab that is filled from local cells, such as those at the other
+        end of a periodic field
     arriving, leaving : the messages that this rank receives and sends
     """
 
@@ -109,7 +112,7 @@ class _LineNeeds(NamedTuple):
 
     Attributes
     ----------
-    halo : the ranges of cells that all ranks need along the dim
+    halo : the range of cells that each rank needs along the dim
     rank : this rank's coordinate along the dim
     offset : position of the rank's first own cell among the needed cells
     size : number of needed cells
@@ -217,7 +220,8 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies that bring the cells with index `cells` along `dim`, from all local boxes, to index `into`."""
+    """Return the copies from all local boxes of the cells at index `cells` along `dim` to index `into` of a message or
+    slab."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)
@@ -239,8 +243,8 @@ def _iterate_copies(
 
 
 def find_overlap(offset: int, count: int, size: int) -> tuple[slice, slice]:
-    """Intersect the cells [offset, offset + count) with [0, size), and return the overlap as two slices: one of [0,
-    size), and one of the `count` cells."""
+    """Intersect the cells [offset, offset + count) with [0, size). Return the overlap as two slices, the first counted
+    from cell 0, and the second from cell `offset`."""
     a = max(offset, 0)
     b = max(min(offset + count, size), a)
     return slice(a, b), slice(a - offset, b - offset)

@@ -1,7 +1,7 @@
 """Halo exchange of a partitioned field, forward and backward, overlapped with computing on the rank's own cells.
 
-A layer can take the halo as separate slabs, blocks of cells next to the rank's part, so that the part is not copied,
-or joined with the part in one array."""
+A layer can take the halo as separate slabs, which are blocks of cells next to the rank's part, so that the part is not
+copied. Or it takes part and halo joined in one array."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._padding_value  # no message fills corner cells beyond the ends of the field
+            flat[...] = self._padding_value  # for corner cells beyond the ends of the field, which no message fills
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
@@ -117,9 +117,8 @@ def exchange_slab_gradients(
 ) -> Array:
     """Send the gradients of halo cells to the ranks that own these cells, and return the gradient of this rank's part.
 
-    `boxes` are the box of own cells, followed by boxes with the gradients of all slabs. `compute_own` is called while
-    messages are in flight, and returns the gradient of own cells. Owners add the gradients that they receive in rank
-    order."""
+    `boxes` holds the box of own cells, followed by boxes with the gradients of all slabs. `compute_own` is called
+    while messages are in flight, and returns the gradient of own cells. Received gradients are added in rank order."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
@@ -215,8 +214,7 @@ def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpe
 
 
 def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Allocate a message buffer, and return it as a flat array and as a view of `shape`, whose channels are last in
-    memory."""
+    """Allocate a message buffer, and return it both flat and as a view of `shape` with channels last in memory."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])
     return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
@@ -230,7 +228,7 @@ def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
 
 
 class RepartitionField(Layer):
-    """Moves a field from one partition over the ranks to another, and drops its ghost cells.
+    """Redistributes a field from one partition over the ranks to another, and drops its ghost cells.
 
     Parameters
     ----------
