@@ -40,7 +40,7 @@ LEFTOVERS_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
-    """The results of `info` by name; `print` shows them as a table."""
+    """The findings of `info`, as a dict from name to value; `print` shows them as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -55,8 +55,8 @@ def info() -> Info:
 
     Returns
     -------
-    dict : findings by name, which `print` shows as a table. `backend` is the backend in use, or the one that `init()`
-        would open; `device` is "cuda" if CuPy can use a GPU
+    dict : finding by name; `print` shows the dict as a table. `backend` is the backend in use, or the one that
+        `init()` would open; `device` is "cuda" if CuPy can use a GPU
     """
     gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()
@@ -81,8 +81,8 @@ def info() -> Info:
 
 
 def format_info_or_leftovers(args: argparse.Namespace) -> str:
-    """Return what the command prints: the table of `info` or, with --left, the list of files that killed jobs left in
-    /dev/shm."""
+    """Return what the command prints: the table of `info` or, with --left, a list of the files in /dev/shm that killed
+    jobs left behind."""
     return "\n".join(map(str, find_leftover_files())) if args.left else str(info())
 
 
@@ -104,7 +104,7 @@ def _describe_cache() -> str:
 
 
 def _list_tuning_rows() -> list[tuple[str, str]]:
-    """Return (name, text) rows about the BLAS rates that an earlier job measured on this machine."""
+    """Return (name, text) rows with the BLAS speeds that an earlier job measured on this machine."""
     found = load_blas_measurement()
     if found is None:
         return [("tuned", "nothing yet: the first job measures, and keeps it in the cache")]
@@ -123,7 +123,8 @@ def probe_mpi_library() -> tuple[str, str]:
 
 
 def describe_version(package: str, without: str = "") -> str:
-    """Return the version of a package, or "not installed" followed by `without`, which says what its absence means."""
+    """Return the version of a package, or "not installed" followed by `without`, which tells what happens without the
+    package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -153,7 +154,8 @@ def describe_launcher() -> str:
 
 
 def describe_cupy_and_count_gpus() -> tuple[str, int]:
-    """Return the version of CuPy, or why it cannot be used, as text, and the number of GPUs that it sees."""
+    """Return (text, number of GPUs that CuPy sees). The text is the version of CuPy, or the reason why it cannot be
+    used."""
     try:
         import cupy
     except ImportError:
@@ -166,8 +168,8 @@ def describe_cupy_and_count_gpus() -> tuple[str, int]:
 
 
 def get_free_shared_memory_bytes() -> int | None:
-    """Return the free bytes of shared memory (/dev/shm) on this host. Return None if shared memory has no separate
-    limit."""
+    """Return the free bytes of shared memory (/dev/shm) on this host. Return None if shared memory has no limit of its
+    own."""
     if not Path("/dev/shm").is_dir():
         return None
     found = os.statvfs("/dev/shm")
@@ -180,7 +182,7 @@ def describe_shared_memory() -> str:
 
 
 def describe_leftover_files() -> str:
-    """Describe the size and number of files that killed jobs left in /dev/shm, and how to remove them."""
+    """Describe the size and number of the files in /dev/shm that killed jobs left behind, and how to remove them."""
     found = find_leftover_files()
     if not found:
         return "nothing of killed jobs"

@@ -39,22 +39,23 @@ _ANSWER_TIMEOUT_SECONDS = 15.0
 class Launcher:
     """Command-line syntax of one MPI launcher.
 
-    Options are templates, in which {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots} is
-    "n1:2,n2:2" and {pairs} is "n1 2 n2 2".
+    Options are templates with placeholders: {ranks}, {nodes} and {per_node} are numbers, {hosts} is "n1,n2", {slots}
+    is "n1:2,n2:2", and {pairs} is "n1 2 n2 2".
 
     Parameters
     ----------
     name : name of the launcher in messages
-    known_by : lower-case texts that identify the launcher in the output of `--version`; a text with a slash is searched
-        for in the launcher's path
-    always : options of every start, which prevent the binding of ranks to single cores (because fsdpx divides the cores
-        among its ranks itself), and which end all ranks when one fails
-    here : options if no hosts are named
-    spread : options for a number of hosts, which may be any hosts of an allocation
+    known_by : lower-case texts that identify the launcher in the output of `--version`; a text with a slash is
+        searched for in the launcher's path
+    always : options of every start. They keep the launcher from binding ranks to single cores, because fsdpx itself
+        divides the cores among the ranks, and make it end all ranks when one fails
+    here : options for a job that names neither hosts nor their number
+    spread : options for a number of hosts that the allocation may choose
     on : options that name hosts
-    passes : options that pass variables {name} or {names} to other hosts; "" if all variables are passed
-    serves : prefixes of the names of MPI libraries whose ranks the launcher can start; () if it can start those of any
-        library, since it asks the library
+    passes : options that pass environment variables ({name} or {names}) to other hosts; "" if the launcher passes all
+        of them
+    serves : prefixes of the names of the MPI libraries whose ranks the launcher can start; () if it can start ranks of
+        any library
     """
 
     name: str
@@ -68,12 +69,12 @@ class Launcher:
 
     @property
     def requires_even_spread(self) -> bool:
-        """Whether each host must get the same number of ranks. The last host may have fewer."""
+        """Whether the launcher needs the same number of ranks on each host. Only the last host may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
 _MPICH_LIBS = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
-"""MPI libraries that share an ABI, and the protocol by which they communicate with their launcher."""
+"""MPI libraries that share an ABI and a protocol for communicating with their launcher."""
 LAUNCHERS = (
     Launcher("mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_MPICH_LIBS),
     Launcher(
@@ -103,7 +104,7 @@ LAUNCHERS = (
         passes="-genvlist {names}", serves=("Microsoft MPI",),
     ),
 )  # fmt: skip
-"""The known launchers, of which the first match applies. MPICH comes first because its version text also names other
+"""The known launchers; the first match applies. MPICH comes first because its version text also names other
 launchers."""
 _ULFM_OPTIONS = ["--with-ft", "ulfm"]
 _ELASTIC_REMEDY = (
@@ -120,8 +121,8 @@ class FoundLauncher:
     ----------
     words : command line of the launcher
     kind : syntax of the launcher; None if it is unknown
-    chosen : whether fsdpx has chosen the launcher and therefore adds options. A launcher that the user names gets only
-        the user's options and the options for hosts
+    chosen : whether fsdpx chose the launcher, and therefore adds its own options. To a launcher that the user names,
+        only options for hosts are added
     """
 
     words: tuple[str, ...]
@@ -130,11 +131,11 @@ class FoundLauncher:
 
 
 def find_launcher(config: LaunchConfig) -> FoundLauncher:
-    """Find the launcher of a job. Raise LaunchError if there is none, or if it belongs to another MPI library than
-    mpi4py uses.
+    """Find the launcher of a job. Raise LaunchError if there is none, or if it belongs to a different MPI library from
+    the one that mpi4py uses.
 
-    For backend "gloo", this is fsdpx's own launcher. For MPI, the first of these is taken: the launcher that `config`
-    names; the mpiexec next to this Python, which belongs to the MPI that mpi4py loads from a wheel, and which finds
+    For backend "gloo", this is fsdpx's own launcher. For MPI, it is the first that exists of: the launcher that
+    `config` names; the mpiexec next to this Python, which belongs to the MPI that mpi4py loads from a wheel, and finds
     the hosts of an allocation itself; srun or flux inside an allocation; the first mpiexec on PATH."""
     if config.backend == "gloo":
         return FoundLauncher(tuple(make_local_launcher_command()), None)
@@ -161,8 +162,8 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
 def make_command(
     found: FoundLauncher, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]
 ) -> list[str]:
-    """Return the command line that starts `program` on `ranks` ranks. `names` are the environment variables to pass to
-    them."""
+    """Return the command line that starts `program` on `ranks` ranks. `names` are the names of the environment
+    variables to pass to the ranks."""
     kind = found.kind
     where = _make_host_options(found, config, ranks)
     always, passes = (
@@ -174,8 +175,8 @@ def make_command(
 
 
 def list_answering_hosts(found: FoundLauncher, hosts: Sequence[HostSlots]) -> list[HostSlots]:
-    """Return the hosts that are alive: those on which the launcher can start a process within a timeout. Return all
-    hosts if the launcher has no option that names a host."""
+    """Return the hosts on which the launcher can start a process within a timeout. Return all hosts if the launcher
+    has no option that names a host."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
@@ -233,7 +234,7 @@ def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
 
 def _make_host_options(found: FoundLauncher, config: LaunchConfig, ranks: int) -> list[str]:
     """Return the launcher's options that distribute the ranks over hosts. Raise LaunchError if the launcher cannot
-    distribute them in the requested way."""
+    distribute the ranks as requested."""
     kind, spread = found.kind, config.count_hosts_and_ranks_per_host(ranks)
     if config.hostfile is None and spread is None:
         return _fill_template(kind.here) if kind is not None and found.chosen else []
@@ -276,10 +277,11 @@ def _make_variable_options(template: str, names: Sequence[str]) -> list[str]:
 
 
 def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
-    """Identify the launcher that the command line `words` starts, and return it. Raise LaunchError if it belongs to
-    another MPI library than mpi4py uses, or if the job is elastic and the launcher ends all ranks when one dies.
+    """Identify the launcher that the command line `words` starts, and return it. Raise LaunchError if it belongs to a
+    different MPI library from the one that mpi4py uses, or if the job is elastic and the launcher ends all ranks when
+    one dies.
 
-    `wheel` says that the launcher comes from the same wheel as mpi4py's library."""
+    `wheel` says that the launcher comes from the same wheel as the MPI library that mpi4py loads."""
     version = _read_launcher_version(words)
     kind = _find_launcher_row(words[0], version)
     more = _list_ulfm_options(words, version) if config.elastic else []
@@ -295,8 +297,8 @@ def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, 
 
 
 def _find_srun() -> FoundLauncher | None:
-    """Return srun with the PMI plugin (--mpi) that mpi4py's library needs. Return None if there is no srun, or if it
-    lacks the plugin."""
+    """Return srun with the PMI plugin (option --mpi) that the MPI library of mpi4py needs. Return None if there is no
+    srun, or if it lacks the plugin."""
     srun = shutil.which("srun")
     if srun is None:
         return None
@@ -338,8 +340,8 @@ def _run_and_read_output(words: Sequence[str]) -> str:
 
 
 def _list_ulfm_options(launcher: Sequence[str], version: str) -> list[str]:
-    """Return the Open MPI options with which a job survives the death of a rank (--with-ft ulfm). Raise LaunchError
-    for launchers other than Open MPI 5 or later."""
+    """Return the Open MPI options that let a job survive the death of a rank (--with-ft ulfm). Raise LaunchError
+    unless the launcher is that of Open MPI 5 or later."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")

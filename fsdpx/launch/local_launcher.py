@@ -2,8 +2,9 @@
 
     python -m fsdpx.launch.local_launcher -n 4 python -m fsdpx.launch.rank script.py
 
-The ranks find each other by a new file, or by the address in FSDPX_STORE if `fsdpx run` is started on each of several
-hosts. In that case --first is the number of the first rank on this host, and --of is the number of all ranks."""
+The ranks of a single host find each other through a new file. On several hosts, `fsdpx run` is started on each, and
+the ranks find each other at the address in FSDPX_STORE. Then --first is the number of the first rank on this host, and
+--of is the total number of ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _POLL_SECONDS = 0.02
 
 
 def make_local_launcher_command() -> list[str]:
-    """Return the command line of this launcher, to which -n and the ranks' command are appended, as for mpiexec. Raise
-    LaunchError if PyTorch is missing."""
+    """Return the command line of this launcher. As for mpiexec, the caller appends -n and the command of the ranks.
+    Raise LaunchError if PyTorch is missing."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
     return [sys.executable, "-m", "fsdpx.launch.local_launcher"]
@@ -68,7 +69,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make_rank_variables(rank: int, ranks_here: int, first: int, size: int) -> dict[str, str]:
-    """Return the environment variables of one rank, with the names of torchrun: RANK, WORLD_SIZE, LOCAL_RANK and
+    """Return the environment variables of one rank, named as by torchrun: RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE."""
     numbers = {"RANK": first + rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks_here}
     return {name: str(number) for name, number in numbers.items()}

@@ -1,5 +1,5 @@
-"""Options of `fsdpx run` and `fsdpx.launch`, which are checked before anything starts, and the distribution of ranks
-over the hosts of a hostfile or an allocation."""
+"""Options of `fsdpx run` and `fsdpx.launch`, which are checked before anything is started, and the distribution of
+ranks over the hosts of a hostfile or an allocation."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 class LaunchConfig:
     """How many ranks a job starts, on which hosts, and when it is restarted.
 
-    The options of `fsdpx run` have the same names (`--max-restarts`); `per_node` is `--nproc-per-node`. Invalid values
-    raise LaunchError.
+    The options of `fsdpx run` have the same names (`--max-restarts`), except that `per_node` is `--nproc-per-node`.
+    Invalid values raise LaunchError.
 
     Parameters
     ----------
     ranks : number of ranks
-    nodes : number of hosts, which are the first hosts of the hostfile, or any hosts of the allocation
+    nodes : number of hosts: the first ones of the hostfile, or any hosts of the allocation
     per_node : maximum number of ranks per host
-    backend : "mpi", or "gloo" for ranks on this host without MPI (docs: backends; on several hosts use
-        `fsdpx run --node-rank`)
+    backend : "mpi", or "gloo" for ranks on this host without MPI (docs: backends; on several hosts use `fsdpx run
+        --node-rank`)
     hostfile : file with host names and the number of ranks for each, in the format of any launcher (docs: launching)
     mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (None: find one)
     elastic : keep the job running when ranks die (Open MPI's --with-ft ulfm)
-    threads : threads of BLAS and kernels per rank (None: the cores of a host divided by its ranks)
+    threads : threads per rank for BLAS and kernels (None: the cores of a host divided by its ranks)
     timeout : seconds that ranks wait for each other while MPI starts (None: 60, or FSDPX_START_TIMEOUT)
-    grace : seconds that ranks have to save after a signal
+    grace : seconds that ranks have to save a checkpoint after a signal
     max_restarts : maximum number of restarts
     min_ranks : minimum number of ranks with which a job is restarted (None: `ranks`, or 1 for an elastic job)
-    backoff : seconds before the first restart, doubled for each further one up to 60
+    backoff : seconds before the first restart; doubled for each further restart, up to 60
     folder : where the records of failed attempts are kept (None: a temporary folder)
-    logs : folder for the output of each rank, rank-0003.log, and a record of how it ended, rank-0003.json; the
-        launcher then prints the lines of all ranks, each preceded by the rank number
+    logs : folder for the output of each rank, such as rank-0003.log, and a record of how the rank ended,
+        rank-0003.json; the launcher then prints the lines of all ranks, each preceded by the rank number
     """
 
     ranks: int
@@ -94,7 +94,7 @@ class LaunchConfig:
         return 1 if self.elastic else self.ranks
 
     def count_hosts_and_ranks_per_host(self, ranks: int) -> tuple[int, int] | None:
-        """Return how many hosts a number of ranks needs, and how many ranks each host gets.
+        """Return how many hosts the given number of ranks needs, and how many ranks each host gets.
 
         Parameters
         ----------
@@ -113,7 +113,7 @@ class LaunchConfig:
         return min(self.nodes, ranks), math.ceil(ranks / self.nodes)
 
     def make_environment(self) -> dict[str, str]:
-        """Return the environment variables by which the ranks get the options `timeout` and `threads`."""
+        """Return the environment variables that pass the options `timeout` and `threads` to the ranks."""
         found = {} if self.timeout is None else {"FSDPX_START_TIMEOUT": f"{self.timeout:g}"}
         return found | ({} if self.threads is None else dict.fromkeys(_THREAD_VARIABLES, str(self.threads)))
 
@@ -169,16 +169,16 @@ class LaunchArgs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Number of this host in a job whose ranks are started host by host: a user starts the same `fsdpx run --backend
-    gloo` on each host, with its own --node-rank.
+    """Position of this host in a job without a common launcher: a user runs the same `fsdpx run --backend gloo` on
+    each host, with a different --node-rank.
 
     Parameters
     ----------
     nodes : number of hosts
     number : number of this host, from 0
     address : name or address of host 0, reachable from all other hosts
-    port : a free port on host 0; each restart of the job uses the next port, so that it cannot connect to ranks of
-        the previous attempt
+    port : a free port on host 0. Each restart uses the next port, so that its ranks cannot connect to ranks of the
+        previous attempt
     """
 
     nodes: int
@@ -206,7 +206,7 @@ class NodeRank:
         """Parse the options --nodes, --node-rank, --master-addr and --master-port of `fsdpx run`. Return None if one
         launcher starts all ranks.
 
-        Raise LaunchError for options that are missing or do not fit the backend."""
+        Raise LaunchError if an option is missing or does not fit the backend."""
         given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}
         missing = [option for option, value in given.items() if value is None]
         asked = port is not None or any(value is not None for value in (number, address))
@@ -239,12 +239,12 @@ class NodeRank:
         return here
 
     def make_local_launcher_options(self, ranks: int) -> list[str]:
-        """Return the options that tell the local launcher the number of this host's first rank and the size of the
-        job. `ranks` is the number of ranks per host."""
+        """Return the options that tell the local launcher the number of this host's first rank and the total number of
+        ranks. `ranks` is the number of ranks per host."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
     def make_environment(self, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables by which the ranks of all hosts find each other.
+        """Return the environment variables through which the ranks of all hosts find each other.
 
         `start` is the number of restarts so far, and `ranks` the number of ranks per host."""
         port = self.port + start
@@ -267,7 +267,7 @@ class HostSlots:
     Attributes
     ----------
     name : name of the host
-    slots : how many ranks the host takes; None if the file does not say
+    slots : maximum number of ranks on the host; None if the file does not say
     line : number of the first line that names the host
     """
 
@@ -280,8 +280,8 @@ def read_hostfile(path: Path) -> list[HostSlots]:
     """Read a hostfile, and return its hosts in the order of the file. Raise LaunchError if a line does not describe a
     host.
 
-    If a host is on several lines, its slots are added up; a line without a number counts as one slot, as in the node
-    files of PBS."""
+    If several lines name the same host, their slots are added up. As in the node files of PBS, a line without a number
+    then counts as one slot."""
     try:
         lines = safe_files.read_file(path, MAX_HOSTFILE_BYTES, ours=False).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -330,8 +330,9 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the default number of ranks of a job without -n, and its source as text, such as "the 8 cores that this
-    process may use". It comes from other options, a hostfile, the allocation, or the cores of this machine."""
+    """Return the default number of ranks of a job without -n, and where it comes from, as text such as "the 8 cores
+    that this process may use". The default is taken from other options, a hostfile, the allocation, or the cores of
+    this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")
@@ -352,7 +353,7 @@ def find_default_rank_count(
 
 
 def count_ranks_with_slots(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
-    """Return how many of `ranks` ranks fit into the slots of the hosts. A host whose number of slots is unknown takes
+    """Return how many of `ranks` ranks fit into the slots of the hosts. A host without a known number of slots takes
     any number of ranks."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
@@ -367,8 +368,8 @@ def write_hostfile(hosts: Sequence[HostSlots], path: Path) -> Path:
 
 
 def require_resolvable_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
-    """Raise LaunchError if a host name cannot be resolved. Without this check, a launcher would hang, or report the
-    error over many lines."""
+    """Raise LaunchError if a host name cannot be resolved. Without this check, a launcher would hang, or print a long
+    error message."""
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)

@@ -59,7 +59,8 @@ FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
-    """Search for the fastest configuration of a model, draw the requested pictures, and return the plan as text."""
+    """Search for the fastest configuration of a model, draw the requested pictures, and return the resulting plan as
+    text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
             require_drawable(option, path)
@@ -101,8 +102,8 @@ def plan_job(args: argparse.Namespace) -> str:
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """Return the model with samples of the size in --field, and the `domain` to search: the grid of ranks in --domain,
-    or all grids."""
+    """Return the model with samples of the size in --field, and the `domain` argument of the search: the grid of ranks
+    in --domain, or all possible grids."""
     cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)

@@ -42,27 +42,27 @@ def launch(
 def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
     what: str | Path | Callable[..., Any], *args: Any, config: LaunchConfig | None = None, **options: Any
 ) -> list[Any] | None:
-    """Start a script as `fsdpx run` does, or run the function call `what(comm, *args)` on each rank of a new job.
+    """Start a script as `fsdpx run` does, or call the function `what(comm, *args)` on each rank of a new job.
 
     It is like `fsdpx.spawn`, but ranks are processes instead of threads.
 
     Parameters
     ----------
     what : path of a script, "-m" (then the first of `args` is a module), or a function. A function and its arguments
-        are pickled. A function defined in a script or notebook needs the package cloudpickle, whereas a function
-        defined in a module does not
+        are pickled. A function that is defined in a script or notebook needs the package cloudpickle; a function that
+        is defined in a module does not
     args : arguments of the script as text, or arguments of the function
     config, options : a `LaunchConfig`, its fields as keywords (`ranks=4`), or both; keywords take precedence. The
-        default of `ranks` is the number that `fsdpx run` uses without -n. On several hosts a function needs `folder`,
-        on a disk that all hosts share
+        default of `ranks` is the number that `fsdpx run` uses without -n. To run a function on several hosts, set
+        `folder` to a folder on a disk that all hosts share
 
     Returns
     -------
-    list : what the function returned, by rank; None for a script
+    list : the return value of the function on each rank, in rank order; None for a script
 
     Raises
     ------
-    LaunchError : the job failed (the message contains the known details) or cannot be started, or its function cannot
+    LaunchError : the job cannot be started or failed (the message contains the known details), or the function cannot
         be pickled
     """
     require_known_options("launch", options, [field.name for field in fields(LaunchConfig)])
@@ -86,15 +86,15 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 
 
 def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
-    """Run a job, with restarts, until it ends. Raise LaunchError unless it succeeded."""
+    """Run a job until it ends, with restarts after failures. Raise LaunchError unless it succeeded."""
     ending = run_job(config, program, _make_python_path_variable())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
 def _make_python_path_variable() -> dict[str, str]:
-    """Return {"PYTHONPATH": ...} for the ranks if fsdpx is not installed but only on the sys.path of this process,
-    else {}."""
+    """Return {"PYTHONPATH": ...} for the ranks if fsdpx is not installed, but only on the sys.path of this process.
+    Otherwise return {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
     return {} if installed or home not in sys.path else {"PYTHONPATH": environment.make_prepended_python_path(home)}
@@ -112,8 +112,8 @@ def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _find_pickler() -> Any:
-    """Return the module cloudpickle, which can pickle functions defined in a notebook, or pickle if it is not
-    installed."""
+    """Return the module cloudpickle, which can pickle functions defined in a notebook. If it is not installed, return
+    the module pickle."""
     try:
         import cloudpickle
     except ImportError:
@@ -122,7 +122,7 @@ def _find_pickler() -> Any:
 
 
 def _pickle_value(value: Any, what: str) -> bytes:
-    """Pickle a value. Raise LaunchError, which names the value by `what`, if it cannot be pickled."""
+    """Pickle a value. If it cannot be pickled, raise a LaunchError that calls the value `what`."""
     try:
         return bytes(_find_pickler().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -134,8 +134,8 @@ def _hash_bytes(data: bytes) -> str:
 
 
 def _read_results_by_rank(folder: Path) -> list[Any]:
-    """Read what the function returned on each rank, in rank order. The number of ranks comes from rank 0's result,
-    since the job may have been restarted with fewer ranks."""
+    """Read the return values of the function on all ranks, in rank order. The number of ranks is stored with rank 0's
+    result, since the job may have been restarted with fewer ranks."""
     size = 1
     found: list[Any] = []
     while len(found) < size:

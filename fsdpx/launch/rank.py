@@ -30,7 +30,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
-    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The arguments are those of `python -m
+    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The command line is that of `python -m
     mpi4py`."""
     settings = environment.read_environment()
     request_kill_on_parent_death()
@@ -65,10 +65,10 @@ def main() -> None:
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
-    """Escape the words of a program's command line for mpiexec, which takes a word ":" as the start of another
+    """Escape the words of a program's command line for mpiexec, which interprets a single ":" as the start of another
     program.
 
-    A word that consists only of colons gets another colon, which `main` removes."""
+    Each word that consists only of colons gets one more colon, which `main` removes."""
     return [f":{word}" if _has_only_colons(word) else word for word in program]
 
 
@@ -90,9 +90,8 @@ def _run_program() -> None:
 class RankStatusWriter:
     """Writes this rank's status file; thread-safe.
 
-    Once this rank has recorded that it ends all other ranks, the status no longer changes. It must not change, because
-    other ranks may be seen to end before this rank does, and because its script may still run to completion in another
-    thread."""
+    Once this rank has recorded that it ends the whole job, the status no longer changes, for two reasons: other ranks
+    may be seen to end before this rank does, and the script may still run to completion in another thread."""
 
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
@@ -100,8 +99,8 @@ class RankStatusWriter:
         self._lock = threading.RLock()  # reentrant, because a signal handler may call `update` while it runs
 
     def update(self, final: bool = False, **changes: Any) -> None:
-        """Write the status with the fields in `changes`, unless a final status has been written. Does nothing in a
-        forked child process, which is not a rank."""
+        """Write the status with the fields in `changes` replaced, unless a final status has been written. Does nothing
+        in a forked child process, which is not a rank."""
         if os.getpid() == self._note.process:
             with self._lock:
                 if not self._final:
@@ -124,8 +123,8 @@ def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
 
 
 def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
-    """Patch `os._exit` to record the exit status, because a launcher may not report the status of a rank that exits
-    before MPI_Init."""
+    """Patch `os._exit` so that it records the exit status, because a launcher may not report the status of a rank that
+    exits before MPI_Init."""
     leave = os._exit
 
     def exit_and_record(status: int) -> NoReturn:
@@ -138,7 +137,7 @@ def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
 
 def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
     """Patch `signal.signal` to record whether the script handles SIGUSR1. The operating system cannot tell, because it
-    also reports handlers that MPI libraries have installed."""
+    does not distinguish the script's handler from one that an MPI library has installed."""
     set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
 
     def set_and_record(number: int, handler: Any, /) -> Any:
@@ -151,8 +150,8 @@ def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
 
 
 class _MpiStartFinder(MetaPathFinder):
-    """Import hook that guards the script's own import of `mpi4py.MPI` with a timeout, because MPI_Init waits for all
-    ranks."""
+    """Import hook that sets a timeout when the script imports `mpi4py.MPI` itself, because the import calls MPI_Init,
+    which waits for all ranks."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -1,5 +1,5 @@
-"""Files by which the ranks of a job report to the launcher: status files, logs, and named pipes that close when a rank
-dies."""
+"""Files through which the ranks of a job report to the launcher: status files, logs, and named pipes that close when a
+rank dies."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ _POLL_SECONDS = 0.1
 
 
 def write_log_folder_request(run: Path, folder: Path) -> None:
-    """Ask the ranks to write their output to log files in `folder`, by a file in `run`, the folder of this attempt."""
+    """Ask the ranks to write their output to log files in `folder`. The request is a file in `run`, the folder of this
+    attempt to run the job."""
     safe_files.write_file(run / _LOG_FOLDER_FILE, str(folder))
 
 
 def read_log_folder(run: Path) -> Path | None:
-    """Return the log folder that the launcher has requested in `run`, the folder of this attempt, or None."""
+    """Return the log folder that the launcher requested by a file in `run`, the folder of this attempt to run the job.
+    Return None if there is no such file."""
     mark = safe_files.read_if_trusted(run / _LOG_FOLDER_FILE)
     return None if mark is None else Path(mark.decode())
 
 
 def redirect_output_to_log(folder: Path, rank: int) -> None:
-    """Append the stdout and stderr of this process, including those of C libraries, to the rank's log file, line by
-    line."""
+    """Append the stdout and stderr of this process, including the output of C libraries, to the rank's log file, line
+    by line."""
     log = safe_files.open_for_append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -54,7 +56,7 @@ def redirect_output_to_log(folder: Path, rank: int) -> None:
 
 
 class LogFollower:
-    """Background thread that prints new lines of all ranks' log files, like `tail -f`, until `close`."""
+    """Background thread that prints new lines of all ranks' log files, like `tail -f`, until `close` is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -64,8 +66,8 @@ class LogFollower:
         self._thread.start()
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Stop the thread, print all remaining output, and write for each rank a file with how it ended. `ends` maps
-        ranks to JSON texts."""
+        """Stop the thread, print all remaining output, and write a file for each rank that tells how it ended. `ends`
+        maps ranks to the JSON texts of these files."""
         self._stop.set()
         self._thread.join()
         self._print_new_lines(complete_only=False)
@@ -77,8 +79,8 @@ class LogFollower:
             self._print_new_lines()
 
     def _print_new_lines(self, complete_only: bool = True) -> None:
-        """Print the new lines of all log files, each preceded by its rank. With `complete_only`, an unfinished last
-        line is left for later."""
+        """Print the new lines of all log files, each preceded by its rank. With `complete_only`, the last line of a
+        file is left for later if it is incomplete."""
         for path in _list_log_files(self.folder):
             at = self._read.get(path, 0)
             try:
@@ -110,9 +112,9 @@ class RankStatus:
     Attributes
     ----------
     rank, process, host : rank, process id and host name
-    status : exit status; None while the rank runs, or if it was killed
+    status : exit status; None while the rank is running, or if it was killed
     error : type of the exception with which the rank ended, or ""
-    listens : whether the script handles SIGUSR1 by saving, which it does inside `Preemption`
+    listens : whether the script saves a checkpoint when it gets SIGUSR1, as it does inside `Preemption`
     """
 
     rank: int
@@ -127,8 +129,8 @@ class RankStatus:
         return json.dumps(asdict(self))
 
     def write_to_folder(self, folder: Path) -> None:
-        """Write the rank's status file to the folder of this attempt."""
-        safe_files.make_folder(folder)  # only the launcher's host is sure to have the folder
+        """Write the status file of this rank to `folder`, the folder of this attempt to run the job."""
+        safe_files.make_folder(folder)  # hosts other than the launcher's may lack the folder
         safe_files.write_file(folder / f"rank-{self.rank:05}.json", self.to_json())
 
 
@@ -158,9 +160,9 @@ def create_and_hold_lifeline(folder: Path, rank: int) -> None:
     """Create and open a named pipe that is never written to, so that the launcher notices the death of this process
     before any other process does.
 
-    A dying process closes its files, starting with the highest descriptors, and then the kernel reports its end. The
-    pipe has a high descriptor, so it closes before the socket of the process, whose closing makes a launcher kill the
-    other ranks."""
+    When a process dies, the kernel closes its files, starting with the highest descriptors, and then reports its end.
+    The pipe has a high descriptor, so it closes before the socket to the MPI launcher, which kills the other ranks
+    when that socket closes."""
     if not hasattr(os, "mkfifo"):
         return
     with suppress(OSError):  # the folder may be missing on this host, or its file system may not support named pipes
@@ -175,8 +177,8 @@ def create_and_hold_lifeline(folder: Path, rank: int) -> None:
 
 
 def open_and_unlink_lifeline(folder: Path, rank: int) -> int | None:
-    """Open the named pipe of a rank, and return a descriptor that becomes readable when the rank dies. Return None if
-    there is no pipe. The file is unlinked."""
+    """Open and unlink the named pipe of a rank, and return a descriptor that becomes readable when the rank dies.
+    Return None if there is no pipe."""
     path = _get_lifeline_path(folder, rank)
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -190,5 +192,5 @@ def _get_lifeline_path(folder: Path, rank: int) -> Path:
 
 
 def _close_descriptor(descriptor: int) -> None:
-    with suppress(OSError):  # the script may have closed all descriptors, and this one with them
+    with suppress(OSError):  # the script may have closed all descriptors, including this one
         os.close(descriptor)

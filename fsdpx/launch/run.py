@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
     """Return the number of ranks in -n. Without -n, return a default from the allocation or from this machine, and
-    print it with its source."""
+    print the default and where it comes from."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
@@ -114,9 +114,9 @@ def run_job(
 ) -> JobEnding:  # fmt: skip
     """Run a job, and restart it after failures as `config` allows. Return how its last attempt ended.
 
-    `program` are arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. `variables` are additional
-    environment variables of the ranks. `node` is the number of this host if each host has its own launcher; `config`
-    then counts only the ranks of this host."""
+    `program` are the command-line arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. `variables`
+    are additional environment variables of the ranks. `node` is given if each host has its own launcher; `config` then
+    counts only the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
     _require_existing_program(program)
@@ -161,8 +161,8 @@ def run_job(
 def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
     """Return the job and the number of ranks for the next attempt.
 
-    A restart uses only the hosts of the hostfile that still answer, if they have slots for at least `min_ranks` ranks.
-    Otherwise it uses all hosts."""
+    A restart uses only the hosts of the hostfile that still answer, provided that they have slots for at least
+    `min_ranks` ranks. Otherwise it uses all hosts."""
     config = job.config
     if config.hostfile is None or not plan.endings:
         return job, plan.ranks
@@ -181,15 +181,15 @@ def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, fol
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """A job with its launcher, which can be started repeatedly.
+    """A job and its launcher. The job can be started repeatedly.
 
     Attributes
     ----------
     found : the launcher
     config : options of the job
-    program : arguments of Python
+    program : command-line arguments of Python
     more : additional environment variables of the ranks
-    node : number of this host, if each host has its own launcher
+    node : position of this host among all hosts, if each host has its own launcher
     """
 
     found: FoundLauncher
@@ -199,7 +199,7 @@ class LaunchedJob:
     node: NodeRank | None = None
 
     def make_environment(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables of the ranks. They leave their records in `folder`; `start` is the number
+        """Return the environment variables of the ranks, which leave their records in `folder`. `start` is the number
         of restarts so far."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         meet = {} if self.node is None else self.node.make_environment(start, ranks)
@@ -218,14 +218,13 @@ class LaunchedJob:
 
 
 def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
-    """Return where to create a temporary folder. On several hosts this is the working folder, which all hosts can see,
-    since $TMPDIR may differ between hosts."""
+    """Return where to create a temporary folder. For a job on several hosts, this is the working folder, because all
+    hosts can see it, whereas $TMPDIR may differ between hosts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
 def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
-    """Return a new temporary folder that this process owns. Temporary folders of processes that were killed are
-    removed."""
+    """Return a new temporary folder that this process owns. Remove the temporary folders of killed processes."""
 
     def is_abandoned(left: Path) -> bool:
         owner = safe_files.read_if_trusted(left / _OWNER_FILE) or b""
@@ -238,8 +237,8 @@ def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
 
 
 def _create_and_require_writable(folder: Path, option: str) -> Path:
-    """Create the folder if necessary, and return it. Raise LaunchError, which names `option`, if it cannot be
-    written."""
+    """Create the folder if necessary, and return it. If it cannot be written, raise a LaunchError that names `option`.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -259,7 +258,7 @@ def _recreate_private_folder(own: Path) -> Path:
 
 
 def _require_existing_program(program: Sequence[str]) -> None:
-    """Raise LaunchError if the script or module does not exist, before all ranks fail because of that."""
+    """Raise LaunchError if the script or module does not exist, before ranks are started that would all fail."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
@@ -270,17 +269,17 @@ def _require_existing_program(program: Sequence[str]) -> None:
 
 
 def _is_importable(package: str, where: Path) -> bool:
-    """Return whether a Python process that is started in the folder `where` can import the package.
+    """Return whether a Python process started in the folder `where` can import the package.
 
-    It can if the package is in that folder, or if this process can find it. All finders in sys.meta_path are asked,
-    because packages that are installed in editable mode may be on no path."""
+    It can if the package is in that folder, or if this process can find the package. All finders in sys.meta_path are
+    asked, because a package that is installed in editable mode may not be on sys.path."""
     here = PathFinder.find_spec(package, [str(where)]) is not None
     return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _log_line(text: str) -> None:
     """Print a line of text to stderr, preceded by "fsdpx run:"."""
-    flush_and_write_stderr(f"fsdpx run: {text}\n")  # never raises, since stderr is gone after the terminal has closed
+    flush_and_write_stderr(f"fsdpx run: {text}\n")  # never raises, even if the terminal was closed
 
 
 def _run_once(
@@ -323,8 +322,8 @@ def _run_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return the flight records (logs of the last actions) of all ranks. They are keyed by the rank with which a
-    process was started, because after a death the surviving ranks are renumbered."""
+    """Return rank -> flight record (log of the last actions) for all ranks. Keys are the ranks with which the
+    processes were started, because the surviving ranks are renumbered after a death."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
@@ -335,10 +334,10 @@ def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int
 
 
 class _SignalForwarder:
-    """Handles signals to `fsdpx run`: sends SIGUSR1 to the ranks, which then have `grace` seconds to save, then
-    SIGTERM, and then SIGKILL.
+    """Handles signals to `fsdpx run`: sends SIGUSR1 to the ranks, gives them `grace` seconds to save a checkpoint, and
+    then sends SIGTERM, and finally SIGKILL.
 
-    After a second signal, or after the first signal if no rank handles SIGUSR1, SIGTERM is sent at once."""
+    SIGTERM is sent at once after a second signal, or if no rank handles SIGUSR1."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
@@ -370,11 +369,11 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Wait until the job has ended, forward signals to it meanwhile, and finally kill the rest of its process
-        group.
+        """Forward signals to the job until it has ended, and finally kill what is left of its process group.
 
         The job is ended at once when the event `in_vain` is set. The function `meanwhile` is called repeatedly while
-        the job runs undisturbed. The function `listen` returns whether a rank handles SIGUSR1 by saving."""
+        the job is running and has received no signal. The function `listen` returns whether a rank saves a checkpoint
+        when it gets SIGUSR1."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):

@@ -67,7 +67,7 @@ __all__ = [
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
     """Add --mesh, --schedule, --sequence and --recompute to an argument parser. `also` is appended to the help of
-    --schedule and --sequence, to name another value that the command accepts."""
+    --schedule and --sequence: it names one more value that the command accepts."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"pipeline schedule: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"mode of the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -89,7 +89,8 @@ def parse_recompute(text: str | None) -> Any:
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """Return the mesh axes wider than 1 as text, such as "pipe=2 x tensor=2", or "one rank"."""
+    """Return the mesh axes with more than one rank as text, such as "pipe=2 x tensor=2"; "one rank" if there are none.
+    """
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
@@ -98,7 +99,7 @@ SCHEDULE_WIDTH_CHARS = 250  # line width of a drawn schedule if the output is no
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-# layers themselves communicate over these axes, so the program does not predict this traffic
+# the layers communicate over these axes on their own, so the program does not predict their traffic
 LAYER_AXES = ("tensor", "data", "domain")
 
 
@@ -109,8 +110,8 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
-    """Return the text that `show` prints. To report progress, call `count` with the number of the dry run that
-    begins."""
+    """Return the text that `show` prints. To report progress, call `count` with a running number at the start of each
+    dry run."""
     if args.png is not None:
         require_drawable("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -202,7 +203,7 @@ def _make_dry_run_options(
 
 
 def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
-    """Parse sizes such as "2,2,2" or "2x2x2"; None gives (). Raise ConfigError for anything else."""
+    """Parse sizes such as "2,2,2" or "2x2x2"; None is parsed as (). Raise ConfigError for anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
@@ -210,7 +211,7 @@ def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def make_no_field_error(example: str) -> ConfigError:
-    """Return the error for --domain or --field with the model `example`, whose samples are not fields."""
+    """Return the error for --domain or --field if the samples of the model `example` are not fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)
@@ -220,8 +221,8 @@ def make_no_field_error(example: str) -> ConfigError:
 def _choose_field_cells_and_grid(
     args: argparse.Namespace, example: CatalogModel, dims: tuple[int, ...]
 ) -> tuple[tuple[int, ...], Grid | None]:
-    """Return the number of cells of the field in --field along each dim, and the grid of ranks that splits it (None:
-    it is not split)."""
+    """Return the number of cells of the field along each dim (from --field), and the grid of ranks that splits the
+    field (None if it is not split)."""
     cells = parse_dims("--field", args.field) or example.cells
     if not example.cells and (dims or cells):
         raise make_no_field_error(args.example)
@@ -229,8 +230,8 @@ def _choose_field_cells_and_grid(
 
 
 def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """Return the model with a batch size that is a multiple of `chunks`. The default batch is enlarged; a batch size
-    that the user gave raises ConfigError if it does not fit."""
+    """Return the model with a batch size that is a multiple of `chunks`. A default batch size is increased if
+    necessary; a batch size from the user raises ConfigError if it is not a multiple."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -242,8 +243,8 @@ def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int 
 def _choose_rank_and_sample_count(
     args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
 ) -> tuple[int, int]:
-    """Return the rank to show, and its number of samples. The default is the first rank that has samples and holds
-    part number `part` of the field."""
+    """Return the rank to show, and its number of samples. By default, this is the first rank that has samples and
+    holds part number `part` of the field."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run raises an error for this rank
     rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
@@ -256,8 +257,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks in --ranks. The default is the size of the mesh, or else of the grid `grid`, or else
-    4. Mesh axes whose width is not given count as 1."""
+    """Return the number of ranks in --ranks. By default, this is the size of the mesh, else that of the grid of ranks,
+    else 4. Mesh axes without a given width count as 1."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -272,7 +273,7 @@ def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None
 
 
 def _format_answer(run: DryRun) -> str:
-    """Return one line with the peak memory and the traffic per step of the rank."""
+    """Return one line with this rank's peak memory and its traffic per step."""
     moved = sum(one.bytes for (axis, _), one in run.report.traffic.items() if axis != "disk")
     held = f"{format_bytes(run.peak.nbytes)} at its peak, {format_bytes(run.footprint.pss)} with the process"
     rank = run.trainer.inspect.placement.axes.world.rank
@@ -289,7 +290,7 @@ def _format_program(run: DryRun) -> str:
 
 def _format_units(run: DryRun) -> str:
     """Return a table of the FSDP units (layers whose parameters are gathered together) of all pipeline stages. The
-    column "on this rank" is empty for stages of other ranks."""
+    column "on this rank" is empty for units of other stages."""
     layout, state = run.trainer.inspect.placement.layout, run.trainer.inspect.placement.pages
     pipe = run.trainer.inspect.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
@@ -354,8 +355,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is the time of one forward (F)
-    or of half a backward (I or W)."""
+    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is one time step: a forward
+    (F), or half a backward (I or W)."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{format_count(schedule.stages, 'stage')}, {format_count(schedule.microbatches, 'microbatch', 'es')}"
@@ -367,7 +368,7 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
 
 def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
     """Simulate the step on all ranks, and write the files of --png and --trace. Yield a message about each file. If
-    samples are fields, those of `example` are whole fields, not parts."""
+    the samples of `example` are fields, they must be whole fields, not the parts of one rank."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
@@ -393,8 +394,8 @@ ranks that do the same work."""
 def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: float | None = None) -> StepLanes:
     """Return the simulated step in the form that `fsdpx.ext.observe.plots.make_figure` draws.
 
-    `title` has the form "name: about". `limit` is the number of bytes that a rank may use; None means the machine's
-    capacity."""
+    `title` has the form "name: about". `limit` is the number of bytes that a rank may use; None means the memory
+    capacity of the machine."""
     mesh, held, pipe = found.mesh, dry.make_memory_timelines(found.events), found.mesh.width_of("pipe")
     places = [mesh.coordinates_of(rank).pipe for rank in range(mesh.size)]
     each = pipe == 1 and mesh.size <= MAX_RANKS_SHOWN
@@ -426,7 +427,7 @@ def reporting_unwritable(path: Any) -> Iterator[None]:
 
 
 def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str, limit: float | None = None) -> str:
-    """Draw the simulated step to a picture file, and return a message about it. `limit` is the number of bytes that a
+    """Draw the simulated step to an image file, and return a message about it. `limit` is the number of bytes that a
     rank may use."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
@@ -437,8 +438,8 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
 
 
 def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
-    """Write the simulated step as a trace for Perfetto, with one rank per pipeline stage. Return a message about the
-    file."""
+    """Write the simulated step as a trace for Perfetto that shows one rank per pipeline stage. Return a message about
+    the file."""
     ranks = []
     for stage, (run, held) in enumerate(zip(dry.runs, dry.make_memory_timelines(found.events), strict=True)):
         axes, rank = run.session.state.placement.axes, run.found.rank
@@ -455,8 +456,8 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
 def _make_simulated_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """Convert simulated events to the form in which a rank records its actions. The program number is -1, which no
-    recorded program has."""
+    """Convert simulated events to the form in which a rank records its actions. The program number is -1, because no
+    recorded program has this number."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]
     for event in row:

@@ -40,8 +40,8 @@ TrainingResult = tuple[list[float], dict[str, Any], str]
 
 @dataclass(frozen=True)
 class VerifySize:
-    """Size of the small GPT that is trained. It has enough layers for the pipeline stages of a mesh, and enough heads
-    and positions for its tensor axis."""
+    """Size of the small GPT that is trained. It has enough layers for the pipeline stages of the mesh, and enough
+    heads and positions for the tensor axis."""
 
     width: int = 24
     layers: int = 2
@@ -50,7 +50,7 @@ class VerifySize:
 
     @classmethod
     def for_mesh(cls, mesh: Mesh | None) -> "VerifySize":
-        """Return the model size to use on a mesh. None means that there is neither a pipeline nor a tensor axis."""
+        """Return the model size to use on a mesh. None stands for a mesh without pipeline and tensor axes."""
         if mesh is None:
             return cls()
         pipe, tensor = mesh.width_of("pipe"), mesh.width_of("tensor")
@@ -65,9 +65,10 @@ class VerifyCase:
     Attributes
     ----------
     strategy, precision, schedule, sequence, microbatches : as for `fsdpx.distribute`
-    mesh : the mesh; None: the default mesh of the strategy
+    mesh : the mesh (None: the default mesh of the strategy)
     recompute : the command-line value of --recompute
-    chunks : number of reproducible chunks, with which results must be bit-identical; None: within a tolerance
+    chunks : number of reproducible chunks; with chunks, results must be bit-identical, and with None they must agree
+        within a tolerance
     steps : number of training steps
     """
 
@@ -83,8 +84,8 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed relative difference. It is 0 with reproducible chunks, which make results bit-identical,
-        unless a tensor axis splits sums."""
+        """Largest allowed relative difference. It is 0 with reproducible chunks, because these make results
+        bit-identical, except if a tensor axis splits sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
@@ -104,7 +105,7 @@ class VerifyCase:
 
 def verify(args: argparse.Namespace) -> int:
     """Compare training on all ranks with training in a single process. Return 0 if all tensors agree, else 1. Invalid
-    arguments raise an error before the ranks connect. Collective."""
+    arguments raise an error before the ranks connect to each other. Collective."""
     if args.strategy != "all":
         resolve_sharding(DistributionChoices(args.strategy).strategy_within_replica(1), 1)
     _list_precisions(args.precision)
@@ -154,8 +155,8 @@ def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
 
 
 def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize, number: str) -> bool:
-    """Train one case, and print and return whether its results agree with those of a single process. `number` is the
-    progress, such as "1/6". Collective."""
+    """Train one case, and compare its results with those of a single process. Print the outcome, and return whether
+    they agree. `number` is the progress, such as "1/6". Collective."""
     verdict, printed = None, ""
     with reporting_if_slow(comm.rank == 0, f"training case {number}", None) as count:
         count("with all ranks")
@@ -190,7 +191,7 @@ def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, si
 
 
 def _train_and_record(comm: Communicator, case: VerifyCase, size: VerifySize) -> RankRecord:
-    """Train while recording all written values, and return this rank's record. Collective."""
+    """Train while recording all computed values, and return this rank's record. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     recorder = ValueRecorder(trainer.inspect.engine, case.steps)
     for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len):
@@ -205,8 +206,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train one case. Return the losses, the full parameters, and with chunks a fingerprint of the parameters as text,
-    else "". The last batch is short. Collective."""
+    """Train one case. Return (losses, full parameters, text). With chunks, the text contains a fingerprint of the
+    parameters; otherwise it is empty. The last batch is short. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -246,8 +247,8 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """Yield this data rank's samples of each global batch, as (inputs, targets). Global batches do not depend on the
-    number of ranks."""
+    """Yield this rank's samples of each global batch, as (inputs, targets). Global batches do not depend on the number
+    of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
@@ -264,8 +265,8 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Return whether all tensors and losses agree within `tolerance`, and a line that names the worst one. Differences
-    are relative to the largest element of a tensor."""
+    """Return whether all tensors and losses agree within `tolerance`, and a line of text about the largest difference.
+    Differences are relative to the largest element of a tensor."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0
