@@ -16,7 +16,7 @@ GradientTarget = tuple[Any, bool] | None
 
 
 def write_or_add_gradient(target: Any, value: Any) -> None:
-    """Write `value` to a gradient array, or add it, as the pair `target` of (array, whether to add) says."""
+    """Write `value` to a gradient array, or add it there. `target` is (array, whether to add)."""
     out, add = target
     if add:
         out += value.astype(out.dtype, copy=False)
@@ -40,7 +40,7 @@ class WindowStrides(NamedTuple):
         """Yield each window offset with the index of the outputs for which it lies inside the field, and the index of
         the cells that these outputs read.
 
-        `sizes` and `cells` are the numbers of outputs and of input cells along each dim."""
+        `sizes` is the number of outputs along each dim, and `cells` the number of input cells."""
         for offset in product(*map(range, self.kernel)):
             outputs, met = [slice(None)] * 2, [slice(None)] * 2
             for i, s, d, first, size, n in zip(offset, *self[1:4], sizes, cells, strict=True):
@@ -91,13 +91,14 @@ def count_tiles(size: int) -> int:
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is a single matmul: its window is one cell, with stride 1, over the full field."""
+    """Return whether the convolution is a single matmul, because its window is one cell, with stride 1, over the full
+    field."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
 
 def is_depthwise(strides: WindowStrides, weight: Sequence[int]) -> bool:
-    """Return whether each group has one channel, and too few outputs to fill the lanes."""
+    """Return whether each group has one channel, and too few outputs to fill a vector."""
     return strides.groups > 1 and weight[1] == 1 and weight[0] // strides.groups < GROUP_OUTPUTS
 
 
@@ -178,7 +179,8 @@ def correlate_backward_input(
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
-    """Write the gradients of weight and bias to their target arrays, or add them, as the targets say."""
+    """Write the gradients of weight and bias to their target arrays, or add them there. Each target is (array, whether
+    to add)."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight

@@ -23,22 +23,22 @@ def group_norm_moments(xp: Any, x: Any) -> Any:
 
 @kernel()
 def group_norm_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
-    """Return (x - mean) scale + shift; mean, scale, shift: (samples, channels)."""
+    """Return (x - mean) * scale + shift, where mean, scale and shift are (samples, channels)."""
     scaled = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(scale, x)
     return scaled + _broadcast_over_cells(shift, x)
 
 
 @kernel(narrow=0)
 def group_norm_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return, for each channel of each sample, the sum over cells of dy, followed by the sum of dy (x - mean) rstd:
-    (2, samples, channels) float64. mean, rstd: (samples, channels)."""
+    """Return, for each channel of each sample, the sum over cells of dy, followed by the sum of dy * (x - mean) *
+    rstd: (2, samples, channels) float64. mean and rstd are (samples, channels)."""
     normal = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(rstd, x)
     return xp.stack([xp.sum(a, axis=tuple(range(2, x.ndim)), dtype=np.float64) for a in (dy, dy * normal)])
 
 
 @kernel()
 def group_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
-    """Return dy scale - along - (x - mean) across; mean, scale, along, across: (samples, channels)."""
+    """Return dy * scale - along - (x - mean) * across, where mean, scale, along and across are (samples, channels)."""
     centred = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(across, x)
     return dy * _broadcast_over_cells(scale, x) - _broadcast_over_cells(along, x) - centred
 

@@ -1,4 +1,4 @@
-"""Weighted sums of cells along one dim of a field, by which resolutions change, in plain array code."""
+"""Weighted sums of cells along one dim of a field, which change its resolution, in plain array code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class CellMatrix(NamedTuple):
 
     Attributes
     ----------
-    starts : (outputs + 1,) int64; output o is the sum of the entries starts[o] to starts[o + 1]
+    starts : (outputs + 1,) int64; output o is the sum of the entries from starts[o] to starts[o + 1] - 1
     sources : (entries,) int64, the input cell of each entry
-    weights : (entries,) float64, its weight
+    weights : (entries,) float64, the weight of each entry
     cells : number of input cells
     """
 
@@ -29,7 +29,8 @@ class CellMatrix(NamedTuple):
 
     @classmethod
     def from_entries(cls, outputs: np.ndarray, sources: np.ndarray, weights: np.ndarray, shape: Any) -> CellMatrix:
-        """Return the matrix with these entries, in any order; shape : (number of outputs, number of input cells)"""
+        """Return the matrix with these entries, which may be in any order. `shape` is (number of outputs, number of
+        input cells)."""
         order = np.argsort(outputs, kind="stable")
         starts = np.searchsorted(outputs[order], np.arange(shape[0] + 1))
         return cls(
@@ -42,8 +43,8 @@ class CellMatrix(NamedTuple):
         return len(self.starts) - 1
 
     def list_terms(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the first entry of each output, then the second, and so on, as arrays of sources and of weights. An
-        output with fewer entries repeats its last one with weight 0."""
+        """Return the first entry of each output, then the second entry of each, and so on, as arrays of sources and of
+        weights. An output with fewer entries repeats its last one with weight 0."""
         counts = np.diff(self.starts)
         terms = []
         for n in range(int(counts.max(initial=0))):
@@ -52,15 +53,15 @@ class CellMatrix(NamedTuple):
         return terms
 
     def transpose(self) -> CellMatrix:
-        """Return the matrix of the gradient, which maps outputs to input cells."""
+        """Return the transposed matrix, which maps gradients of outputs to gradients of input cells."""
         rows = np.repeat(np.arange(self.output_count), np.diff(self.starts))
         return CellMatrix.from_entries(self.sources, rows, self.weights, (self.cells, self.output_count))
 
 
 @kernel(bits=False)
 def multiply_along_dim(xp: Any, x: Any, dim: int, matrix: CellMatrix) -> Any:
-    """Return y, in which each cell along dim `dim` (2 or more) of x (samples, channels, *cells) is a weighted sum of
-    cells of x."""
+    """Return x (samples, channels, *cells) with `matrix` applied along dim `dim` (2 or more): each output cell is a
+    weighted sum of input cells."""
     shape = -1, *(1,) * (x.ndim - dim - 1)
     y = xp.zeros((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
     for sources, weights in matrix.list_terms():

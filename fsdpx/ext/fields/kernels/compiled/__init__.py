@@ -1,1 +1,1 @@
-"""Convolution and pooling kernels compiled with Numba, with the names and signatures of the plain ones."""
+"""Convolution and pooling kernels compiled with Numba, with the same names and signatures as the plain array code."""

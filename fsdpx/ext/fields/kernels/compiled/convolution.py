@@ -1,4 +1,4 @@
-"""Compiled convolutions, which choose an algorithm by the window.
+"""Compiled convolutions, with an algorithm that depends on the window.
 
 Windows of one cell are computed by BLAS. Windows of 3 x 3 with stride 1 and many channels use Winograd's F(4 x 4, 3 x
 3), which needs a quarter of the multiplications (Lavin and Gray 2016). All others use direct convolution.
@@ -6,7 +6,8 @@ Windows of one cell are computed by BLAS. Windows of 3 x 3 with stride 1 and man
 In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window
 w: A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. Summed over channels, each of the 36 elementwise
 products is a matmul over all tiles. Its operands, called planes, are made by linear maps of square patches, 16
-channels at a time. The gradients use the transposed formula. Rounding errors grow with the numbers in A and B."""
+channels at a time. The gradients use the transposed formula. Rounding errors grow with the size of the numbers in A
+and B."""
 
 from __future__ import annotations
 
@@ -103,9 +104,10 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return a compiled loop that transforms image patches to planes, the operands of Winograd's matmuls.
 
     For an image (samples, height, width, channels) and a matrix of k rows, it computes planes[i k + j, tile] = (matrix
-    patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and the patch of each next tile `step`
-    pixels further. Pixels outside the image are 0. The loop handles the tiles from `first` to `last`, counted over all
-    samples; `base` is the tile stored first in the planes, and each sample has `down` x `right` tiles."""
+    patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and each further patch begins `step`
+    pixels after the one before. Pixels outside the image are 0. The loop handles the tiles from `first` to `last`,
+    counted over all samples; `base` is the tile stored first in the planes, and each sample has `down` x `right`
+    tiles."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -142,8 +144,8 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return a compiled loop that transforms planes, the results of Winograd's matmuls, to patches of an image.
 
-    It computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. Its arguments are those of
-    the loop from `make_winograd_input_loop`."""
+    It computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. The loop takes the same
+    arguments as the one from `make_winograd_input_loop`."""
     size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
@@ -248,8 +250,8 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
     """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), by Winograd's algorithm.
 
-    If `backward`, x is the gradient of the output, the result is the gradient of the input, and `padding` is 2 minus
-    the padding of the convolution."""
+    If `backward` is True, x is the gradient of the output, the result is the gradient of the input, and `padding` is 2
+    minus the padding of the convolution."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
     down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
@@ -278,7 +280,8 @@ def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, p
 
 
 def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[tuple[int, int]]:
-    """Split `tiles` into ranges (first, end) whose planes fit into the cache, independent of the number of threads."""
+    """Split `tiles` into ranges (first, end) whose planes fit into the cache. The ranges do not depend on the number
+    of threads."""
     count = max(TILE_BLOCK // (PLANES * channels * itemsize), TILES_PER_STEP)
     return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
@@ -294,7 +297,8 @@ DEPTHWISE_WINDOW = TWO_CELL_WINDOW._replace(groups=3)
 
 
 def _make_example_field(x: Any) -> tuple[Any, Any]:
-    """Return a one-dim field with channels last in memory, and matching weights, for compiling a kernel."""
+    """Return a field of one dim with channels last in memory, and matching weights, as examples for compiling a
+    kernel."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
@@ -302,8 +306,8 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
 def _make_example_images(x: Any, cells: int = TILE) -> Any:
-    """Return images for which Winograd's algorithm is chosen, or matching weights if `cells` is 3, for compiling a
-    kernel."""
+    """Return images for which Winograd's algorithm is chosen, or matching weights if `cells` is 3, as examples for
+    compiling a kernel."""
     return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
@@ -430,7 +434,8 @@ def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) 
 
 
 def _as_block_diagonal(weight: np.ndarray, groups: int) -> np.ndarray:
-    """Return the weight of a convolution without groups that equals that of `groups` groups."""
+    """Return a block-diagonal weight with which a convolution without groups gives the same result as `weight` with
+    `groups` groups."""
     if groups == 1:
         return weight
     dense = np.zeros((weight.shape[0], groups * weight.shape[1], *weight.shape[2:]), weight.dtype)
@@ -453,7 +458,8 @@ def _has_channels_last(x: np.ndarray) -> bool:
 
 
 def _as_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return (samples, channels, *cells) as (samples, *cells, channels), copied only if channels are not contiguous."""
+    """Return x (samples, channels, *cells) as (samples, *cells, channels). Copies only if channels are not contiguous.
+    """
     return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
@@ -466,7 +472,8 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
 
 
 def write_or_add_channels_first(target: Any, cells: np.ndarray) -> None:
-    """Write a gradient with channels last to a target array with channels first, or add it."""
+    """Write a gradient with channels last to an array with channels first, or add it there. `target` is (array,
+    whether to add)."""
     out, add = target
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:

@@ -1,7 +1,7 @@
 """Depthwise convolutions of one to three dims with channels last.
 
-A strip of neighboring outputs stays in registers, as in `direct`, but each channel of a cell meets its own weight, so
-both are rows of lanes."""
+As in `direct`, a strip of neighboring outputs stays in registers. But here each channel has its own weight, so cells
+and weights are both loaded as vectors of channels."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ _wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for
 def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add):
     """Compute the outputs of some lines; the arguments are those of `_convolve_lines` in `direct`.
 
-    packed: weights (blocks, offsets, lanes), with as many lanes as a row has; only the last row may be narrow."""
+    `packed` holds the weights as (blocks, offsets, lanes). All blocks have the lanes of a wide vector, but the last
+    may have those of a narrow one."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -89,8 +90,8 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, sizes, packed, channels, samples
 ):
-    """Add the gradient of the weights at some window offsets of the first two dims to `packed`, the array that
-    `_convolve_lines` takes; the other arguments are those of `_convolve_lines` in `direct`."""
+    """Add the gradient of the weights to `packed`, the array of weights that `_convolve_lines` takes, for some window
+    offsets of the first two dims. The other arguments are those of `_convolve_lines` in `direct`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -177,7 +178,7 @@ def _convolve_full_rows(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
     """Convolve each channel of x with its window in `weight` (channels, *kernel); the other arguments are those of
-    `convolve_direct`. x and y have full rows of channels; weight and bias may have fewer."""
+    `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias may have fewer channels."""
     kernel = reshape_to_three_dims(weight[:, None])[:, 0]
     if places is None:
         places = tuple((k, 0, 1) for k in kernel.shape[1:])
@@ -197,18 +198,19 @@ def _convolve_full_rows(
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:
-    """Return each channel of x once for each of its outputs, in full rows of lanes."""
+    """Return each channel of x once for each of its outputs, padded with zeros to a number of channels that fills
+    whole vectors."""
     return _pad_channels(x if outputs == x.shape[-1] else np.repeat(x, outputs // x.shape[-1], axis=-1))
 
 
 def _allocate_full_rows(like: np.ndarray) -> np.ndarray:
-    """Return `like` if its channels fill entire rows of lanes, else a new array of its shape with more channels."""
+    """Return `like` if its channels fill whole vectors, else a new array of its shape with more channels."""
     channels = round_up_to_lanes(like.shape[-1], like.dtype)
     return like if _has_full_rows(like) else np.empty((*like.shape[:-1], channels), like.dtype)
 
 
 def _pad_channels(x: np.ndarray) -> np.ndarray:
-    """Return x with channels added so that they fill entire rows of lanes; x itself if they do."""
+    """Return x with channels of zeros added so that the channels fill whole vectors, or x itself if they already do."""
     if _has_full_rows(x):
         return x
     padded = np.zeros((*x.shape[:-1], round_up_to_lanes(x.shape[-1], x.dtype)), x.dtype)
@@ -222,8 +224,8 @@ def _has_full_rows(x: np.ndarray) -> bool:
 
 
 def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
-    """Return weights (channels or fewer, offsets) in blocks (offsets, lanes), of WIDE lanes and a last one of NARROW
-    lanes if few channels are left."""
+    """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). All blocks have WIDE bytes of lanes, but
+    the last is narrower if fewer channels are left."""
     lanes = WIDE // dtype.itemsize
     rows = np.zeros((channels, weights.shape[1]), dtype)
     rows[: len(weights)] = weights
@@ -233,7 +235,7 @@ def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
 
 
 def _unpack_lanes(packed: np.ndarray, channels: int) -> np.ndarray:
-    """Return the array (channels, offsets) that `_pack_lanes` has packed."""
+    """Return the array (channels, offsets) from which `_pack_lanes` made `packed`."""
     lanes, offsets = WIDE // packed.itemsize, packed.size // channels
     full = channels // lanes * lanes
     wide = packed[: full * offsets].reshape(full // lanes, offsets, lanes).transpose(0, 2, 1).reshape(full, offsets)

@@ -133,7 +133,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
 
 
 def emit_row_sum(builder: Any, row: Any) -> Any:
-    """Emit LLVM code that sums the lanes of the vector `row`, by adding its halves repeatedly."""
+    """Emit LLVM code that sums the lanes of the vector `row`, by repeatedly adding one half of it to the other."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
         none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
@@ -183,7 +183,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False)
 
 
 def get_vector_and_itemsize(like: Any, nbytes: int) -> tuple[Any, int]:
-    """Return the LLVM type of a vector of `nbytes`, and the bytes of one number in it."""
+    """Return the LLVM type of a vector of `nbytes`, and the size in bytes of one number in it."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
 
@@ -218,8 +218,8 @@ def emit_address(builder: Any, base: Any, indices: Sequence[Any], steps: Sequenc
 
 
 def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> None:
-    """Emit LLVM code that runs `body(n)` for the n from 1 to `max_size` that equals `rows`, with the loops of each
-    unrolled."""
+    """Emit LLVM code that branches on `rows` to the code that `body(n)` has emitted for n = `rows`, which is from 1 to
+    `max_size`, so that loops over rows are unrolled."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
     for n in range(1, max_size + 1):
@@ -238,8 +238,8 @@ _wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_produc
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether vector lanes can be input channels: there are few outputs, and the `nbytes` of a cell's channels
-    fill whole vectors."""
+    """Return whether the lanes of vectors can be input channels. This requires few outputs, and that the `nbytes` of a
+    cell's channels fill whole vectors."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
@@ -276,8 +276,8 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 @register_jitable
 def choose_strip_rows(rows, limit):
-    """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. The
-    last two strips get similar sizes."""
+    """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. It is
+    chosen such that the last two strips have similar sizes."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
@@ -310,7 +310,7 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 def run_strips_of_line(
     like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs, strip by strip. If only `valid` lanes of a vector are in use, it is computed in
+    """Compute a line of outputs, strip by strip. If only `valid` lanes of a vector are in use, compute the line in
     `scratch`."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
@@ -358,8 +358,8 @@ def _run_dots_of_line(
 
 @register_jitable
 def locate_line_in_runs(line, runs):
-    """Return the sample of a line of outputs, the number of its run, and its output index along the first dim. The
-    outputs of a run have the same window offsets inside the field."""
+    """Return the sample to which a line of outputs belongs, the number of its run, and its output index along the
+    first dim. The outputs of a run have the same window offsets inside the field."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -511,10 +511,11 @@ def direct_backward_input(
     weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any,
     convolve: Callable[..., None] = convolve_direct,
 ) -> None:  # fmt: skip
-    """Write the gradient of the input, plus `bias` (channels,), to `dx`; `convolve` computes each phase.
+    """Write the gradient of the input, plus `bias` (channels,), to `dx`.
 
     The gradient of a cell is a sum over the outputs whose windows cover the cell. Among cells that are one stride
-    apart, neighboring cells use neighboring outputs, so each phase of the stride is a direct convolution of dy."""
+    apart, neighboring cells use neighboring outputs. Each set of such cells is called a phase of the stride. The
+    gradient of a phase is a direct convolution of dy, which `convolve` computes."""
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
         for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
@@ -567,8 +568,8 @@ def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
 
 
 def get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the address of a field with channels last, and the bytes from sample to sample and from cell to cell
-    along each of three dims."""
+    """Return the address of a field with channels last, and the number of bytes from sample to sample and from cell to
+    cell along each of three dims."""
     steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
     return x.__array_interface__["data"][0], np.array(steps)
 
@@ -581,7 +582,7 @@ class _OutputRuns(NamedTuple):
     table : (start, stop, first offset, end of offsets) of each run, for each dim
     bounds : number of runs along each dim
     moves : as in `_convolve_lines`, but in cells
-    met : range of window offsets that any output uses, for each dim; `table` and `moves` count from its beginning
+    met : for each dim, the range of window offsets that outputs use; `table` and `moves` count offsets from its start
     lines : number of outputs along the first dim
     """
 

@@ -1,8 +1,8 @@
 """Compiled group normalization with channels last in memory.
 
-The moments of a channel are computed in one pass over memory: those of 32 cells at a time, in the cache, which are then
-merged in float64 (Chan et al. 1979). Fields of few channels are read as rows of several cells, so that a row fills the
-vectors of the processor."""
+The moments of a channel are computed in one pass over memory: blocks of 32 cells are read into the cache, and the
+moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels, several cells are read as
+one row, so that a row fills the vector registers."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def _view_as_rows(x: np.ndarray, per_row: int) -> np.ndarray:
 
 
 def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
-    """Return values (samples, channels) in the dtype in which x is computed, once for each cell of a row."""
+    """Repeat values (samples, channels) for each cell of a row, in the dtype in which the kernels compute for x."""
     values = as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))
     return values if per_row == 1 else np.tile(values, (1, per_row))
 
 
 def _run_over_samples(loop: Callable[..., Any], of_sample: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
-    """Call `loop(*arrays)` with samples split over threads, or `of_sample` for one sample after the other if there are
-    fewer samples than threads."""
+    """Call `loop(*arrays)` with the samples split over threads or, if there are fewer samples than threads, call
+    `of_sample` with the arrays of one sample at a time."""
     if arrays[0].shape[0] >= parallel.get_threads():
         parallel.parallel_for_rows(loop, arrays)
         return

@@ -19,14 +19,14 @@ __all__ = ["multiply_along_dim"]
 
 @jit
 def _sum_cells(first, last, x, y, starts, sources, weights):
-    """Compute the rows `first` to `last` of y (lines, outputs, elements), which are numbered over lines and outputs,
-    from x (lines, cells, elements)."""
+    """Compute the rows `first` to `last` of y (lines, outputs, elements) from x (lines, cells, elements). A row is one
+    output of one line."""
     use_widest_vectors()
     outputs, size = y.shape[1], y.shape[2]
     for row in range(first, last):
         line, o = row // outputs, row % outputs
         begin, end, out = starts[o], starts[o + 1], y[line, o]
-        if end - begin == 2:  # as in linear interpolation
+        if end - begin == 2:  # the usual case: linear interpolation
             a, b, v, w = x[line, sources[begin]], x[line, sources[begin + 1]], weights[begin], weights[begin + 1]
             for j in range(size):
                 out[j] = v * a[j] + w * b[j]
