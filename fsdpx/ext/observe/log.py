@@ -35,7 +35,7 @@ class ThroughputMeter:
         self._seen, self._seconds = 0, 0.0
 
     def measure_rate(self, history: FitHistory) -> float:
-        """Return the throughput since the last call, per second."""
+        """Return the throughput since the last call, in samples (or other units) per second."""
         seen, seconds = history.samples_seen - self._seen, history.seconds - self._seconds
         self._seen, self._seconds = history.samples_seen, history.seconds
         return seen / max(seconds, 1e-9)
@@ -44,11 +44,11 @@ class ThroughputMeter:
 class TrainingLog:
     """A `fit` callback that logs one row after each step and each validation.
 
-    A run that resumes from a checkpoint keeps the rows up to this checkpoint. Any other run starts new files."""
+    A run that resumes from a checkpoint keeps the rows up to that checkpoint. Any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """If `tensorboard` is None, TensorBoard events are written only if tensorboardX is installed. True requires
-        it, and raises ConfigError otherwise."""
+        """If `tensorboard` is None, TensorBoard events are written only if tensorboardX is installed. If it is True,
+        ConfigError is raised without tensorboardX."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(
@@ -60,7 +60,7 @@ class TrainingLog:
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
-        self._lock: int | None = None  # rank 0 holds a lock that keeps other jobs out of the folder
+        self._lock: int | None = None  # descriptor of rank 0's lock, which keeps other jobs out of the folder
         self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
         self._board: Any = None
@@ -91,7 +91,7 @@ class TrainingLog:
 
     def on_train_end(self, trainer: Any, history: FitHistory) -> None:
         lock, self._lock = self._lock, None
-        if lock is not None:  # the lock is released first, because closing a file may fail
+        if lock is not None:  # the lock is released first, because closing the files may fail
             (self.folder / LOCK_NAME).unlink(missing_ok=True)
             os.close(lock)
         for file in self._files or ():
@@ -104,7 +104,7 @@ class TrainingLog:
             self._board.close()
 
     def _lock_and_truncate(self, before: int) -> None:
-        """Lock the log folder against other jobs, and drop the rows after step `before` from its files."""
+        """Lock the log folder against other jobs, and remove the rows after step `before` from its files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_file(self.folder / LOCK_NAME, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
@@ -137,7 +137,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # a random name, for which nobody can plant a symlink
+            unguessed = f".{secrets.token_hex(8)}"  # random, so that nobody can plant a symlink of that name
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

@@ -1,5 +1,5 @@
-"""Timing across ranks: clock offsets, the timeline of a real step, and measured durations with which other schedules
-are simulated."""
+"""Timing across ranks: clock offsets, the timeline of a real step, and measured durations from which other schedules
+can be simulated."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class MeasuredStep:
     ----------
     events : events of the fastest step, in seconds since its first action
     programs : the program (list of actions) of each pipeline rank
-    machine : the duration of each action in this step; for actions of other programs, the median duration of the same
-        verb and unit
-    """
+    machine : the duration of each action in this step. An action that is not in it gets the median duration of the
+        actions with the same verb and unit"""
 
     events: list[ActionEvent]
     programs: tuple[Program, ...]
@@ -50,7 +49,7 @@ class MeasuredStep:
 
     @property
     def idle_share(self) -> float:
-        """Share of the measured step, from 0 to 1, in which ranks did not compute."""
+        """Share of the measured step, from 0 to 1, during which ranks did not compute."""
         return compute_idle_share(self.events)
 
     @property
@@ -58,7 +57,7 @@ class MeasuredStep:
         """Seconds per microbatch that each pipeline stage computes, averaged over microbatches, for simulating other
         schedules.
 
-        If backward ran as one action (B) instead of two, all of its time counts as that of the input gradients."""
+        If backward ran as one action (B) instead of two, all of its time is attributed to the input gradients."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.own_stages for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -83,13 +82,13 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
     step()
     axes = engine.placement.axes
     before, timelines = find_timeline_recorder(engine), list[Timeline]()
-    if before is not None:  # the user's trace must not contain the steps of this measurement
+    if before is not None:  # keeps the steps of this measurement out of the user's trace
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
-            origin = perf_counter()  # the clocks of hosts do not start at the same time
+            origin = perf_counter()  # each host's clock starts at a different time
             step()
             acted = recording.records[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
@@ -110,7 +109,7 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
 
 
 def make_action_times(lines: list[Timeline]) -> ActionTimes:
-    """Return a lookup of measured durations of computing actions, for simulation.
+    """Return a lookup of the measured durations of computations, for simulation.
 
     Transfers have duration 0, because the clock of one rank cannot measure how long they take."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
@@ -135,8 +134,8 @@ CLOCK_TAG = 7
 
 
 class ClockReading(NamedTuple):
-    """A comparison with rank 0's clock: at time `at`, this rank's clock was `offset` seconds ahead, up to `error`
-    seconds."""
+    """A comparison with rank 0's clock: at time `at`, this rank's clock was `offset` seconds ahead, give or take
+    `error` seconds."""
 
     at: float
     offset: float
@@ -146,8 +145,8 @@ class ClockReading(NamedTuple):
 def measure_clock_offset(comm: Communicator) -> ClockReading:
     """Measure how far this rank's clock, `time.perf_counter`, is ahead of rank 0's clock. Collective.
 
-    Rank 0 asks one rank after another for its time, repeatedly, and uses the fastest reply. A reply that took t
-    seconds has an error of at most t/2, whichever direction was slow (Cristian 1989)."""
+    Rank 0 asks one rank after another for its time, several times each, and uses the fastest reply. A reply that took
+    t seconds has an error of at most t/2, whichever direction was slow (Cristian 1989)."""
     if comm.rank == 0:
         for rank in range(1, comm.size):
             offset, error = _measure_clock_offset_and_error(comm, rank)
@@ -161,12 +160,12 @@ def measure_clock_offset(comm: Communicator) -> ClockReading:
 
 
 def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[float, float]:
-    """Return the offset of a rank's clock from rank 0's and the error of this offset in seconds, both from its fastest
-    reply."""
+    """Return the offset of a rank's clock from rank 0's clock and the error of this offset, in seconds, as found from
+    the rank's fastest reply."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()
-        _send_clock(comm, rank, 0.0, 0.0)  # an error of 0 marks a request for the time
+        _send_clock(comm, rank, 0.0, 0.0)  # an error of 0 means that this is a request for the time
         theirs, _ = _recv_clock(comm, rank)
         end = perf_counter()
         best, asked = min(best, (theirs - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1]), asked + 1
@@ -185,8 +184,8 @@ def _recv_clock(comm: Communicator, rank: int) -> tuple[float, float]:
 
 
 def interpolate_offset(readings: list[ClockReading], at: float) -> float:
-    """Return by how many seconds this rank's clock is ahead at time `at`, interpolated between the first and the last
-    reading."""
+    """Return how many seconds this rank's clock is ahead of rank 0's at time `at`, interpolated between the first and
+    the last reading."""
     first, last = readings[0], readings[-1]
     if last.at <= first.at:
         return last.offset

@@ -1,4 +1,5 @@
-"""The report of a run, as text and as an HTML page with plots: where the time goes, and which ranks wait for which."""
+"""The report of a run, as text and as an HTML page with plots: where the time goes, and which ranks wait for which
+other ranks."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ class RankSpans:
     Attributes
     ----------
     whole : total time of the steps
-    computing : time in computing actions
-    transferring : time blocked in transfers that all ranks had entered, so that data was moving
-    """
+    computing : time spent in computations
+    transferring : time blocked in transfers that all ranks had entered, so that data was moving"""
 
     whole: float
     computing: float
@@ -44,10 +44,9 @@ class WaitMatrix:
 
     Attributes
     ----------
-    matrix : seconds, indexed by [waiting rank][rank that came last]
+    matrix : seconds, indexed by [waiting rank][rank that it waited for, the last to arrive]
     spans : how each rank spent its time
-    steps : number of steps in the traces
-    """
+    steps : number of steps in the traces"""
 
     matrix: list[list[float]]
     spans: list[RankSpans]
@@ -56,7 +55,7 @@ class WaitMatrix:
 
 def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     """Return how long each rank waited for each other rank, in seconds over all steps of the traces."""
-    # maps the key of a transfer to the times when ranks entered it
+    # key of a transfer -> (time of entering it, rank) of each rank
     come: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for n, one in enumerate(ranks):
         for key, begin, _, _ in _iterate_transfers(one):
@@ -80,7 +79,7 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
 
 
 def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (key, begin, end, whether the rank was blocked) of each transfer with other ranks, in seconds of rank 0's
+    """Yield (key, begin, end, whether the rank was blocked) for each transfer with other ranks, in seconds on rank 0's
     clock."""
     for event in one.events:
         key = event.get("args", {}).get("key")
@@ -92,7 +91,7 @@ def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
     """Yield the times when a rank was blocked, as (key of the transfer, begin, end, whether it was blocked inside the
     transfer).
 
-    Otherwise it was blocked before an action that needs the result of the transfer."""
+    If it was not, it was blocked before an action that needs the result of the transfer."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
             yield key, begin, end, True
@@ -119,9 +118,9 @@ MAX_SHOWN_ROWS = 10
 
 
 def write_report_page(folder: RunFolder) -> str:
-    """Write report.html for the folder of a run, or a folder with traces only, and return the report as text.
+    """Write report.html for the folder of a run, or for a folder with traces only, and return the report as text.
 
-    Raises ConfigError if the folder holds neither. Without Matplotlib, the page has no plots."""
+    Raises ConfigError if the folder is neither. Without Matplotlib, the page has no plots."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
     with reporting_unreadable_files(folder.path):
         texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
@@ -217,7 +216,7 @@ def _format_step_times(traces: Sequence[RankTrace]) -> str:
 
 
 def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the actions of the representative step of all ranks, in milliseconds since the first action, on rank 0's
+    """Return the actions of all ranks in the representative step, in milliseconds since the first action on rank 0's
     clock."""
     found = []
     for n, one in enumerate(traces):
@@ -234,7 +233,7 @@ def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
 
 
 def _list_simulated_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the representative step as simulated with instant messages, as events with times in milliseconds."""
+    """Return the events of the representative step as simulated with messages that take no time, in milliseconds."""
     return [
         ActionEvent(n, parse_actions(name)[0], 1e3 * start, 1e3 * end)
         for n, one in enumerate(traces)

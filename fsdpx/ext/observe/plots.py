@@ -1,4 +1,4 @@
-"""Plots with Matplotlib (the extra `plot`): step timelines of ranks with their memory, and training curves."""
+"""Plots with Matplotlib (the extra `plot`): timelines of steps with the memory of each rank, and training curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
     "save_figure",
 ]
 
-COLORS = {  # each color is given for the light and for the dark theme
+COLORS = {  # name -> (color in the light theme, color in the dark theme)
     "forward": ("#4a86c9", "#5b9be0"), "recompute": ("#a3c4e6", "#3f6a98"), "backward": ("#2f9a78", "#37ab86"),
     "gradients of weights": ("#8fc9a0", "#6f9c7d"), "update": ("#8c6bb8", "#a183cf"), "gather": ("#e3a32f", "#e0a83f"),
     "reduce": ("#d2605a", "#dd6d66"), "message": ("#6c7a89", "#93a1b0"), "disk": ("#a1785a", "#b98d6d"),
@@ -65,9 +65,8 @@ class StepLanes:
     held : for each row, kind of memory -> (time, bytes from then on); {}: draw no memory for this row; default (): draw
         no memory at all
     numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit
-    second : length of a second in the unit of the times; default 0: the times have no unit
-    limit : bytes of available memory; default None: unknown
-    """
+    second : how long a second is in the units in which times are given; default 0: the times have no unit
+    limit : bytes of available memory; default None: unknown"""
 
     title: str
     events: Sequence[ActionEvent]
@@ -89,8 +88,8 @@ class StepLanes:
 
     @property
     def shown_bytes(self) -> float:
-        """Number of bytes at the top of the memory scale: the larger of peak and limit, or the peak if the limit is
-        far above it."""
+        """Number of bytes at the top of the memory scale: the larger of peak and limit, or just the peak if the limit
+        is far above it."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
@@ -103,7 +102,8 @@ class StepLanes:
         return all(held == self.held[0] for held in self.held)
 
     def list_transfer_lanes(self, row: int) -> list[str]:
-        """Return the names of the lanes, such as mesh axes, on which a row has transfers. Each is drawn as a strip."""
+        """Return the names of the lanes, such as mesh axes, on which a row has transfers. Each lane is drawn as a
+        strip."""
         return sorted(
             {VERBS[event.action.op].lane for event in self.events if event.rank == row and _is_transfer(event)}
         )
@@ -126,7 +126,7 @@ def _is_compute(event: ActionEvent) -> bool:
 
 
 def explain_missing_matplotlib() -> str:
-    """Return why plots cannot be drawn, with a hint how to install Matplotlib, or "" if it is installed."""
+    """Return why plots cannot be drawn and how to install Matplotlib, or "" if it is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -138,8 +138,8 @@ def require_drawable(option: str, path: str | Path) -> None:
     """Raise ConfigError if no picture can be written to `path`, so that a long job fails before its work rather than
     after it.
 
-    Checks that Matplotlib is installed, the picture format is known, and the folder exists and is writable. `option`
-    is the name of the command-line option, for the message."""
+    Checks that Matplotlib is installed, that the picture format is known, and that the folder exists and is writable.
+    `option` is the name of the command-line option, for the message."""
     path = expanduser(path)
     if why := explain_missing_matplotlib():
         raise ConfigError(f"{option} {path}: {why}")
@@ -158,8 +158,8 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
     """Save a picture of the timeline of one or more steps, with one row per rank.
 
     A box in a row is a computation, with the number of its microbatch if the box is wide enough. Transfers are drawn
-    below the boxes, and an arrow leads from the transfer that ended a wait to the end of the wait. If a rank has
-    several stages, later ones are darker.
+    below the boxes. Where a rank waited, an arrow leads from the transfer that ended the wait to the end of the wait.
+    If a rank has several stages, later ones are darker.
 
     Parameters
     ----------
@@ -174,8 +174,7 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
 
     Raises
     ------
-    ConfigError : Matplotlib is not installed, or no event takes time
-    """
+    ConfigError : Matplotlib is not installed, or all events have zero duration"""
     shown = [event for event in events if event.end > event.start]
     if not shown:
         raise ConfigError("draw: there is no event that takes time")
@@ -190,10 +189,11 @@ def save_figure(drawn: Any, path: Any) -> Any:
 
 
 def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
-    """Return a Matplotlib figure with one panel per step, stacked vertically on the same time axis and memory scale.
+    """Return a Matplotlib figure with one panel per step, stacked vertically, all with the same time axis and memory
+    scale.
 
-    Each row shows computations, the transfers below them, and memory by kind. An arrow leads from the transfer that
-    ended a wait to the end of the wait. Raises ConfigError without Matplotlib."""
+    Each row shows computations, the transfers below them, and memory by kind. Where a rank waited, an arrow leads from
+    the transfer that ended the wait to the end of the wait. Raises ConfigError without Matplotlib."""
     if why := explain_missing_matplotlib():
         raise ConfigError(f"draw: {why}")
     heights = [TITLE + sum(map(panel.compute_row_height, range(len(panel.names)))) for panel in panels]
@@ -229,7 +229,7 @@ def _get_color_name(event: ActionEvent) -> str:
 
 
 def _list_color_names(panels: Sequence[StepLanes]) -> list[str]:
-    """Return the names of the colors that boxes of these panels use, in the order of `COLORS`, for the legend."""
+    """Return the names of the colors used by the boxes of these panels, in the order of `COLORS`, for the legend."""
     found = {
         _get_color_name(event)
         for panel in panels
@@ -257,7 +257,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
 
 
 def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
-    """Yield (row, start, end) of each gap between two computations of a row."""
+    """Yield (row, start, end) of each gap between two consecutive computations of a row."""
     for row in range(len(panel.names)):
         own = sorted((e.start, e.end) for e in panel.events if e.rank == row and _is_compute(e))
         free = 0.0
@@ -270,10 +270,10 @@ def _iterate_idle_gaps(panel: StepLanes) -> Iterator[tuple[int, float, float]]:
 def _stack_memory(
     held: Mapping[str, Sequence[tuple[float, float]]],
 ) -> tuple[list[float], list[tuple[str, list[float]]]]:
-    """Return the data of a stacked area chart of memory: the times at which it changes, and (kind, stacked bytes) from
-    bottom to top.
+    """Return the data of a stacked area chart of memory: the times at which memory changes, and (kind, stacked bytes)
+    from bottom to top.
 
-    The stacked bytes of a kind include all kinds below it, with one value for each time."""
+    The stacked bytes of a kind have one value for each time, and include all kinds below it."""
     times = sorted({time for points in held.values() for time, _ in points})
     below, found = [0.0] * len(times), list[tuple[str, list[float]]]()
     for kind in sorted(held, key=lambda kind: [*MEMORY, kind].index(kind)):
@@ -326,13 +326,13 @@ class _PanelDrawing:
         )
 
     def draw_text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
-        """Draw text `x` inches to the right of a point in time."""
+        """Draw text `x` inches to the right of the position of `time`."""
         look: dict[str, Any] = {"color": get_color("ink", self.theme), "va": "center", "clip_on": False}
         return self.axes.text(time + x / self.inches_per_unit, y, words, **(look | options))
 
     @property
     def inches_per_unit(self) -> float:
-        """Length of one unit of time on the page, in inches."""
+        """Length of one unit of time in the figure, in inches."""
         return (WIDTH - LEFT - RIGHT) / self.last
 
     def draw_row(self, row: int, top: float) -> None:
@@ -368,7 +368,7 @@ class _PanelDrawing:
     def draw_arrow(self, row: int, end: float, tops: Sequence[float]) -> None:
         """Draw an arrow from the transfer that ended a wait to the end of the wait at time `end`.
 
-        The transfer is one of this rank, or a message from another rank."""
+        The transfer is one of this row's transfers, or a message from another rank."""
         near = MIN_GAP_SHARE * self.panel.end_time / 4
         for event in self.panel.events:
             if event.rank != row or abs(event.end - end) > near:
@@ -389,7 +389,7 @@ class _PanelDrawing:
             return
 
     def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
-        """Draw the memory of a row by kind, with the names of kinds where they fit, and the peak."""
+        """Draw the memory of a row by kind, with the peak, and with the names of the kinds where there is room."""
         scale = BAND / self.most
         times, stack = _stack_memory(held)
         times, below = [*times, self.panel.end_time], [0.0] * len(times)
@@ -409,8 +409,8 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_limit(self, bottom: float, scale: float, peak: float) -> None:
-        """Draw a line at the available memory. If it is far above the scale, write it as text below the label of the
-        peak, whose height is `peak`."""
+        """Draw a line at the available memory. If that is far above the scale, write it as text instead, below the
+        label of the peak, which is at height `peak`."""
         limit = self.panel.limit
         if limit is None:
             return
@@ -426,7 +426,7 @@ class _PanelDrawing:
         self, times: list[float], low: list[float], high: list[float], letters: int
     ) -> tuple[float, float] | None:
         """Return the first (time, height) at which a word of `letters` letters fits between two curves without
-        crossing an arrow, or None."""
+        crossing an arrow. Return None if it fits nowhere."""
         for n, time in enumerate(times):
             end = time + (letters * 0.062 + 0.1) / self.inches_per_unit
             until = bisect_right(times, end)
@@ -437,7 +437,7 @@ class _PanelDrawing:
 
 
 def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return the events with adjacent ones of the same verb and microbatch merged into one."""
+    """Return the events, with adjacent events of the same verb and microbatch merged into one."""
     found = list[ActionEvent]()
     for event in sorted(events, key=lambda event: event.start):
         last = found[-1] if found else event
@@ -484,8 +484,8 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
-    """Return a readable unit for times up to `longest`: its suffix, such as " ms", and its length in the unit of the
-    times."""
+    """Return a readable unit for times up to `longest`: its suffix, such as " ms", and its length in the units in
+    which times are given."""
     if not second:
         return "", 1.0
     units = ((" s", 1.0), (" ms", 1e-3), (" µs", 1e-6))
@@ -531,7 +531,7 @@ def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        # the first step is left out, because its time includes the start-up
+        # without the first step, because its time includes the start-up
         points = points[1:] if name == "rate" else points
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)

@@ -22,21 +22,21 @@ REFRESH_SECONDS = 0.2
 class ProgressBar:
     """A `fit` callback that prints the progress of training on rank 0.
 
-    `total` is the number of the last step, counted from the start of training, and `epochs` the number of epochs. Both
-    are None if unknown."""
+    `total` is the number of the last step, counted from the start of training, and `epochs` is the number of epochs.
+    Either is None if it is unknown."""
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
         self._rate, self._shown, self._first = ThroughputMeter(), 0.0, history.earlier_steps + 1
         self._start = perf_counter()
-        self._bar: Any = None  # a rich.progress.Progress if stderr is a terminal
+        self._bar: Any = None  # becomes a rich.progress.Progress if stderr is a terminal
 
     def on_step_end(self, trainer: Any, history: FitHistory) -> None:
         now, wait = perf_counter(), REFRESH_SECONDS if self._bar else LINE_INTERVAL_SECONDS
         done = history.steps in (self._first, self.total)
         if trainer.call_runner.rank > 0 or (
             now - self._shown < wait and not done
-        ):  # elastic training may change which rank is 0
+        ):  # the rank is read each time, because elastic training may change it
             return
         self._shown = now
         if self._bar is None and is_stderr_terminal():
@@ -74,8 +74,8 @@ class ProgressBar:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
-        """Return loss, throughput, learning rate and gradient norm as text, without those that are unknown. The
-        throughput of the first step is left out, because its time includes the start-up."""
+        """Return loss, throughput, learning rate and gradient norm as text, leaving out those that are unknown. The
+        throughput of the first step is also left out, because its time includes the start-up."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

@@ -1,7 +1,7 @@
-"""Recording of all tensors that each action of the first steps writes, so that `fsdpx diff` can compare two runs.
+"""Recording of every tensor that the actions of the first steps write, so that `fsdpx diff` can compare two runs.
 
 Each value is stored with the position of its elements in the full tensor, so that runs on different numbers of ranks
-can be compared. The recorder is an observer of the engine; steps without it have no overhead."""
+can be compared. The recorder is an observer of the engine; steps that are not recorded have no overhead."""
 
 from __future__ import annotations
 
@@ -54,10 +54,9 @@ class WrittenTensor(NamedTuple):
     kind : kind of value, a key of `KIND_NAMES`
     tensor : name of the tensor
     is_split_independent : whether the values are the same, up to rounding, however the batch is split over ranks
-    shape : shape of the full tensor; samples of activations are numbered in the global batch
+    shape : shape of the full tensor; for activations, that of the global batch
     runs : ranges [start, stop) of elements of the full tensor, in C order
-    values : the elements of all ranges, concatenated
-    """
+    values : the elements of all ranges, concatenated"""
 
     at: int
     action: str
@@ -77,10 +76,9 @@ class RankRecord:
     Attributes
     ----------
     rank, ranks : this rank, and the number of ranks
-    cut : the mesh and the split of the batch, as text
+    cut : the mesh, and how the batch is split, as text
     programs : the program (list of actions) of each recorded step, as text
-    steps : the tensors written in each recorded step
-    """
+    steps : the tensors written in each recorded step"""
 
     rank: int
     ranks: int
@@ -89,7 +87,7 @@ class RankRecord:
     steps: list[list[WrittenTensor]] = field(default_factory=list)
 
     def write_last_step(self, folder: Path) -> None:
-        """Write the last recorded step to its own file: one line of JSON, then the bytes of all values."""
+        """Write the last recorded step to a file of its own: one line of JSON, then the bytes of all values."""
         rows = self.steps[-1]
         index = [[*row[:-1], str(row.values.dtype), row.values.size] for row in rows]
         head = {"rank": self.rank, "ranks": self.ranks, "cut": self.cut, "program": self.programs[-1], "written": index}
@@ -101,7 +99,7 @@ class RankRecord:
 class ValueRecorder(Observer):
     """Records the tensors that the next `steps` training programs write, and saves them to `folder` if one is given.
 
-    All ranks of a trainer need such a recorder, or none."""
+    Either all ranks of a trainer need such a recorder, or none."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder
@@ -141,7 +139,7 @@ class ValueRecorder(Observer):
             self.kept.write_last_step(self.folder)
 
     def _begin_program(self, program: Program) -> None:
-        """Start recording a program from its first action, and drop what is left over from an interrupted program."""
+        """Start recording a program at its first action, and drop what is left from an interrupted program."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
         self._later.clear()
@@ -160,16 +158,16 @@ class ValueRecorder(Observer):
         words = describe_action_target(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
-            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # loses no bits
+            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # exact
             row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
     def _is_complete_gradient(self, at: int, slot: Slot, value: Any) -> bool:
-        """Return whether a value is the final gradient of a page (flat parameter buffer) in a program without a
+        """Return whether a value is the final gradient of a page (flat parameter buffer), in a program without a
         replica axis.
 
-        This is the accumulated gradient after the page's last SETTLE (the wait for a reduction), or the result of its
-        only REDUCE."""
+        The final gradient is the accumulated gradient after the page's last SETTLE (the wait for a reduction), or the
+        result of its only REDUCE."""
         assert self._program is not None
         program = self._program
         later = [a.op for a in program.actions[at:] if a.unit == slot.at]
@@ -185,7 +183,7 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Finds the tensors inside the values that actions write, and where their elements lie in the full tensors."""
+    """Finds the tensors in the values that actions write, and where their elements lie in the full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout
@@ -193,8 +191,8 @@ class _SlotTensors:
         self.names = {**{v: f"input {name}" for v, name in enumerate(layout.inputs)}, **outputs}
 
     def iterate_parts(self, slot: Slot, value: Any, action: Action) -> Iterator[Part]:
-        """Yield, for each tensor in the value of a slot (a named place for one value), its elements and their
-        positions."""
+        """Yield the elements of each tensor in the value of a slot (a named place for one value), with their positions
+        in the full tensor."""
         place = self.engine.placement
         if slot.kind in ("mean", "scale"):
             yield from self._iterate_numbers(value)
@@ -232,8 +230,8 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_fields(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """Yield each parameter in a flat array that covers the elements `span` of a page (flat parameter buffer).
-        Yield nothing for other values, such as partial sums."""
+        """Yield each parameter in a flat array that holds the elements `span` of a page (flat parameter buffer). For
+        arrays of other values, such as partial sums, yield nothing."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields(flat, span):
@@ -248,7 +246,8 @@ class _SlotTensors:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """Read the records of all ranks in a folder, in rank order; raise ConfigError if those of any rank are missing."""
+    """Read the records of all ranks in a folder, in rank order. Raises ConfigError if the record of any rank is
+    missing."""
     found: dict[int, RankRecord] = {}
     for path in sorted(folder.glob("values-*")):
         try:

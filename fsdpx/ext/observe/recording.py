@@ -1,5 +1,5 @@
-"""Recording of a rank's timeline: the actions, waits, transfers, layer calls and activation bytes of its last
-programs."""
+"""Recording of a rank's timeline: the actions, waits, transfers, layer calls and activation bytes of the programs that
+it ran last."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 
 
 class ActionSpan(NamedTuple):
-    """When an action began, when its inputs were available, and when it ended, in seconds of the rank's clock.
+    """When an action began, when its inputs were available, and when it ended, in seconds on the rank's clock.
 
-    `nbytes` counts the bytes that this rank sent or received in the action, and `alive` the bytes of activations after
-    it."""
+    `nbytes` is the number of bytes that this rank sent or received in the action, and `alive` the bytes of activations
+    after the action."""
 
     action: Action
     begin: float
@@ -47,7 +47,7 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When a transfer was issued by `action` and when it was complete, in seconds of the rank's clock."""
+    """When a transfer was issued by `action` and when it was complete, in seconds on the rank's clock."""
 
     action: Action
     issued: float
@@ -55,7 +55,8 @@ class TransferSpan(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """When a layer was called and when it returned. `what` is "forward" or the name of the backward method."""
+    """When a method of a layer was called and when it returned. `what` is "forward" or the name of the backward
+    method."""
 
     path: str
     what: str
@@ -64,8 +65,8 @@ class LayerSpan(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Total seconds of one layer on one rank, in forward and in backward. `forwards` counts forward calls, including
-    recomputation."""
+    """Total seconds that one layer took on one rank, in forward and in backward. `forwards` is the number of forward
+    calls, including recomputation."""
 
     forwards: int = 0
     forward: float = 0.0
@@ -73,8 +74,8 @@ class LayerTime(NamedTuple):
 
 
 class OutsideSpan(NamedTuple):
-    """When a rank did work between programs, such as agreeing on a batch. `nbytes` counts the bytes that it read or
-    wrote."""
+    """When a rank did work between two programs, such as agreeing on a batch. `nbytes` is the number of bytes that it
+    read or wrote."""
 
     what: str
     begin: float
@@ -93,12 +94,11 @@ class ProgramRecord:
 
     Attributes
     ----------
-    number : index among the runs of this trainer, equal on all ranks that run programs together
+    number : index among the runs of this trainer, the same on all ranks that run programs together
     steps : number of optimizer updates before the run
     program : the program that ran
     before : work since the previous run
-    actions, transfers, layers : the actions, completed transfers and calls of layers during the run
-    """
+    actions, transfers, layers : the actions, completed transfers and layer calls during the run"""
 
     number: int
     steps: int
@@ -110,7 +110,7 @@ class ProgramRecord:
 
     @property
     def is_complete(self) -> bool:
-        """True if the run ended: all actions of the program were recorded."""
+        """True if the program ran to its end, so that all of its actions were recorded."""
         return len(self.actions) == len(self.program.actions)
 
 
@@ -121,10 +121,9 @@ class TimelineRecorder(Observer):
     ----------
     records : the recorded runs, oldest first
     activations : counter of the bytes of activations
-    layers : path of a layer -> its time since the beginning or the last `reset_counts`
+    layers : path of a layer -> its total time since the start or the last `reset_counts`
     after : work since the last run
-    written : whether all recorded runs have been written to files
-    """
+    written : whether all recorded runs have been written to files"""
 
     def __init__(self, keep: int) -> None:
         self.records: deque[ProgramRecord] = deque(maxlen=keep)
@@ -147,7 +146,7 @@ class TimelineRecorder(Observer):
             self.activations.exclude_arena(state.arena)
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units (groups of layers) with each layer wrapped to record its calls."""
+        """Return the units (groups of layers), with each layer wrapped so that its calls are recorded."""
         if len(self._units) < len(units):
             self._units = [
                 replace(
@@ -191,12 +190,12 @@ class TimelineRecorder(Observer):
             self._now.transfers.append(TransferSpan(action, transfer.issued_at, transfer.completed_at))
 
     def reset_counts(self) -> None:
-        """Forget the accumulated times of layers."""
+        """Discard the accumulated times of layers."""
         self.layers.clear()
 
 
 def find_timeline_recorder(engine: Engine) -> TimelineRecorder | None:
-    """Return the timeline recorder that observes `engine`, or None."""
+    """Return the timeline recorder that observes `engine`, or None if there is none."""
     return next((one for one in engine.observers if isinstance(one, TimelineRecorder)), None)
 
 

@@ -1,4 +1,4 @@
-"""Reports of a trainer's traffic, memory and time, for one rank and as a summary over all ranks."""
+"""Reports on a trainer's traffic, memory and time, for one rank and as a summary over all ranks."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ if all are chosen equally often, 0 if only one is; dropped: choices that no expe
 
 @dataclass(frozen=True)
 class ReportSummary:
-    """The reports of all ranks. `str` gives tables over all ranks.
+    """The reports of all ranks. `str` formats them as tables over all ranks.
 
     Attributes
     ----------
-    reports : the report of each rank, in rank order
-    """
+    reports : the report of each rank, in rank order"""
 
     reports: tuple[Report, ...]
 
@@ -68,7 +67,7 @@ class ReportSummary:
 
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
-        """Load of the experts of each mixture-of-experts layer, by the path of the layer, over all ranks."""
+        """Load of the experts of each mixture-of-experts layer over all ranks: path of the layer -> load."""
         return sum_expert_load(report.routing for report in self.reports)
 
     def list_timings(self, verb: str) -> list[VerbTimings]:
@@ -86,7 +85,8 @@ class ReportSummary:
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_bandwidth(self, verb: str) -> float | None:
-        """Return the bandwidth that a kind of transfer reaches while it is pending, averaged over the ranks.
+        """Return the bandwidth of a kind of transfer during the time in which transfers are pending, averaged over the
+        ranks.
 
         Parameters
         ----------
@@ -95,15 +95,14 @@ class ReportSummary:
         Returns
         -------
         float or None
-            bytes per second; None if the verb transfers nothing
-        """
+            bytes per second; None if the verb transfers nothing"""
         rows = self.list_timings(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return how much of a kind of transfer is overlapped with computation, as a share of the time in which it is
-        pending.
+        """Return to what extent a kind of transfer is overlapped with computation, as a share of the time in which
+        such transfers are pending.
 
         Parameters
         ----------
@@ -112,8 +111,7 @@ class ReportSummary:
         Returns
         -------
         float or None
-            share from 0 to 1; None if the verb transfers nothing
-        """
+            share from 0 to 1; None if the verb transfers nothing"""
         flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
         return 1 - busy / flown if flown else None
 
@@ -158,7 +156,7 @@ class ReportSummary:
         )
 
     def _format_memory(self) -> str:
-        """Return a table of memory by kind, with the rank that holds most of each kind."""
+        """Return a table of memory by kind, with the rank that holds the most of each kind."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
         rows: list[tuple[str, ...]] = [("peak memory of a rank", "planned", "held", "rank")]
         for kind in kinds:
@@ -171,7 +169,7 @@ class ReportSummary:
         return format_table(rows)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the reports in rank order as plain data, for JSON files and report pages."""
+        """Return the reports as plain data, in rank order, for JSON files and report pages."""
         return [_report_to_dict(report) for report in self.reports]
 
 
@@ -205,8 +203,8 @@ MAX_SHOWN_LAYERS = 10
 
 
 class ReduceReport(NamedTuple):
-    """How much a codec compresses the reduction of one page's gradient over a mesh axis. A page is a flat parameter
-    buffer.
+    """How much a codec compresses the reduction of a gradient over a mesh axis. The gradient is that of one page (flat
+    parameter buffer).
 
     Attributes
     ----------
@@ -214,8 +212,7 @@ class ReduceReport(NamedTuple):
     sent : bytes that this rank sends in each reduction
     plain : bytes that it would send uncompressed
     error : relative error of this rank's last reduction: the norm of the error-feedback buffer after it, divided by the
-        norm of gradient plus buffer before it; NaN without a buffer
-    """
+        norm of (gradient + buffer) before it; NaN without a buffer"""
 
     page: str
     axis: str
@@ -236,10 +233,10 @@ class TrafficReport:
     reduces : the compressed reductions of gradients
     per : which steps `predicted` covers, as text
     routing : path -> load, for layers with experts, counted on this rank's positions
-    planned : the choice of strategy="auto" and its reason, as text
-    gathers_whole_model : whether parameters are sharded, but all layers of the model form one unit
-    shared_parameters : bytes of full parameters that ranks of the host store together, and the number of these ranks
-    """
+    planned : the strategy that strategy="auto" chose, and the reason, as text
+    gathers_whole_model : whether parameters are sharded although all layers of the model are gathered at once
+    shared_parameters : bytes of full parameters that several ranks of the host store only once, and the number of these
+        ranks"""
 
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
@@ -259,7 +256,8 @@ class TrafficReport:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _format_reduces(self) -> Iterator[str]:
-        """Yield a table of the compressed reductions that send most, with totals, or nothing if none is compressed."""
+        """Yield a table of the compressed reductions that send the most bytes, with totals. Yield nothing if none is
+        compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
@@ -275,7 +273,7 @@ class TrafficReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(TrafficReport):
-    """The report of one rank on its traffic, memory and time. `str` gives tables.
+    """The report of one rank on its traffic, memory and time. `str` formats it as tables.
 
     Attributes
     ----------
@@ -290,11 +288,10 @@ class Report(TrafficReport):
     overlap : mesh axis -> share of the time with pending transfers during which this rank computed
     seconds : seconds since the trainer was made or its counters were reset
     disk_seconds : seconds with pending reads or writes; None if nothing is stored on disk
-    high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); with activations if the trainer
-        keeps a trace
+    high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); activations are included only if
+        the trainer keeps a trace
     layers : path of a layer -> its time, if the trainer records a trace
-    read_footprint : memory of the process, or the function that reads it, see `footprint`
-    """
+    read_footprint : memory of the process, or the function that reads it; see `footprint`"""
 
     rank: int
     ranks: int
@@ -318,12 +315,12 @@ class Report(TrafficReport):
         return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
 
     def with_footprint(self) -> Report:
-        """Return a copy that holds the current memory of this process as plain data, so that it can be sent to other
-        ranks."""
+        """Return a copy that contains the current memory of this process as plain data, so that the copy can be sent
+        to other ranks."""
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read the memory of this process before pickling, because another process may print the report."""
+        """Read the memory of this process before pickling, because the report may be printed by another process."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
@@ -341,7 +338,7 @@ class Report(TrafficReport):
 
     @property
     def routing_text(self) -> list[str]:
-        """Table of the load of experts as a list of one string, or an empty list without experts."""
+        """A list with a table of expert load as its only string, or an empty list if there are no experts."""
         return format_expert_load(self.routing, all_ranks=self.ranks == 1)
 
     @property
@@ -371,7 +368,8 @@ class Report(TrafficReport):
 
 
 def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
-    """Yield a table of the slowest layers, each with the time on its slowest rank. Yield nothing without layers.
+    """Yield a table of the slowest layers, each with the time on its slowest rank. Yield nothing if there are no
+    layers.
 
     `layers` maps the path of a layer to the time on each rank."""
 
@@ -402,7 +400,7 @@ def format_transfer(axis: str, call: str) -> str:
 def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
     """Return the report of this rank.
 
-    `programs` lists (program, number of runs) for the programs of a step, or of a round of local steps."""
+    `programs` lists (program, number of runs) for each program of a step, or of a round of local steps."""
     clock, state, place = engine.clock, engine.state, engine.placement
     counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
     shared = [row for row in state.ledger if row.key.kind == "full" and row.sharers > 1]
@@ -438,8 +436,8 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
 
 
 def _is_one_unit(place: Placement) -> bool:
-    """Return whether sharding saves little memory, because all layers with parameters form a single unit that is
-    gathered at once."""
+    """Return whether sharding saves little memory because all layers with parameters form a single unit, which is
+    gathered as a whole."""
     layers = {field.source.rpartition(".")[0] for page in place.layout.pages for field in page.fields}
     return len(place.layout.units) == 1 < len(layers) and place.axes.shard.size > 1
 
@@ -483,7 +481,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
 
 
 def get_traffic_sizes(engine: Engine) -> TrafficSizes:
-    """Return the sizes of pages, messages and mesh axes from which this rank's traffic is predicted."""
+    """Return the sizes of pages, messages and mesh axes, from which this rank's traffic is predicted."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
@@ -512,7 +510,7 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
 
 
 def _list_outer_transfers(place: Placement, page: int) -> Transfers:
-    """Return the collectives that reduce the outer gradient (the change of a round of local steps) of a page, with the
+    """Return the collectives that reduce a page's outer gradient (its change during a round of local steps), with the
     bytes that this rank sends in each."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
@@ -532,8 +530,8 @@ def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[st
 
 
 def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """Return the bytes of each message between pipeline stages, as (edge, microbatch) -> bytes, for the shapes of the
-    last batch."""
+    """Return the bytes of each message between pipeline stages, as (edge, microbatch) -> bytes, given the shapes of
+    the last batch."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

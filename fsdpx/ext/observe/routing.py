@@ -1,4 +1,4 @@
-"""Expert load of mixture-of-experts layers: how evenly routers distribute positions over experts."""
+"""Expert load of mixture-of-experts layers: how evenly routers distribute positions over the experts."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : number of choices of each expert, by the positions of this rank or of all ranks
-    computed : number of choices that experts computed, for each rank that has the layer
-    """
+    chosen : for each expert, how often it was chosen for a position of this rank, or of any rank
+    computed : for each rank that has the layer, how many choices its experts computed"""
 
     chosen: tuple[int, ...]
     computed: tuple[int, ...]
 
     @property
     def imbalance(self) -> float:
-        """Load of the most chosen expert, divided by the mean load. It is 1 if the load is even, and at most the
-        number of experts."""
+        """Load of the most chosen expert, divided by the mean load. It is 1 if the load is even, and never more than
+        the number of experts."""
         return max(self.chosen) / self._mean_choices if self._mean_choices else nan
 
     @property
@@ -53,12 +52,13 @@ class ExpertLoad:
     def dropped_choices(self) -> int:
         """Number of choices that no expert computed. It is 0 for layers without a capacity limit, such as `nn.MoE`.
 
-        If this load counts only one of several ranks, choices computed on other ranks are included."""
+        If this object holds the load of only one of several ranks, choices that other ranks computed count as dropped.
+        """
         return sum(self.chosen) - sum(self.computed)
 
     @property
     def rank_imbalance(self) -> float:
-        """Number of choices that the busiest rank computed, divided by the mean over the ranks."""
+        """Number of choices computed by the busiest rank, divided by the mean over the ranks."""
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def counts_since(self, earlier: ExpertLoad | None) -> ExpertLoad:
@@ -71,8 +71,7 @@ class ExpertLoad:
         Returns
         -------
         ExpertLoad
-            all counts, if counting was restarted in between
-        """
+            the difference, or all counts if counting was restarted after the earlier reading"""
         if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
             return self
         pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))
@@ -84,15 +83,15 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return the load of each layer from its counters on one rank.
+    """Return the load of each layer, from its counters on one rank.
 
-    `tallies` maps the path of a layer to the number of choices of each expert, followed by the number of choices
+    `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
     computed."""
     return {path: ExpertLoad(tuple(chosen), (computed,)) for path, (*chosen, computed) in tallies.items()}
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """Add the loads of all ranks, and return the total of each layer by its path."""
+    """Add the loads of all ranks, and return path of a layer -> its total load."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():
@@ -103,7 +102,8 @@ def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, Expe
 
 
 class ExpertLoadMetrics:
-    """Metrics of expert load for the log of `fit`, computed between two validations. `metrics` are their names."""
+    """Metrics of expert load for the log of `fit`, computed from one validation to the next. `metrics` are their
+    names."""
 
     metrics = METRICS
 
@@ -111,8 +111,8 @@ class ExpertLoadMetrics:
         self._before: dict[str, ExpertLoad] = {}
 
     def compute_metrics_since_last_call(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
-        """Return the largest imbalance of any layer and the dropped choices of all layers since the last call, by
-        name."""
+        """Return a dict with two metrics since the last call: the largest imbalance of any layer, and the dropped
+        choices of all layers."""
         before, self._before = self._before, dict(routing)
         new = [one.counts_since(before.get(path)) for path, one in routing.items()]
         values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped_choices for one in new))
@@ -120,9 +120,9 @@ class ExpertLoadMetrics:
 
 
 def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> list[str]:
-    """Return a table of the load of experts as a list of one string, or an empty list without experts.
+    """Return a list with a table of expert load as its only string, or an empty list if there are no experts.
 
-    `all_ranks` says whether the load covers all ranks; only then are dropped choices known."""
+    `all_ranks` says whether the load covers all ranks; dropped choices are known only if it does."""
     if not routing:
         return []
     ends = ("dropped", "busiest rank/mean") if all_ranks else ("computed here",)
@@ -135,6 +135,6 @@ def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> li
 
 
 def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
-    """Gather the load of experts over all ranks, for `trainer.inspect.gather_expert_load`. Collective."""
+    """Gather the expert load of all ranks, for `trainer.inspect.gather_expert_load`. Collective."""
     host.agree_on_call("gather_expert_load")
     return sum_expert_load(host.world.all_gather_data(collect_expert_load(host.placement.axes.counters.tallies)))

@@ -38,8 +38,8 @@ class TraceWriter(Observer):
             weakref.finalize(self, _print_if_trace_lost, self._recording, self.folder)
 
     def write_files(self) -> None:
-        """Write the recorded steps of each rank to its own trace file; raise ConfigError on all ranks if one fails.
-        Collective."""
+        """Write the recorded steps of each rank to its own trace file. Raises ConfigError on all ranks if one of them
+        fails. Collective."""
         records = list(self._recording.records)
         header = self._gather_header(records)
         after = list(self._recording.after)
@@ -90,9 +90,9 @@ class TraceWriter(Observer):
         return header
 
     def _agree_on_shown_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
-        """Return the representative step, of which reports show the timeline: the one of median time. Collective.
+        """Return the representative step, whose timeline is shown in reports: the step of median duration. Collective.
 
-        Only steps that all ranks recorded completely count. Returns None if there is none, or if ranks train
+        Only steps that all ranks recorded completely are considered. Returns None if there is none, or if ranks train
         asynchronously."""
         own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
         everyone = self._axes.world.all_gather_data(own)
@@ -103,9 +103,9 @@ class TraceWriter(Observer):
 
 
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
-    """Print a warning if recorded steps were not written when the trainer is garbage-collected or the process ends.
+    """Print a warning if the trainer is garbage-collected or the process ends before the recorded steps were written.
 
-    They cannot be written then, because this needs the clocks of all ranks."""
+    It is too late to write them, because that needs the clocks of all ranks."""
     if recording.records and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.records)} programs was not written to {folder}: call trainer.close() "

@@ -1,1 +1,1 @@
-"""Monitoring of running ranks: flight recorder, watchdog for hangs, and preemption."""
+"""Monitoring of running ranks: a flight recorder, a watchdog that detects hangs, and preemption."""

@@ -1,5 +1,5 @@
-"""The flight recorder: keeps a rank's last actions in a file that other processes can read when the rank is dead or
-stopped."""
+"""The flight recorder: keeps a rank's last actions in a file that other processes can still read when the rank is dead
+or stopped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import CommTimeout
 
-if TYPE_CHECKING:  # the launcher reads records without importing the engine
+if TYPE_CHECKING:  # the launcher reads records, and need not import the engine
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Program
     from fsdpx.core.state.train_state import TrainState
@@ -36,11 +36,11 @@ _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # fields: magic, rank, ranks, process id, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # fields: step, kind of program
 _BEAT = struct.Struct("<d")  # field: perf_counter when the watchdog last polled
-_NOTE = struct.Struct("<dd3056s")  # fields: begin of the wait or 0, time of last progress, what is awaited or the stack
-_CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two
+_NOTE = struct.Struct("<dd3056s")  # fields: begin of the wait or 0, last progress, what the rank waits for or its stack
+_CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two calls
 _LEFT = struct.Struct("<qq")  # fields: whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
-_RECORD = struct.Struct("<qdd112s120s")  # fields: number, begin, end (0: under way), action, what it waits for
+_RECORD = struct.Struct("<qdd112s120s")  # fields: number, begin, end (0: not ended), action, what it waits for
 _END = struct.Struct("<d")
 _END_AT = 16
 _WAITS = struct.Struct("<120s")
@@ -59,15 +59,14 @@ def _encode_truncated(text: str, width: int) -> bytes:
 
 
 class FlightRecorder(Observer):
-    """Records the actions and waits of one rank in a memory-mapped file, in half a microsecond per action and without
-    system calls.
+    """Records the actions and waits of one rank in a memory-mapped file. This takes half a microsecond per action, and
+    no system calls.
 
     Attributes
     ----------
     thread : id of the thread that runs the program, whose stack the watchdog reads
-    serial : number of actions begun
-    calls : number of collective calls begun
-    """
+    serial : number of actions begun so far
+    calls : number of collective calls begun so far"""
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
 
@@ -96,7 +95,7 @@ class FlightRecorder(Observer):
         self._before = kept
 
     def record_end(self, status: int) -> None:
-        """Record that the script has ended, and the exit status that its process is going to have."""
+        """Record that the script has ended, and with which exit status the process is going to end."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
@@ -105,7 +104,7 @@ class FlightRecorder(Observer):
         _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_label(program.kind, 24))
 
     def on_action_begin(self, action: str, now: float) -> None:
-        """Record that an action begins at time `now`, in seconds of perf_counter."""
+        """Record that an action begins at time `now`, in seconds of `time.perf_counter`."""
         self.serial = number = self.serial + 1
         self._at = at = _START + number % MAX_ACTIONS * 256
         _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_label(action), b"")
@@ -127,18 +126,18 @@ class FlightRecorder(Observer):
             self.timed_out()
 
     def record_heartbeat(self, now: float) -> None:
-        """Record that the watchdog of this rank is alive at time `now`, in seconds of perf_counter."""
+        """Record that the watchdog of this rank is alive at time `now`, in seconds of `time.perf_counter`."""
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
     def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
-        """Record what this rank waits for now, inside or outside of an action.
+        """Record what this rank is now waiting for, inside or outside of an action.
 
-        `since` is the time when the wait began, or 0 if the rank does not wait; `what` is then the current line of the
-        script, followed by the stack. `moved` is the time of the rank's last progress."""
+        `since` is the time when the wait began. If the rank is not waiting, `since` is 0, and `what` is the current
+        line of the script, followed by the stack. `moved` is the time of the rank's last progress."""
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, moved, _encode_truncated(what, 3056))
 
     def remove_file(self) -> None:
-        """Remove this rank's record after its normal end. The last rank also removes the folder."""
+        """Remove this rank's record after a normal end. The last rank to do so also removes the folder."""
         self._path.unlink(missing_ok=True)
         with suppress(OSError):  # fails while other ranks still have records in the folder
             self._path.parent.rmdir()
@@ -154,9 +153,9 @@ class FlightAction:
     Attributes
     ----------
     number : number of the action since the start of the rank
-    begin, end : times in seconds since 1970; end is 0 if the action was under way
+    begin, end : times in seconds since 1970; end is 0 if the action had not ended
     action : the action as text
-    waits : what it waited for, or ""
+    waits : what the action waited for, or ""
     """
 
     number: int
@@ -172,17 +171,16 @@ class FlightRecord:
 
     Attributes
     ----------
-    rank, ranks, process, host : the rank, the number of ranks, and its process id and host name
-    step, program : the step, and the kind of program that ran last
+    rank, ranks, process, host : the rank, the number of ranks, and the rank's process id and host name
+    step, program : number of the step, and kind of the program that ran last
     beat : when the watchdog of the rank last polled
     moved : when the watchdog last saw the rank make progress
-    since : when the current wait began; 0 if the rank does not wait
-    what : what the rank waits for, else the current line of its script, followed by the stack
+    since : when the current wait began; 0 if the rank is not waiting
+    what : what the rank is waiting for, else the current line of its script, followed by the stack
     calls : number of collective calls begun
-    call, before : the last of these calls, and the one before it
+    call, before : name of the last collective call, and of the one before it
     exit_status : the exit status if the script has ended, else None
-    entries : the last actions, oldest first
-    """
+    entries : the last actions, oldest first"""
 
     rank: int
     ranks: int
@@ -216,7 +214,7 @@ class FlightRecord:
 
 
 def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
-    """Read a flight record from a file, or return None if the file is incomplete or does not belong to this user.
+    """Read a flight record from a file. Return None if the file is incomplete or does not belong to this user.
 
     `whole` says whether to read the actions as well."""
     size = _SIZE if whole else _START
@@ -244,7 +242,7 @@ def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
 
 
 def read_all_records(folder: Path) -> dict[int, FlightRecord]:
-    """Read all flight records in a folder, and return them by rank."""
+    """Return rank -> flight record for all flight records in a folder."""
     found = (read_record(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 

@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more ranks than any job has, so that lower ranks get larger keys
+_RANKS = 1 << 32  # more than any job has; ranks are subtracted from it, so that lower ranks have larger keys
 
 
 class JobPreempted(SystemExit):
@@ -50,25 +50,25 @@ class JobPreempted(SystemExit):
 
 
 class Preemption:
-    """Save and exit when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or your own training loop.
+    r"""Save and exit when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or your own training loop.
 
         with Preemption(save=lambda: trainer.save("run/last")) as preemption:
             for x, y in loader:
                 trainer.step(x, y)
                 preemption.check(trainer)
 
-    A signal on one rank is enough. Handlers are installed during the `with` block, or during `fit`. A thread other than
-    Python's main thread cannot install any, and only learns of `request_stop` and of requests on other ranks. The
-    program's own handler is called as well, and is restored at the end unless the program has set another handler
-    since. HUP stays ignored under nohup, and a QUIT that dumps stacks (`faulthandler.register`) keeps doing only that.
+    A signal to one rank is enough. Handlers are installed during the `with` block, or during `fit`. Only Python's main
+    thread can install handlers; in any other thread, only `request_stop` and requests on other ranks have an effect.
+    The program's own handler is called as well, and is restored at the end unless the program has set another handler
+    in the meantime. HUP stays ignored under nohup, and if QUIT dumps stacks (`faulthandler.register`), it keeps doing
+    only that.
 
     Parameters
     ----------
     save : called on all ranks, together (default: nothing is saved)
     signals : names of signals. Launchers forward USR1 to the ranks; TERM is the last signal before KILL; HUP means that
-        a terminal closes; QUIT is Ctrl-\\; INT is Ctrl-C, and a second one ends the job at once
-    requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)
-    """
+        a terminal closes; QUIT is Ctrl-\; INT is Ctrl-C, and a second one ends the job at once
+    requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)"""
 
     @wrap_with_argument_check
     def __init__(
@@ -104,7 +104,7 @@ class Preemption:
         self._asked = self._asked or int(signal.SIGTERM)
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
-        """Save and raise `JobPreempted` on all ranks if any rank was asked to stop. Call this between two steps.
+        """If any rank was asked to stop, save and raise `JobPreempted` on all ranks. Call this between two steps.
         Collective.
 
         It costs one all-reduce of 8 bytes.
@@ -117,8 +117,7 @@ class Preemption:
         Raises
         ------
         JobPreempted
-            on all ranks, after saving, if a rank was asked to stop
-        """
+            on all ranks, after saving, if a rank was asked to stop"""
         found = self._agree_on_request(trainer)
         if found is None:
             return
@@ -130,14 +129,14 @@ class Preemption:
         if trainer.call_runner.rank == 0:
             flush_and_write_stderr(
                 f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n"
-            )  # unlike print, this works even if the terminal has closed
+            )  # unlike print, works even after the terminal has closed
             if self.requeue:
                 _requeue_job()
         raise end
 
     def _agree_on_request(self, trainer: Any) -> tuple[int, str] | None:
-        """Return the lowest rank that was asked to stop and the name of its signal, on all ranks; None if no rank was
-        asked. Collective."""
+        """Return, on all ranks, the lowest rank that was asked to stop and the name of its signal. Return None if no
+        rank was asked. Collective."""
         key = (_RANKS - trainer.call_runner.rank) << 8 | self._asked if self._asked else 0
         ahead, number = divmod(int(trainer.call_runner.all_reduce_max(np.array([key], np.int64), "preemption")[0]), 256)
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
@@ -146,7 +145,7 @@ class Preemption:
         """Record the signal, and call the program's own handler.
 
         A second Ctrl-C ends the job at once, unless it follows the first one immediately, because launchers deliver
-        Ctrl-C twice. In a forked child, which is not a rank, the signal has its previous effect."""
+        each Ctrl-C twice. In a forked child, which is not a rank, the signal has the effect that it had before."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

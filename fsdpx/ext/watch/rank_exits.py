@@ -1,4 +1,4 @@
-"""Detection of ranks that have exited while others still wait for them."""
+"""Detection of ranks that have exited while other ranks are still waiting for them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _open: dict[FlightRecorder, WatchedRank] = {}
 
 
 class WatchedRank(NamedTuple):
-    """A rank of this process for which other ranks may wait.
+    """A rank in this process for which other ranks may wait.
 
-    `end` is called at the end of the script. `abort` ends all ranks with a status; it is None if the other ranks live
-    on."""
+    `end` is called at the end of the script. `abort` ends all ranks with a given status; it is None if the other ranks
+    survive the end of this one."""
 
     rank: int
     end: Callable[[], None]
@@ -47,14 +47,14 @@ class WatchedRank(NamedTuple):
 def register_exit_report(
     record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None
 ) -> None:
-    """Report the exit of this process to the other ranks through its flight record. For `end` and `abort`, see
+    """Make the flight record of this process tell other ranks when the process exits. For `end` and `abort`, see
     `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 
 
 def unregister_exit_report(record: FlightRecorder) -> None:
-    """Stop reporting the exit of this process, because no other rank waits for it."""
+    """Stop reporting the exit of this process, because no other rank will wait for it."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
 
@@ -72,7 +72,8 @@ def _stop_reporting_in_child() -> None:
 
 
 def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `sys.exit` that records its status, because Python does not tell it to exit handlers."""
+    """Return a version of `sys.exit` that records its status, because Python does not pass the status to exit
+    handlers."""
 
     def exit_and_note(status: Any = None, /) -> Any:
         _reported[0] = status
@@ -82,10 +83,10 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an `os._exit` that first aborts all ranks.
+    """Return a version of `os._exit` that first aborts all ranks.
 
-    `os._exit` runs no exit handlers, and MPICH's mpiexec may mistake a rank that calls it with status 0 for the normal
-    end of the job."""
+    `os._exit` runs no exit handlers, and if a rank calls it with status 0, MPICH's mpiexec may take that for the
+    normal end of the job."""
     process = os.getpid()
 
     def exit_and_abort(status: int) -> Any:
@@ -112,8 +113,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def get_process_state(process: int) -> str:
-    """Return the state of a process of this host as Linux's letter, such as "R" or "T" for stopped; "" if it has
-    ended, "?" if unknown."""
+    """Return the state of a process on this host as the letter that Linux uses, such as "R" for running or "T" for
+    stopped. Return "" if the process has ended, and "?" if its state is unknown."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -123,31 +124,32 @@ def get_process_state(process: int) -> str:
 
 
 def has_rank_ended(flight: FlightRecord) -> bool:
-    """Return whether the script or the process of a rank of this host has ended."""
+    """Return whether the script or the process of a rank on this host has ended."""
     return flight.exit_status is not None or get_process_state(flight.process) == ""
 
 
 def have_all_scripts_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts of all ranks with these flight records have ended. An unreadable record counts as
-    ended."""
+    """Return whether the scripts of all ranks with these flight records have ended. If a record is unreadable, its
+    script counts as ended."""
     return all(flight is None or flight.exit_status is not None for flight in map(_read_record_head, record_paths))
 
 
 def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts or processes of all ranks with these flight records have ended."""
+    """Return whether, for each of these flight records, the script or the process of its rank has ended."""
     return all(flight is None or has_rank_ended(flight) for flight in map(_read_record_head, record_paths))
 
 
 def find_awaited_ended_rank(
     own_record: FlightRecorder, waited_seconds: float, other_records: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
-    """Return the flight record of an ended rank of this host for which this rank has waited in vain, or None.
+    """Return the flight record of a rank on this host that has ended and for which this rank therefore waits in vain,
+    or None if there is no such rank.
 
     A rank that ended before it began the current collective call will never reach it, and a rank that ended in an
     action will not finish it. In other cases it is unknown whether the ended rank is needed; but if all living ranks
-    wait, none of them can help the others. `own_record` is the record of this rank, which has waited for
-    `waited_seconds`. `other_records` are the paths of the records of the other ranks of this host, and
-    `all_ranks_local` says whether these are all other ranks."""
+    are waiting, none of them can help the others. `own_record` is the record of this rank, which has waited for
+    `waited_seconds`. `other_records` are the paths of the records of the other ranks on this host, and
+    `all_ranks_local` says whether the job has no ranks on other hosts."""
     if waited_seconds < EARLY_SECONDS:
         return None
     flights = [flight for flight in map(_read_record_head, other_records) if flight is not None]
@@ -165,12 +167,13 @@ def find_awaited_ended_rank(
 def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     """Return rank -> collective call if ranks wait for each other in different calls, else {}.
 
-    All ranks must have waited for LATE_SECONDS. They must make the same calls in the same order, so equal counts of
-    calls with a different last call are an error of the script, not a late rank."""
+    This requires that all ranks have waited for LATE_SECONDS. Since ranks must make the same calls in the same order,
+    ranks that have made equally many calls, but are in different ones, show an error in the script rather than a late
+    rank."""
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
-    common = min(flight.calls for flight in flights)  # a rank may have matched a different call and gone on to the next
+    common = min(flight.calls for flight in flights)  # others may have gone on to the next call
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
     late = max(flight.calls for flight in flights) > common + 1
     return {} if late or len({*calls.values()}) < 2 else calls
@@ -194,7 +197,7 @@ def _has_waited_long(flight: FlightRecord) -> bool:
 
 
 def _is_in_action(flight: FlightRecord, record_paths: Collection[Path]) -> bool:
-    """Return whether the last action that a rank recorded is still under way."""
+    """Return whether the last action that a rank recorded has not ended."""
     for place in record_paths:
         whole = read_record(place)
         if whole is not None and whole.rank == flight.rank:

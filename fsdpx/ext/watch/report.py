@@ -1,4 +1,5 @@
-"""The watchdog's reports on hangs and long waits: which ranks wait for which tensor, and what the other ranks do."""
+"""The watchdog's reports on hangs and long waits: which ranks are waiting for which tensor, and what the other ranks
+are doing."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ FIRST_REPORT_SECONDS = 60.0
 
 
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Return whether a wait is long enough for a new report: it has lasted for FIRST_REPORT_SECONDS, and no wait began
-    before the last report, at time `last`."""
+    """Return whether a new report on long waits is due: the longest current wait began after the last report, at time
+    `last`, and at least FIRST_REPORT_SECONDS ago."""
     begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
 
 def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
-    """Return a report on a long wait: which ranks wait for which tensor in which call, and where the other ranks are.
+    """Return a report on a long wait: which ranks are waiting for which tensor in which call, and where the other
+    ranks are.
 
-    The job may be healthy, with a rank that compiles or reads for a long time. For the arguments, see
+    The job may be healthy, for example if a rank takes long to compile or to read data. For the arguments, see
     `format_hang_report`."""
     alike: dict[str, list[int]] = {}
     for rank in range(ranks):
@@ -59,11 +61,12 @@ def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: fl
 def format_hang_report(
     flights: dict[int, FlightRecord], ranks: int, silent: Collection[int], timeout: float, now: float, host: str
 ) -> str:
-    """Return a report on a hang: which ranks wait for which tensor in which action, and where the other ranks are.
+    """Return a report on a hang: which ranks are waiting for which tensor in which action, and where the other ranks
+    are.
 
-    `flights` are the flight records by rank, and `ranks` is the number of ranks. `silent` are the ranks whose
-    watchdogs have stopped. `timeout` is the number of seconds without any progress, `now` the time in seconds since
-    1970, and `host` the host on which the report is written."""
+    `flights` maps ranks to flight records, and `ranks` is the number of ranks. `silent` are the ranks whose watchdogs
+    have stopped. `timeout` is the number of seconds without any progress, `now` the time in seconds since 1970, and
+    `host` the host on which the report is written."""
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG_STATUS}"]
     waiting: dict[str, list[FlightRecord]] = {}
     for flight in flights.values():
@@ -88,7 +91,8 @@ def format_hang_report(
 
 
 def _describe_position(flight: FlightRecord, now: float) -> str:
-    """Return text that says what a rank that does not wait is doing: its action, if any, and the line of the script."""
+    """Return text that says what a rank that is not waiting is doing: its action, if any, and the line of the script.
+    """
     line = flight.what.partition("\n")[0]
     if line and (flight.last_action is None or flight.last_action.end):
         return line

@@ -1,4 +1,5 @@
-"""The watchdog: a thread that detects hangs, reports which ranks wait for which, and ends the job."""
+"""The watchdog: a thread that detects hangs, reports which ranks are waiting for which other ranks, and ends the job.
+"""
 
 from __future__ import annotations
 
@@ -68,19 +69,19 @@ _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 def start_watchdog(
     comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True
 ) -> Watchdog | None:
-    """Start the watchdog of this rank on `comm`, or return the one that already runs; None if its record cannot be
-    created. Collective.
+    """Start the watchdog of this rank on `comm`, and return it. If one is already running, return that one; if the
+    flight record cannot be created, return None. Collective.
 
     `other_comms` are communicators made from `comm`. `timeout` is by default that of `comm` (FSDPX_TIMEOUT). With
-    `extend_waits`, a wait on any of these communicators may last WAIT_FACTOR times as long from now on, since a
-    waiting rank is not stuck while others make progress."""
+    `extend_waits`, a wait on any of these communicators may take WAIT_FACTOR times as long from now on, since a
+    waiting rank is not stuck as long as other ranks make progress."""
     base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
         *base.all_gather_data(mine), strict=True
-    )  # gathered in every call, because all ranks must take part
+    )  # even if this rank already has a watchdog, because all ranks must take part
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -90,21 +91,21 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # waits until all records exist: a rank that ends earlier would count as the last one
+    base.all_gather_data(None)  # waits until all records exist: a rank that ended before would take itself for the last
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():
-        # an axis of one rank never waits and has no timeout
+        # the communicator of an axis with one rank never waits, so it has no timeout
         if hasattr(one := unwrap_communicator(one), "set_timeout"):
             one.set_timeout(watchdog.timeout * WAIT_FACTOR)
     return watchdog
 
 
 class Watchdog:
-    """The watchdog of one rank on one communicator. It polls the flight records of the ranks of its host, and calls
-    nothing of MPI except abort.
+    """The watchdog of one rank on one communicator. It polls the flight records of the ranks on its host. The only MPI
+    function that it calls is abort.
 
-    A waiting rank counts as hung if no rank of its host has made progress for `timeout` seconds. Progress is the begin
+    A waiting rank counts as hung if no rank on its host has made progress for `timeout` seconds. Progress is the begin
     or end of an action or of a wait. The lowest waiting rank reports why the job ends. If that rank fails to do so,
     the next waiting rank reports instead, and so on."""
 
@@ -113,7 +114,7 @@ class Watchdog:
     ) -> None:
         """Create the flight record of this rank, and start the watchdog thread.
 
-        `here` are the ranks of this host, which is host `number` of the job."""
+        `here` are the ranks on this host, and `number` is the number of this host in the job."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         safe_files.make_folder(folder)
@@ -138,35 +139,35 @@ class Watchdog:
         threading.Thread(target=self._run_watch_loop, name="fsdpx watchdog", daemon=True).start()
 
     def stop_watching_and_remove_dead_records(self, comm: Any) -> None:
-        """Stop watching a communicator on which no rank waits anymore, and remove the flight records that dead ranks
-        left.
+        """Stop watching a communicator on which no rank is waiting anymore, and remove the flight records that dead
+        ranks left behind.
 
-        `remove_dead_records` can be called again later."""
+        For ranks that die later, `remove_dead_records` can be called again."""
         self.stop_watching()
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
     def stop_watching(self) -> None:
-        """Stop watching, and remove this rank's flight record, because no other rank waits for it here anymore."""
+        """Stop watching, and remove this rank's flight record, because no other rank will wait for this rank here."""
         if not self._stop.is_set():
             self._stop.set()
             unregister_exit_report(self.record)
             self.record.remove_file()
 
     def _record_script_end_and_clean_up(self) -> None:
-        """Record that the script has ended. The last rank of this host removes the folder of flight records.
+        """Record that the script has ended. The last rank on this host also removes the folder of flight records.
 
-        It stays until then, because other ranks read in it that a rank for which they wait has ended."""
+        The folder stays until then, because ranks that wait for another rank learn from it that this rank has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # ranks that wait for this one need time to read its record, and MPI_Finalize may not give it
+            # gives ranks that wait for this one the time to read its record, as MPI_Finalize may not wait for them
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_own_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
-        """Remove the flight records of dead ranks, and the folder if it is then empty, unless `fsdpx run` still has to
-        read them."""
+        """Remove the flight records of dead ranks, and the folder if it is then empty. Do nothing under `fsdpx run`,
+        which has yet to read them."""
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
@@ -174,7 +175,7 @@ class Watchdog:
                 self.folder.rmdir()
 
     def request_report_and_wait(self) -> None:
-        """Request a report now, because a wait failed, and give the watchdog some seconds to end the job."""
+        """Request a report immediately, because a wait failed, and give the watchdog some seconds to end the job."""
         self._report_requested.set()
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
@@ -190,10 +191,10 @@ class Watchdog:
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._poll_seconds):
             if self._comm() is None:
-                return  # the record stays, because a failed script may have dropped its communicator
+                return  # the record is kept, because the communicator may be gone since the script failed
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # after a request for a report, remember what the rank waited for last
+            if progress != before and not asked:  # once a report is requested, keep what the rank waited for last
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
@@ -208,8 +209,8 @@ class Watchdog:
                 self._end_job_if_hung(still_seconds, what)
 
     def _describe_position(self, still_seconds: float) -> str:
-        """Return the line of the script where this rank has been for `still_seconds`, with its stack, or "" if it
-        makes progress."""
+        """Return the line of the script where this rank has been for `still_seconds`, with its stack. Return "" if the
+        rank is making progress."""
         if still_seconds < 2 * self._poll_seconds:
             return ""
         frames = reversed(get_stack_frames(self.record.thread))
@@ -222,8 +223,8 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Print which ranks wait where, if a wait that began after the report at time `last` is overdue. Return the
-        time of the newest report."""
+        """Print which ranks are waiting where, if a wait is overdue that began after the last report, at time `last`.
+        Return the time of the newest report."""
         now, heads = time.time(), [read_record(place, whole=False) for place in self._local_record_paths]
         if not report.is_wait_overdue([flight for flight in heads if flight is not None], last, now):
             return last
@@ -233,7 +234,7 @@ class Watchdog:
         return now
 
     def _end_job_if_hung(self, waited_seconds: float, what: str) -> None:
-        """End the job if this rank, which has waited for `what` for `waited_seconds`, waits in vain."""
+        """End the job if this rank, which has waited for `what` for `waited_seconds`, is waiting in vain."""
         flights = {
             flight.rank: flight
             for place in self._local_record_paths
@@ -248,7 +249,7 @@ class Watchdog:
             self.record, waited_seconds, others, comm is not None and len(self._local_record_paths) == comm.size
         )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
-            gone = None  # MPI itself reports a dead rank to the ranks that wait for it
+            gone = None  # MPI itself tells waiting ranks that a rank is dead
         calls = (
             find_diverged_calls(self._local_record_paths)
             if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
@@ -274,12 +275,12 @@ class Watchdog:
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
-        """Return whether this rank, which has waited for `waited_seconds`, hangs: no rank of this host has made
-        progress for the timeout."""
+        """Return whether this rank, which has waited for `waited_seconds`, is hung, because no rank on this host has
+        made progress for the duration of the timeout."""
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # a rank of this host has just ended, and others may not know it yet
+            return False  # a rank on this host has just ended, and other ranks may not know yet
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
@@ -288,9 +289,9 @@ class Watchdog:
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
-        """End the job, because a rank that others wait for has ended.
+        """End the job, because a rank for which other ranks are waiting has ended.
 
-        In elastic training, only the process of the ended rank is killed."""
+        In elastic training, only kill what is left of the ended rank's process."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_others_survive():
             code = ended.exit_status or RANK_EXITED
@@ -302,16 +303,17 @@ class Watchdog:
             os.kill(ended.process, signal.SIGKILL)
 
     def _end_rank_after_job_end(self) -> None:
-        """End this rank after another rank of this host has ended the job and removed all records.
+        """End this rank after another rank on this host has ended the job and removed all records.
 
-        This is needed if neither the launcher nor an error in this rank's wait has ended it."""
+        This is needed if this rank was ended neither by the launcher nor by an error in its wait."""
         if not self._stop.wait(self._poll_seconds):
             self._print_and_abort_job(
                 RANK_EXITED, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n"
             )
 
     def _end_job_for_different_calls(self, calls: dict[int, str]) -> None:
-        """End the job, because ranks wait for each other in different collective calls, none of which can complete."""
+        """End the job, because ranks are waiting for each other in different collective calls, none of which can
+        complete."""
         self._print_and_abort_job(
             HUNG_STATUS,
             f"fsdpx watchdog: ranks wait for each other in different calls: {format_calls_by_rank(calls)}. All ranks "
@@ -320,9 +322,10 @@ class Watchdog:
         )
 
     def _kill_absent_ranks(self, flights: dict[int, FlightRecord]) -> bool:
-        """In elastic training, kill ranks of this host that others wait for and that are stopped or busy elsewhere.
+        """In elastic training, kill ranks on this host for which other ranks are waiting and that are stopped or busy
+        elsewhere.
 
-        The other ranks then see them die, and can recover. Returns whether a rank was killed."""
+        The other ranks then notice that they are dead, and can recover. Returns whether a rank was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
         absent = [f for f in here if self._is_watchdog_silent(f) or not f.since]
         if not absent or len(absent) == len(here) or not self._can_others_survive():
@@ -362,8 +365,8 @@ class Watchdog:
 
 
 def describe_script_line(thread: int, since: float) -> str:
-    """Return text that names the line of the user's script where a thread is, or "" if there is none. `since` is the
-    time of the thread's last progress."""
+    """Return text that names the line of the user's script at which a thread is, or "" if there is none. `since` is
+    the time of the thread's last progress."""
     side = "outside of"
     for frame, line in get_stack_frames(thread):
         file = frame.f_code.co_filename
@@ -381,7 +384,8 @@ def _abort_all_ranks(comm: Any, code: int) -> None:
 
 
 def _rename_and_remove_folder(folder: Path) -> None:
-    """Remove a folder to which other ranks may be writing, after renaming it so that they no longer find it."""
+    """Remove a folder to which other ranks may still be writing. It is renamed first, so that they no longer find it.
+    """
     gone = folder.with_name(f"{folder.name}.gone")
     with suppress(OSError):
         folder.rename(gone)
@@ -395,8 +399,8 @@ def _rename_and_remove_folder(folder: Path) -> None:
 def _choose_record_folder(token: str, run: str) -> Path:
     """Return the path of the folder with the flight records of this host's ranks.
 
-    Without FSDPX_RUN it is a temporary folder, and temporary folders of dead jobs are removed. `run` is FSDPX_RUN of
-    the first rank of the host."""
+    `run` is the value of FSDPX_RUN on the host's first rank. If it is not set, a temporary folder is used, and the
+    temporary folders of dead jobs are removed."""
     if run:
         return Path(run) / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
@@ -411,7 +415,8 @@ def _is_folder_abandoned(folder: Path) -> bool:
 
 
 def _save_report(folder: Path, text: str) -> Path:
-    """Write the report to FSDPX_RUN, the working directory or the temporary folder, and return its path."""
+    """Write the report to the folder FSDPX_RUN or, if that is not set, to the working directory or else the temporary
+    folder. Return the path of the report."""
     run = environment.read_environment().run
     places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
     for place in places:
