@@ -1,7 +1,7 @@
 """Losses and error metrics for fields, such as VRMSE, computed over the full field even if it is partitioned over
 ranks.
 
-They serve for training, and as metrics, for example in `fit(metrics={"vrmse": nn.VRMSE()})`."""
+They can be used for training and as metrics, for example in `fit(metrics={"vrmse": nn.VRMSE()})`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 
 
 class _FieldLoss(Loss):
-    """The base of losses that compare fields (samples, channels, *cells) with targets of the same shape, with optional
-    weights of cells."""
+    """Base class for losses that compare fields (samples, channels, *cells) with targets of the same shape, with
+    optional weights of cells."""
 
     parts: FieldPartition | None = None
 
@@ -41,10 +41,10 @@ class _FieldLoss(Loss):
     def _all_reduce_weighted_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
     ) -> Array:
-        """Return the sum of weights and the weighted sum of each of `values`, over `dims` and all parts of the field,
-        stacked in float64.
+        """Return the sum of weights, followed by the weighted sum of each of `values`, over `dims` and all parts of
+        the field, stacked in float64.
 
-        Without weights, the first is the number of elements. Communicates only if the field is partitioned."""
+        Without weights, the sum of weights is the number of elements. Communicates only if the field is partitioned."""
         xp = env.xp
         shape = tuple(n for d, n in enumerate(values[0].shape) if d not in dims)
         if weights is None:
@@ -61,16 +61,16 @@ class _FieldLoss(Loss):
     def _compute_rank_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
         """Return (total, weight) of the loss, divided by the number of ranks that share a field.
 
-        The total is the sum of `values` where `counts` is above 0, and the weight their number. All ranks of a field
-        hold the same values, so each reports an equal share."""
+        The total is the sum of the `values` whose entry in `counts` is above 0, and the weight is the number of these
+        values. All ranks of a field hold the same values, so each reports an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
 class _RootLoss(_FieldLoss):
-    """The base of losses that are sqrt(sum(w error^2) / denominator) of each group of elements, such as each channel
-    of a sample.
+    """Base class for losses that are sqrt(sum(w error^2) / denominator) of each group of elements, such as each
+    channel of a sample.
 
     A group consists of the elements along the dims that `_get_reduced_dims` returns."""
 
@@ -94,7 +94,7 @@ class _RootLoss(_FieldLoss):
         return compute_masked_error(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
-        """Return the dims that are summed for each value of the loss. By default these are the cell dims."""
+        """Return the dims over which errors are summed. By default these are the cell dims."""
         return tuple(range(2, y.ndim))
 
     def _all_reduce_error_sums(
@@ -116,10 +116,10 @@ class RelativeL2(_RootLoss):
     Parameters
     ----------
     eps : added to |target|, for targets that are 0; default 0
-    weights : weight of each cell in the sums, an array of this rank's part as the solver holds it, (*cells), or
-        (channels, *cells); bools are a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
-        1
-    skipna : whether to leave out elements whose target is NaN, as in xarray, so that each batch can have its own mask;
+    weights : weight of each cell in the sums, an array (*cells) or (channels, *cells) for this rank's part of the
+        field; an array of bools is a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
+        weights are 1
+    skipna : whether to ignore elements whose target is NaN, as in xarray, so that each batch can have its own mask;
         default False
     """
 
@@ -168,9 +168,9 @@ class VRMSE(_RootLoss):
     """Variance-scaled RMSE of each channel, sqrt(mean((y - target)^2) / (var(target) + eps)), averaged over channels
     and samples.
 
-    Mean and variance are over the cells of a channel. Predicting the mean of the target scores 1. As in The Well's
-    code (Ohana et al. 2024), the variance is divided by the number of cells minus 1. The variance is merged from the
-    counts, means and sums of squares of the parts, which avoids cancellation.
+    Mean and variance are over the cells of a channel. Predicting the mean of the target gives a loss of 1. As in The
+    Well's code (Ohana et al. 2024), the variance is divided by the number of cells minus 1. The variance is merged
+    from the counts, means and sums of squares of the parts, which avoids cancellation.
 
     Parameters
     ----------
@@ -212,10 +212,10 @@ class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
     2022).
 
-    k is the number of waves in the full field along each dim, and |k| the length of (k1, k2, ...). PDEBench uses the
-    bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over shells. Here, the
-    squared losses of bands that together cover all wavenumbers add up to the square of `RMSE`. Only the modes below
-    `high` are communicated, or the modes below `low` if `high` is None.
+    k is the number of waves in the full field along each dim, and |k| is the length of the vector (k1, k2, ...).
+    PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over
+    shells. Here, the squared losses of bands that together cover all wavenumbers add up to the square of `RMSE`. Only
+    the modes below `high` are communicated, or the modes below `low` if `high` is None.
 
     Parameters
     ----------
@@ -233,14 +233,14 @@ class BandRMSE(_RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            return apart * 0, target, None  # no wave of the grid is that short: only rounding noise would remain
+            return apart * 0, target, None  # no wave on the grid is so short, so only rounding noise would remain
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
-        """Return the error with all modes removed whose wavenumber is at least `stop` or, if `high` is given, below
-        `low`."""
+        """Return the error without the modes whose wavenumber is at least `stop`, and, if `high` is given, without
+        those below `low`."""
         xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):
@@ -266,7 +266,7 @@ class ConservedRMSE(_FieldLoss):
     """Error of conserved means: |mean(y) - mean(target)| over the cells of each channel, averaged over channels and
     samples.
 
-    This is cRMSE of PDEBench (Takamoto et al. 2022), which takes a root over samples instead.
+    This is cRMSE of PDEBench (Takamoto et al. 2022), except that PDEBench takes the root mean square over samples.
 
     Parameters
     ----------
@@ -286,8 +286,8 @@ class ConservedRMSE(_FieldLoss):
 
 
 class MaxError(_FieldLoss):
-    """Largest |y - target| of each sample, averaged over samples. Elements that share the maximum share its gradient
-    equally.
+    """Largest |y - target| of each sample, averaged over samples. If several elements have the maximum, they share its
+    gradient equally.
 
     Parameters
     ----------

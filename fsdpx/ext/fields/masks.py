@@ -1,5 +1,4 @@
-"""Layers for cells without data, such as land in an ocean model, which keep the values of these cells out of other
-cells."""
+"""Layers that keep cells without data, such as land in an ocean model, from affecting other cells."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ __all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
-    """Replaces NaN in the input by `value`, with gradient 0 there.
+    """Replaces NaN in the input by `value`. Replaced elements have gradient 0.
 
     Parameters
     ----------
@@ -38,12 +37,12 @@ class Mask(Layer):
     """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even where it is NaN. Replaced
     elements have gradient 0.
 
-    The input is (samples, channels, *cells). As the last layer of a model, this layer keeps land cells constant over
-    the steps of a rollout.
+    The input is (samples, channels, *cells). As the last layer of a model, a mask keeps land cells constant over the
+    steps of a rollout.
 
     Parameters
     ----------
-    cells : bools of this rank's part of the field, as the solver holds it, (*cells)
+    cells : array of bools (*cells) for this rank's part of the field
     value : output where `cells` is False; default 0
     """
 
@@ -53,7 +52,8 @@ class Mask(Layer):
         self.cells, self.value = np.asarray(cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """Return text without the mask, which differs between ranks, because ranks compare the text."""
+        """Return text that does not contain the mask: ranks compare this text, but each rank has a different part of
+        the mask."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -63,7 +63,7 @@ class Mask(Layer):
         return _fill_unknown(env, self._get_mask(env, dy), dy, 0.0), ()
 
     def _get_mask(self, env: LayerContext, x: Array) -> Array:
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run x may have the shape of the whole field
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
             return env.xp.empty(x.shape[2:], dtype=bool)
         if x.shape[2:] != self.cells.shape:
             raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {x.shape[2:]}")

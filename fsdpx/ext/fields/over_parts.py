@@ -1,5 +1,5 @@
-"""Conversion of a model of full fields into the model that each rank runs on its part, with halo exchanges and
-repartitioning where needed."""
+"""Conversion of a model of full fields into the model that each rank runs on its part, with halo exchanges and changes
+of partition where needed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["partition_model"]
 
 
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
-    """Return `model` as ranks run it on their parts of each field, and the partition of its output. Communicates
-    nothing.
+    """Convert `model`, which takes full fields, to the model that each rank runs on its part. Return this and the
+    partition of its output. Communicates nothing.
 
     `parts` is the partition of the input; an output with the same number of cells gets the same partition. Raises
     ConfigError with the path of the first layer that cannot run on a part."""
@@ -54,10 +54,11 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
 
 def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution to a common partition, or None if it already has it.
+    """Return, for each input of `reader`, the redistribution to a common partition, or None if the input already has
+    this partition.
 
     Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
-    one whose largest part is smallest, or the first of several such."""
+    one whose largest part is smallest; of several such partitions, it is the first."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,
@@ -72,6 +73,6 @@ def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution
 
 
 def _can_take_ghosts(layer: Layer) -> bool:
-    """Return whether a layer accepts inputs with ghost cells: it reads them, or acts on each element separately and
-    passes them on."""
+    """Return whether a layer accepts inputs with ghost cells. It does if it reads ghost cells, or if it acts on each
+    element separately and so keeps them in its output."""
     return layer.takes_ghosts or layer.acts_on == "element"

@@ -1,5 +1,5 @@
-"""Warnings about likely mistakes in a `Grid`: parts that overlap, for example by ghost cells not passed as such, and
-layers whose padding contradicts the periods of the grid."""
+"""Warnings about likely mistakes in a `Grid`: parts that overlap, for example because ghost cells were not declared in
+`ghosts`, and layers whose padding contradicts the periods of the grid."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
 
 
 def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
-    """Return the number of rows that neighboring parts have in common along each dim, as a dict without the dims that
-    do not overlap.
+    """Return a dict of dim letter -> number of rows that neighboring parts have in common. Dims without overlap are
+    left out.
 
-    A dim overlaps if all pairs of neighbors that can be compared have rows in common. `dims`, `letters` and `periods`
-    give, for each dim, the number of ranks, its name, and whether it is periodic. `ends` are the hashes of all ranks
-    of the field, in the order of the grid."""
+    A dim overlaps if all pairs of neighbors that can be compared have rows in common. `dims` gives the number of ranks
+    along each dim, `letters` its name, and `periods` whether it is periodic. `ends` are the hashes of all ranks of the
+    field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):

@@ -38,7 +38,7 @@ class MatchMean(FieldLayer):
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
     def _all_reduce_mean(self, env: LayerContext, a: Array) -> Array:
-        """Return the mean over all cells of the full field, with cell dims of size 1."""
+        """Return the mean over all cells of the full field. The cell dims are kept with size 1."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
         mean = all_reduce_over_parts(env, total, env.random.path) / max(math.prod(cells), 1)

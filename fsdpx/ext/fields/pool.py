@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Pool(WindowLayer):
-    """The base of pools over the cells under a sliding window. Partitioned fields are treated as in `Conv`."""
+    """Base class for pools over the cells under a sliding window. Partitioned fields are treated as in `Conv`."""
 
     padding_value: ClassVar[float] = 0.0
     """Value beyond the ends of a field."""
@@ -64,19 +64,20 @@ class Pool(WindowLayer):
 
 
 class MaxPool(Pool):
-    """Max pooling: the maximum under each window of (samples, channels, *cells). Base of `MaxPool1d`, `MaxPool2d` and
-    `MaxPool3d`.
+    """Max pooling: the maximum under each window of (samples, channels, *cells). Base class of `MaxPool1d`,
+    `MaxPool2d` and `MaxPool3d`.
 
-    If cells are equal, the first gets the gradient. NaN counts as larger than any number.
+    If several cells have the maximum, the first gets the gradient. NaN counts as larger than any number.
 
     Parameters
     ----------
-    kernel_size : size of the window, as one number for all dims or one for each; stride, padding and dilation have the
-        same form
-    stride : cells by which the window moves; default None: kernel_size
-    padding : cells of -inf beyond each end, at most half of kernel_size; default 0
+    kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride, padding and
+        dilation
+    stride : number of cells by which the window moves; default None: kernel_size
+    padding : number of cells of -inf beyond each end, at most half of kernel_size; default 0
     dilation : distance between the cells of a window; default 1
-    ceil_mode : whether windows that begin inside the field and reach beyond its end also produce outputs; default False
+    ceil_mode : whether windows that begin inside the field and reach beyond its end also produce outputs; default
+        False
     """
 
     padding_value = -math.inf
@@ -101,8 +102,8 @@ class MaxPool(Pool):
 
 
 class AvgPool(Pool):
-    """Average pooling: the mean under each window of (samples, channels, *cells). Base of `AvgPool1d`, `AvgPool2d` and
-    `AvgPool3d`.
+    """Average pooling: the mean under each window of (samples, channels, *cells). Base class of `AvgPool1d`,
+    `AvgPool2d` and `AvgPool3d`.
 
     Parameters
     ----------
@@ -138,8 +139,8 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _compute_reciprocal_counts(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
-        """Return 1 / (number of cells that the mean counts) for each output of this rank, or None if all outputs have
-        the same divisor."""
+        """Return 1 / (number of averaged cells) for each output of this rank, or None if all outputs have the same
+        divisor."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
             return None
@@ -178,15 +179,16 @@ class AvgPool3d(AvgPool, dims=3):
 
 class AdaptiveAvgPool(FieldLayer):
     """Average pooling of (samples, channels, *cells) to a given output size, with windows chosen as in PyTorch. Base
-    of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`.
+    class of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`.
 
-    Along a dim of n cells, output i of o is the mean of the cells from floor(i n / o) to ceil((i + 1) n / o). On a
-    grid of ranks, each rank sums over its own cells, and one all-reduce, in forward and in backward, adds these sums.
-    The output is a field partitioned over the same ranks; with output_size 1, the first rank with cells holds it.
+    Along a dim with n cells and o outputs, output i is the mean of the cells from floor(i n / o) up to, but not
+    including, ceil((i + 1) n / o). On a grid of ranks, each rank sums over its own cells, and an all-reduce in forward
+    and one in backward add up these sums. The output is a field partitioned over the same ranks; with output_size 1,
+    the first rank with cells holds it.
 
     Parameters
     ----------
-    output_size : cells of the result: one number for all dims or one for each; 1 is the mean over the full field
+    output_size : number of output cells: one number for all dims or one for each; 1 is the mean over the full field
     """
 
     kernel_names = ("multiply_along_dim",)
@@ -227,7 +229,7 @@ class AdaptiveAvgPool(FieldLayer):
         return (slice(None), slice(None), *cells)
 
     def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[CellMatrix]:
-        """Return one matrix per dim, which maps this rank's cells to the outputs with the weight of each cell."""
+        """Return one matrix per dim that maps this rank's cells to their weighted contributions to all outputs."""
         found = []
         for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
             start, stop = get_local_range(env, cuts, d)

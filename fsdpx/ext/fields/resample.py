@@ -39,7 +39,7 @@ __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
 
 class ConvTranspose(FieldLayer):
-    """Transposed convolution of (samples, in_channels, *cells), with PyTorch's arguments and results. Base of
+    """Transposed convolution of (samples, in_channels, *cells), with PyTorch's arguments and results. Base class of
     `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`.
 
     The result is the gradient of a convolution with respect to its input, plus a bias. The parameters are `weight
@@ -50,11 +50,11 @@ class ConvTranspose(FieldLayer):
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    kernel_size : size of the window, as one number for all dims or one for each; stride, padding, output_padding and
-        dilation have the same form
-    stride : cells of the result by which the window moves; default 1
-    padding : cells removed from each side of the result; default 0
-    output_padding : cells added at the end of each dim, fewer than stride or dilation; default 0
+    kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride, padding,
+        output_padding and dilation
+    stride : number of output cells by which the window moves; default 1
+    padding : number of cells removed from each side of the result; default 0
+    output_padding : number of cells added at the end of each dim, less than stride or dilation; default 0
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
@@ -110,8 +110,9 @@ class ConvTranspose(FieldLayer):
             add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned: output i * stride, before cropping by `padding`, belongs to the rank
-        that owns input cell i."""
+        """Return how the outputs are partitioned. Along each dim, the outputs at indices i * stride to (i + 1) *
+        stride - 1 belong to the rank that owns input cell i. Any outputs after these belong to the last rank that has
+        cells."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
@@ -165,14 +166,15 @@ DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 class Upsample(FieldLayer):
     """Interpolates (samples, channels, *cells) to another resolution, like PyTorch's Upsample.
 
-    Nearest cells are computed with integers: output o of N is cell floor(o n / N) of n. PyTorch selects the same cells
-    in float64. In float32, PyTorch's rounding selects the previous cell for some sizes.
+    The index of the nearest cell is computed with integers: with n cells and N outputs, output o takes cell floor(o n /
+    N). PyTorch selects the same cells in float64. In float32, PyTorch's rounding selects the previous cell for some
+    sizes.
 
     Parameters
     ----------
-    size : cells of the full result, one number for all dims or one for each; default None: use `scale_factor`
-    scale_factor : multiplier of the number of cells, given instead of `size`, as one number for all dims or one for
-        each
+    size : number of cells of the full result: one number for all dims, or one per dim; default None: use
+        `scale_factor`
+    scale_factor : multiplier of the number of cells, given instead of `size`: one number for all dims, or one per dim
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
     align_corners : for the last four modes, whether the centers of the first and last cells of input and output
         coincide; default None: False
@@ -231,8 +233,8 @@ class Upsample(FieldLayer):
         return exchange_halo_backward(env, dy, halos), ()
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned: output o of N belongs to the rank that owns input cell floor(o n /
-        N) of n.
+        """Return how the outputs are partitioned. Along a dim with n cells and N outputs, output o belongs to the rank
+        that owns input cell floor(o n / N).
 
         Parameters
         ----------

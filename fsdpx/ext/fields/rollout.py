@@ -48,7 +48,7 @@ class Rollout(Layer):
         if not isinstance(net, Layer) or (net.n_inputs, net.n_outputs) != (1, 1):
             raise ConfigError(f"Rollout: a model of one input and one output is needed, got {net!r}")
         self.net, self.steps = net, steps
-        self.parts: FieldPartition | None = None  # includes ghost cells
+        self.parts: FieldPartition | None = None  # partition of the input, with ghost cells
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -97,8 +97,8 @@ class Rollout(Layer):
         return dx if dinitial is None else dx + dinitial
 
     def _allocate_wall_gradient(self, env: LayerContext, states: Any) -> Array | None:
-        """Return zeros to which all steps add the gradient of the input's ghost cells beyond walls, or None if there
-        are no ghost cells."""
+        """Return an array of zeros, to which each step adds the gradient of the input's ghost cells beyond walls, or
+        None if there are no ghost cells."""
         return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
 
     def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:

@@ -1,4 +1,4 @@
-"""Groups of data-parallel ranks that share samples, because each holds another part of the same fields."""
+"""Groups of data-parallel ranks that share samples, because each rank holds a different part of the same fields."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
     mesh : mesh with the width of each axis
     rank : number of the rank in the world
     dims : number of ranks along each dim of a field
-    grids : for each world rank, the ranks of its field in the order of its grid. If these are None, a group consists of
-        consecutive data ranks
+    grids : for each world rank, the ranks of its field in the order of its grid. If these are None, each group
+        consists of consecutive data ranks
 
     Returns
     -------
@@ -29,8 +29,8 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
     Raises
     ------
-    MeshError : if the size of the data axis is not a multiple of the number of ranks of a field, or the ranks of a grid
-        are not on one data axis
+    MeshError : if the size of the data axis is not a multiple of the number of ranks of a field, or the ranks of a
+        grid are not on one data axis
     """
     data = _list_data_axis_ranks(mesh, rank)
     width = prod(dims)

@@ -1,9 +1,9 @@
 """Spectral layers and the Fourier neural operator, for fields that may be partitioned over ranks.
 
-Mode k of n cells along a dim is the sum of x_j e^(-2 pi i j k / n). Each rank computes its partial sum over its own
-cells with one matmul per dim, and a reduction over the ranks adds the partial sums. The traffic depends only on the
-number of modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for arbitrary
-points."""
+Mode k of n cells x_j along a dim is the sum over j of x_j e^(-2 pi i j k / n). Each rank computes its partial sum over
+its own cells with one matmul per dim, and a reduction over the ranks adds the partial sums. The traffic depends only
+on the number of modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for
+arbitrary points."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SpectralConv(FieldLayer):
     The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias`
     of shape (out_channels,). `modes` equals n_modes, except in the last dim, where it is n_modes[-1] // 2 + 1. The
     real and imaginary parts of the weight are initialized from a normal distribution with standard deviation sqrt(2 /
-    (in + out)) / sqrt(2). Index w along a dim stands for the frequency w - modes // 2, or, along the last dim, for the
-    frequency w.
+    (in + out)) / sqrt(2). Index w along the last dim stands for the frequency w, and along the other dims for the
+    frequency w - modes // 2.
 
     On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes,
     and the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
@@ -52,7 +52,7 @@ class SpectralConv(FieldLayer):
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
     n_modes : number of modes kept along each dim: one number for a field of one dim, else one for each dim; modes that
-        a small field does not have are 0
+        do not exist because a field is too small are 0
     bias : whether there is a bias; default True
     """
 
@@ -141,10 +141,10 @@ class SpectralConv(FieldLayer):
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
     def _get_fourier_matrices(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
-        """Return, for each dim, the matrices that transform this rank's cells to Fourier modes and back, cached per
-        context.
+        """Return, for each dim, the matrices that transform this rank's cells to Fourier modes and back. They are
+        cached per context.
 
-        They are float32 for 16-bit fields."""
+        For 16-bit fields, the matrices are float32."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
@@ -264,7 +264,8 @@ class ChannelScale(Layer):
 class GridEmbedding(FieldLayer):
     """Appends the position of each cell to its channels, one channel per dim of (samples, channels, *cells).
 
-    The position of cell i of n is i / n, counted in the full field if the field is partitioned."""
+    The position of cell i along a dim of n cells is i / n. If the field is partitioned, i and n count the cells of the
+    full field."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, parts = env.xp, self.get_partition(x)
@@ -286,8 +287,8 @@ class FNO(Graph):
     """Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), with the architecture of
     neuraloperator.
 
-    First, positions and channels are lifted to `width` channels. Then each block adds a `SpectralConv` and a
-    `PointwiseConv` of its input, and adds a two-layer pointwise MLP of this sum to a `ChannelScale` of the input.
+    First, positions and channels are lifted to `width` channels. Each block then sums a `SpectralConv` and a
+    `PointwiseConv` of its input, applies a two-layer pointwise MLP to the sum, and adds a `ChannelScale` of the input.
     Finally, a projection maps to out_channels.
 
     Parameters
@@ -350,11 +351,12 @@ def _make_pointwise_mlp(channels: int, hidden: int, out_channels: int) -> Sequen
 
 @lru_cache(256)
 def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the matrices that transform cells [start, stop) of n to k Fourier modes along one dim, and back.
+    """Return two matrices for one dim of n cells: the first transforms the cells [start, stop) to k Fourier modes, and
+    the second transforms them back.
 
-    Real and imaginary parts are interleaved, and modes that n cells do not have are zeros. `is_last_dim` says that the
-    input along this dim is real, so that positive modes also stand for their complex conjugates. The first matrix is
-    then (cells, 2 modes), and (2 cells, 2 modes) otherwise."""
+    Real and imaginary parts are interleaved. Modes that do not exist with only n cells are zeros. `is_last_dim` says
+    that the input along this dim is real, so that positive modes also stand for their complex conjugates. The first
+    matrix is then (cells, 2 modes), and (2 cells, 2 modes) otherwise."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
@@ -371,7 +373,8 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
 
 
 def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
-    """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), from the last dim to the first."""
+    """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), one dim at a time, beginning with the
+    last."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
         y = _multiply_dim_by_matrix(xp, y, 2 + d, tables[d], 2)
@@ -387,8 +390,8 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
 
 
 def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
-    """Multiply `dim` and the last dim of y, flattened together, by `matrix`. The last dim holds real and imaginary
-    parts; in the result it has size `result_parts`, 2 or, for real results, 1."""
+    """Multiply dim `dim` and the last dim of y, flattened together, by `matrix`. The last dim holds real and imaginary
+    parts; in the result it has size `result_parts`, which is 2, or 1 for real results."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = turned.reshape(math.prod(shape), matrix.shape[0]) @ matrix

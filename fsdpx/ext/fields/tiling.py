@@ -1,4 +1,5 @@
-"""Reconstruction of the Cartesian grid of ranks from the cells of each rank, for ranks numbered in any order."""
+"""Reconstruction of the Cartesian grid of ranks from the cells that each rank holds, for ranks numbered in
+any order."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return the intervals [start, stop) into which the ranks divide a dim, in order; raise ConfigError if they leave
-    a gap or overlap.
+    """Return the intervals [start, stop) into which the ranks divide a dim, in order; raise ConfigError if the
+    intervals leave a gap or overlap.
 
     All slabs have the same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
@@ -113,7 +114,7 @@ def _raise_bound_error(
 
 
 def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
-    """Raise ConfigError because the parts form no grid, naming two ranks whose slabs do not fit."""
+    """Raise ConfigError because the parts form no grid, naming ranks whose slabs contradict each other."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):

@@ -42,9 +42,9 @@ class UNet(Graph):
     """U-Net over (samples, in_channels, *cells), which can load weights of the common PyTorch implementation.
 
     Each level has two convolutions with windows of 3 cells and no bias, each followed by a norm and an activation. Max
-    pools of 2 cells lead down, and transposed convolutions of 2 cells lead up. Field sizes must be multiples of
-    2^depth. Parameters are named `encoder1.enc1conv1.weight`, `bottleneck.bottleneckconv1.weight`, `upconv1.weight`,
-    `decoder1.dec1conv1.weight` and `conv.weight`.
+    pools over 2 cells lead to the next lower level, and transposed convolutions over 2 cells lead back up. Field sizes
+    must be multiples of 2^depth. Parameters are named `encoder1.enc1conv1.weight`,
+    `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and `conv.weight`.
 
     Parameters
     ----------

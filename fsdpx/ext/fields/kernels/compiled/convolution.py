@@ -458,8 +458,8 @@ def _has_channels_last(x: np.ndarray) -> bool:
 
 
 def _as_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return x (samples, channels, *cells) as (samples, *cells, channels). Copies only if channels are not contiguous.
-    """
+    """Return x (samples, channels, *cells) as (samples, *cells, channels). Copies x only if channels are not
+    contiguous."""
     return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
