@@ -129,7 +129,7 @@ class RoundSchedule:
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_outer_step(self, step: int) -> OuterStep:
-        """Return what replicas communicate in step `step`, counted from 1."""
+        """Return what the replicas communicate in step `step`, where steps count from 1."""
         found: dict[str, set[int]] = {name: set() for name in OuterStep.__dataclass_fields__}
         for number, pages in enumerate(self.fragments):
             since = step - self.find_first_send_step(number)
@@ -223,7 +223,7 @@ class LocalSGD(SyncChoice):
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """A tuple with the outer optimizer only."""
+        """A tuple whose only element is the outer optimizer."""
         return (self.outer_optimizer,)
 
     @property
@@ -247,7 +247,7 @@ class LocalSGD(SyncChoice):
         return "ddp" if mesh is None or mesh.fill_from_strategy("ddp", ranks).shard == 1 else "fsdp"
 
     def make_policy(self, placement: Placement) -> SyncPolicy:
-        """Return the policy that tells the engine when and what the replicas synchronize.
+        """Return the policy that tells the engine what the replicas synchronize, and when.
 
         Parameters
         ----------
@@ -255,8 +255,7 @@ class LocalSGD(SyncChoice):
 
         Returns
         -------
-        SyncPolicy : a policy with rounds of `sync_every` steps
-        """
+        SyncPolicy : a policy with rounds of `sync_every` steps"""
         return LocalSyncPolicy(placement, self)
 
     def _require_int(self, name: str, minimum: int, maximum: int | None, wanted: str) -> None:
@@ -377,8 +376,8 @@ class LocalSyncPolicy(SyncPolicy):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
-        """Begin a new round after loading a checkpoint: copy the outer parameters to the parameters, and drop pending
-        sums."""
+        """Begin a new round after loading a checkpoint: set the parameters to the outer parameters, and clear sums
+        that were pending."""
         for page, array in _iterate_outer_parameters(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved_rows():

@@ -184,7 +184,7 @@ def _raise_needs_norms(*asked: Any) -> Any:
 
 
 class OwnSpeed(SyncChoice):
-    """Base class of strategies in which ranks step at their own speed: `AsyncSGD` and `GossipSGD`.
+    """Base class for strategies in which ranks step at their own speed: `AsyncSGD` and `GossipSGD`.
 
     If `sharded`, all ranks update one model, of which each holds a shard; otherwise each rank has its own model."""
 
@@ -462,7 +462,8 @@ class OwnSpeedPolicy(SyncPolicy):
         return [turn]
 
     def mix_page(self, page: int, step: int) -> None:
-        """Average a page of this rank's model with another rank's, if `step` is a multiple of `sync_every`."""
+        """If `step` is a multiple of `sync_every`, average a page of this rank's model with the same page of a random
+        rank."""
         if step % self.choice.sync_every == 0:
             with self.window.access_epoch("mix"):
                 self._average_page_with_random_rank(page, step)
@@ -486,7 +487,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._count_traffic("mix", 2 * a.size, a.dtype)
 
     def advance_clock(self) -> None:
-        """Count one more step of this rank, and publish the count so that others can see how far it is."""
+        """Count one more step of this rank, and publish the count so that other ranks can see how far it has come."""
         self.clock += 1
         self.window.write_word(CLOCK, self.clock)
 

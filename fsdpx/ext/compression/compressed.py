@@ -25,7 +25,7 @@ __all__ = [
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
 MAX_REDUCES = 1 << 24
-"""Number of reduces after which random numbers repeat, because float32 counts exactly only up to this number."""
+"""Number of reductions after which random numbers repeat, because float32 counts exactly only up to this number."""
 
 
 class CompressedCodec(Codec):
@@ -70,7 +70,7 @@ class CompressedCodec(Codec):
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
-        """Decompress `wire`, which `pack_part` filled, into `out`, or add it to `out` if `add`."""
+        """Decompress `wire`, as filled by `pack_part`, into `out`, or add the result to `out` if `add`."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
         """Add `grad` in place to the error kept from earlier reductions, and return the sum, which is packed next. If
@@ -210,7 +210,7 @@ def require_float_dtype(codec: Codec, dtype: Any, what: str = "") -> None:
 
 
 def zero_non_finite(kept: Array) -> None:
-    """Replace Inf and NaN by zero, in place."""
+    """Replace Inf and NaN with zero, in place."""
     finite = namespace_of(kept).isfinite(kept)
     if not finite.all():
         kept[~finite] = 0

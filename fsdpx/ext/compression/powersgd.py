@@ -87,7 +87,7 @@ class PowerSGD(Codec):
         return {"error": size, "basis": self._count_sum_elements(size)[1]}
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the bytes of memory for P, Q and the uncompressed tensors in float32.
+        """Return the size in bytes of the memory for P, Q and the uncompressed tensors in float32.
 
         For float64 gradients, the reduction allocates its own buffers.
 
@@ -98,8 +98,7 @@ class PowerSGD(Codec):
 
         Returns
         -------
-        int : size in bytes
-        """
+        int : size in bytes"""
         return 4 * sum(self._count_sum_elements(size))
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:

@@ -241,7 +241,7 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of which the ranks' snapshots of step `step` together hold every element."""
+    """Return name -> shape of each tensor that is complete in the ranks' snapshots of step `step`, taken together."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)

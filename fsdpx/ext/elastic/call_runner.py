@@ -145,7 +145,7 @@ class ElasticRunner(CallRunner):
         super().__init__(self._coordinator.assembly.session)
 
     def _switch_to_current_session(self) -> None:
-        """Use the training session of the current assembly of ranks, after a start, recovery or resize."""
+        """Switch to the training session of the current assembly of ranks, after a start, recovery or resize."""
         self.session = self._coordinator.assembly.session
         self.background_save = None
 

@@ -277,7 +277,7 @@ class Coordinator:
             self.assembly.copies.wait_for_generation()
 
     def count_new_state_as_step(self) -> None:
-        """Count the replacement of the state as one more step, which will never be repeated."""
+        """Count the replacement of the state as one more step, and as one that will never be repeated."""
         self._position = self._make_step_position(self.last_step + 1, self.last_step + 1)
 
     def send_result_to_idle_ranks(self, call: str, value: Any) -> None:

@@ -405,7 +405,7 @@ class ReshardPlan:
 
 
 ALIGN_BYTES = 8
-"""Size of the largest number in bytes."""
+"""Size in bytes of the largest element, to which moves are aligned."""
 
 
 def choose_sources_of_shard(
@@ -466,7 +466,7 @@ def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray
 
 
 MAX_MESSAGES_IN_FLIGHT = 8
-"""Number of messages of a rank under way at once."""
+"""Maximum number of messages that a rank sends or receives at the same time."""
 _undrained_transfers: list[Handle] = []
 """Broken transfers that did not end in time. The memory that they may still write to must last as long as the
 process."""

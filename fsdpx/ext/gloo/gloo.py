@@ -100,9 +100,9 @@ class GlooCommunicator(MessageBackend):
         return frozenset(_NATIVE_CALLS)
 
     def _authenticate_ranks(self, name: str) -> None:
-        """Authenticate all ranks to each other: each proves that it knows the job's secret. Collective.
+        """Authenticate all ranks to each other: each rank proves that it knows the job's secret. Collective.
 
-        The proofs travel on the connections that will carry data. Raises CommError if one is wrong."""
+        The proofs travel on the connections that will carry data. Raises CommError if a proof is wrong."""
         patience, self.timeout = self.timeout, self.rendezvous.timeout
         number, width = self.size * CHALLENGE_BYTES, compute_hmac(b"", "").size
         asked = np.empty(number, np.uint8)
@@ -123,8 +123,8 @@ class GlooCommunicator(MessageBackend):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather a pickled object from each rank, on all ranks. Collective.
 
-        Raises ConfigError if the job has no secret by which ranks are authenticated, because unpickling executes code
-        that other ranks have sent."""
+        Raises ConfigError if the job has no secret with which ranks authenticate each other, because unpickling
+        executes code that other ranks have sent."""
         if self.size > 1 and not self.rendezvous.secret:
             raise ConfigError(
                 "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
@@ -272,7 +272,7 @@ class SealedStore(dist.Store):
 
 
 class GlooWorks:
-    """Handle for the Gloo operations of one call. It keeps their tensors alive until all are complete."""
+    """Handle for the Gloo operations of one call. It keeps their tensors alive until all operations are complete."""
 
     __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
 

@@ -73,12 +73,12 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread allocate and compute on GPU `number`, which counts only visible GPUs."""
+    """Make this thread allocate and compute on GPU `number`. Numbers count only visible GPUs."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU on which this thread computes, which counts only visible GPUs."""
+    """Return the number of the GPU on which this thread computes. Numbers count only visible GPUs."""
     return int(import_cupy().cuda.Device().id)
 
 

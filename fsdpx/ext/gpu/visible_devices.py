@@ -74,8 +74,8 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process accepts GPU arrays.
 
-    If `wanted` is False, the answer is no without a test. If it is True, only the test decides. If it is None, the
-    test runs only if the library claims to accept GPU arrays."""
+    If `wanted` is False, the answer is no, without a test. If it is True, a test decides. If it is None, a test
+    decides if the library claims to accept GPU arrays, and otherwise the answer is no."""
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_gpu_awareness_claims()

@@ -277,7 +277,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
 def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any:
     """Run `work` in the forked child, and write its pickled result to the pipe `writer`.
 
-    The child ends by os._exit, which skips the shutdown of Python and libraries."""
+    The child ends with os._exit, which skips the shutdown of Python and libraries."""
     status = 1
     try:
         torch.set_num_threads(1)  # the child has none of the parent's threads, and would wait for them forever

@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_SLICE_SECONDS = 1e-6
-"""Gaps shorter than this are overhead of Python and not shown as waiting."""
+"""Gaps shorter than this are Python overhead, and are not shown as waiting."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
 """A file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps its process
 numbers apart."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""Maximum number of bytes of an unpacked file."""
+"""Maximum size in bytes of an unpacked file."""
 MAX_NAMED_FILES = 10
 """Maximum number of missing files that an error names."""
 MICROSECONDS_PER_SECOND = 1e6

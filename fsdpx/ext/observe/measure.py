@@ -71,7 +71,8 @@ class MeasuredStep:
         return StageCosts(mean_seconds("FC"), mean_seconds("RBI"), mean_seconds("W"))
 
     def simulate_again(self) -> list[ActionEvent]:
-        """Simulate the measured programs with their measured durations and instant messages, and return the events."""
+        """Simulate the measured programs with their measured durations, but with messages that take no time. Return
+        the events."""
         return simulate_programs(self.programs, self.machine)
 
 

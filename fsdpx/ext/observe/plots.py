@@ -505,7 +505,7 @@ def _format_bytes(nbytes: float) -> str:
 
 
 def draw_scaling(title: str, rows: Sequence[tuple[int, float, float]], limit: float | None = None) -> Any:
-    """Return a figure of step time and memory over the number of ranks.
+    """Return a figure that plots step time and memory against the number of ranks.
 
     Each row is (ranks, seconds per step, bytes per rank). `limit` is the available memory of a rank in bytes."""
     figure = _make_blank_figure(9, 3.6, layout="constrained")

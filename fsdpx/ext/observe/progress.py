@@ -14,7 +14,7 @@ from fsdpx.ext.observe.log import ThroughputMeter
 __all__ = ["ProgressBar"]
 
 LINE_INTERVAL_SECONDS = 5.0
-"""Time between two lines without a terminal."""
+"""Time between two progress lines if there is no terminal."""
 REFRESH_SECONDS = 0.2
 """Time between two updates of the bar."""
 

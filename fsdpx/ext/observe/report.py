@@ -197,7 +197,7 @@ OUTSIDE_MEANINGS = "outside of programs: reading data, printing, callbacks, and 
 Moving = tuple[str, str]
 """(mesh axis, collective)."""
 MAX_SHOWN_ROWS = 20
-"""Maximum number of reduces that are listed individually."""
+"""Maximum number of compressed reductions that are listed individually."""
 MAX_SHOWN_LAYERS = 10
 """Maximum number of layers that are listed individually."""
 

@@ -213,7 +213,7 @@ class DiskFile:
             raise OffloadError(f"{self.folder}: offloaded state cannot be {participle}: {why}") from error
 
     def _copy_aligned(self, data: Any) -> Any:
-        """Return a copy that is aligned for direct I/O, valid until this thread makes the next copy."""
+        """Return a copy of `data` that is aligned for direct I/O. It is valid until this thread makes the next copy."""
         if not hasattr(self._own, "memory"):
             memory = np.empty(PIECE_BYTES + ALIGN_BYTES, np.uint8)
             self._own.memory = memory[-memory.ctypes.data % ALIGN_BYTES :]
@@ -413,7 +413,7 @@ class DiskStorage(StateStorage):
         self.file = DiskFile(folder, self.nbytes, direct)
 
     def fill_slots(self, state: Any) -> None:
-        """Mark all offloaded parameters, gradients and optimizer state as stored on disk, and not in memory."""
+        """Mark all offloaded parameters, gradients and optimizer state as stored on disk and no longer in memory."""
         for slot, stand in self._stands.items():
             if slot.kind not in SPILLED and slot.at in state.placement.pages:
                 state.store.pop(slot, None)

@@ -28,7 +28,7 @@ def list_records(stage: Stage) -> list[Slot]:
 
 
 def get_record_of_action(stage: Stage, action: Action) -> Slot:
-    """Return the record (state stored on disk between uses) that an action fetches, stores or evicts."""
+    """Return the record (state that is stored on disk between uses) that an action fetches, stores or evicts."""
     assert action.unit is not None
     return stage.stored_slots[action.unit][0]._replace(mb=action.mb)
 

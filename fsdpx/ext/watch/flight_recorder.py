@@ -110,7 +110,7 @@ class FlightRecorder(Observer):
         _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_label(action), b"")
 
     def on_wait(self, what: str) -> None:
-        """Record what the current action waits for."""
+        """Record what the current action is waiting for."""
         _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, encode_label(what))
 
     def on_action_end(

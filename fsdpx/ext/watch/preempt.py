@@ -38,8 +38,7 @@ class JobPreempted(SystemExit):
     ----------
     rank : the lowest rank that was asked to stop
     name : name of the signal, such as "SIGUSR1"
-    step : number of steps performed
-    """
+    step : number of steps completed"""
 
     def __init__(self, rank: int, name: str, step: int) -> None:
         super().__init__(PREEMPTED_STATUS)

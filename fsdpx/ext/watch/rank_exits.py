@@ -60,7 +60,7 @@ def unregister_exit_report(record: FlightRecorder) -> None:
 
 
 def get_sys_exit_status() -> int:
-    """Return the status passed to `sys.exit`, or 0 if it was not called."""
+    """Return the exit status that results from the last call of `sys.exit`, or 0 if it was not called."""
     reported = _reported[0]
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 

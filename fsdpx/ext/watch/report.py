@@ -108,7 +108,7 @@ def _describe_wait(flight: FlightRecord) -> str:
 
 
 def describe_lost_rank(flight: FlightRecord, host: str) -> str:
-    """Return text that says what may have happened to a rank that no longer answers."""
+    """Return text that says what may have happened to a rank that no longer responds."""
     if flight.host != host:
         return f"on {flight.host} no longer answers"
     if flight.exit_status is not None:

@@ -180,7 +180,7 @@ class Watchdog:
         self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
 
     def _can_others_survive(self) -> bool:
-        """Return whether the other ranks continue when one dies, as in elastic training."""
+        """Return whether the other ranks can continue when a rank dies, as in elastic training."""
         return bool(getattr(self._comm(), "survives", False))
 
     def _get_record_path(self, rank: int) -> Path:
@@ -325,7 +325,7 @@ class Watchdog:
         """In elastic training, kill ranks on this host for which other ranks are waiting and that are stopped or busy
         elsewhere.
 
-        The other ranks then notice that they are dead, and can recover. Returns whether a rank was killed."""
+        The other ranks then notice the deaths, and can recover. Returns whether a rank was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
         absent = [f for f in here if self._is_watchdog_silent(f) or not f.since]
         if not absent or len(absent) == len(here) or not self._can_others_survive():
