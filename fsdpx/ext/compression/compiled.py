@@ -248,8 +248,8 @@ def scatter_largest_into(
 
 
 def _run_sized_blocks_in_threads(body: Any, size: int, block: int, *arguments: Any) -> None:
-    """Divide `size` elements into blocks of `block` elements, split the blocks among threads, and call `body(first,
-    last, *arguments)` in each thread."""
+    """Divide `size` elements into blocks of `block` elements, and split the blocks among threads. Each thread calls
+    `body(first, last, *arguments)`."""
     run_tasks(
         body,
         [
