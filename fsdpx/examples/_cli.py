@@ -13,7 +13,7 @@ __all__ = ["nonnegative_int", "positive_int", "run_main"]
 
 
 def positive_int(text: str, minimum: int = 1) -> int:
-    """Parse a command-line argument as an int. Raise an argparse error unless it is an integer of at least
+    """Parse a command-line argument as an int. Raise an argparse error if it is not an integer or is less than
     `minimum`."""
     try:
         found = int(text)
@@ -25,14 +25,14 @@ def positive_int(text: str, minimum: int = 1) -> int:
 
 
 def nonnegative_int(text: str) -> int:
-    """Parse a command-line argument as an int. Raise an argparse error unless it is an integer of at least 0."""
+    """Parse a command-line argument as an int. Raise an argparse error if it is not an integer or is negative."""
     return positive_int(text, 0)
 
 
 def run_main(main: Callable[[], Any]) -> int:
     """Run an example's `main`, and return the exit status.
 
-    In a single process, an error of fsdpx is printed as one line, and the status is 2. In a job of several ranks, the
+    In a single process, an fsdpx error is printed as one line, and the status is 2. In a job of several ranks, the
     error is raised like any other uncaught error, so it is printed once and ends all ranks."""
     try:
         found = main()

@@ -33,8 +33,8 @@ class LayerScale(nn.Layer):
 
 
 def make_batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Return this rank's samples of the global batch of `step`: x `(samples / ranks, 8)`, and as targets the sum of
-    the sines of its columns."""
+    """Return this rank's samples of the global batch of `step`: inputs x `(samples / ranks, 8)`, and for each sample
+    the target sum(sin(x))."""
     x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
     mine = slice(fsdpx.rank(), None, fsdpx.world_size())
     return x[mine], np.sin(x).sum(axis=1, keepdims=True)[mine]

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with train, held:
         history = trainer.fit(train, epochs=args.epochs, validation=held, metrics=right, every=60, patience=5)
     if comm.rank == 0:
-        assert history.best_step is not None  # fit sets it if there is validation data
+        assert history.best_step is not None  # set, because validation data was passed to `fit`
         accuracy = dict(history.metrics["accuracy"])[history.best_step]
         print(f"accuracy on 1,000 new digits: {100 * accuracy:.1f} %")
     return 0

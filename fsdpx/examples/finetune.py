@@ -1,4 +1,4 @@
-"""LoRA fine-tuning of a language model from a transformers folder, or of a small model made here.
+"""LoRA fine-tuning of a language model from a transformers folder, or of a small model that this script trains.
 
     mpiexec -n 4 python -m fsdpx.examples.finetune FOLDER DATA.jsonl --out tuned
     mpiexec -n 4 python -m fsdpx.examples.finetune
@@ -77,8 +77,8 @@ def train_tokenizer(comm: Any) -> Any:
 
 
 def write_conversations(path: Path, count: int = 400) -> None:
-    """Write a JSON Lines file of questions and answers. The answers have a form that occurs in no Python source, so
-    the model must learn it."""
+    """Write a JSON Lines file of questions and answers. The form of the answers occurs in no Python source, so the
+    model must learn it."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
     with path.open("w", encoding="utf-8") as file:
@@ -91,8 +91,8 @@ def write_conversations(path: Path, count: int = 400) -> None:
 def load_or_train_model(
     args: argparse.Namespace, tokenizer: Any, comm: Any
 ) -> tuple[Any, dict[str, np.ndarray] | None]:
-    """Load the model in the given folder, and return it and None. Without a folder, train a small model, and return it
-    and its parameters by name. Collective."""
+    """Load the model in the given folder, and return (model, None). Without a folder, train a small model, and return
+    (model, dict of its parameters). Collective."""
     if args.folder is not None:
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
@@ -120,7 +120,8 @@ def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch
 
 
 def warn_if_format_differs(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
-    """Print a warning if the training data do not have the format that the model's chat template expects."""
+    """Print a warning if the training data have messages but the model has no chat template, or the other
+    way round."""
     if samples.messages and template is None:
         print(
             f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "

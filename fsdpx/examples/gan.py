@@ -28,14 +28,14 @@ def sample_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
 
 
 def compute_logit_gradient(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
-    """Return the gradient of the binary cross-entropy with respect to the critic's logits. `real` is the label, and
-    `samples` the number of samples of the global batch, over which the loss is averaged."""
+    """Return the gradient of the binary cross-entropy with respect to the critic's logits. `real` is the label. The
+    loss is averaged over the `samples` samples of the global batch."""
     return (1 / (1 + np.exp(-logits)) - real) / samples
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Train both networks. Return the mean distance of generated points from the circle, every 100 steps and at the
-    end."""
+    """Train both networks. Return the mean distances of generated points from the circle, measured every 100 steps and
+    at the end."""
     p = argparse.ArgumentParser(
         prog="python -m fsdpx.examples.gan", description=__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     critic = make_mlp(2, 1).as_distributed(**options, seed=2)
     mine, misses = slice(comm.rank, None, comm.size), []
     for step in range(1, args.steps + 1):
-        rng = np.random.default_rng(step)  # the same seed on all ranks, each of which takes its own samples
+        rng = np.random.default_rng(step)  # all ranks use the same seed, and each takes its own samples
         real, noise = sample_circle(rng, args.batch)[mine], rng.standard_normal((args.batch, NOISE), np.float32)[mine]
         fake = generator.forward(noise)
         for points, is_real in ((real, True), (fake, False)):

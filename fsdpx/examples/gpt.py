@@ -4,8 +4,8 @@
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
     mpiexec --with-ft ulfm -n 4 python -m fsdpx.examples.gpt --elastic --chunks 32 --chaos "kill 0@2000"   # Open MPI
 
-By default the text is the sources of Python's own standard library, which every machine has. A run leaves a folder in
-runs/; `--resume` continues the newest one."""
+By default the text is the sources of Python's own standard library, which every machine has. Each run writes a
+folder in runs/; `--resume` continues the newest one."""
 
 import argparse
 import math
@@ -93,8 +93,8 @@ def make_optimizer(lr: float, steps: int) -> optim.AdamW:
 def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
     """Return the data loader of the training split, and a list of fixed batches of the validation split.
 
-    `comm` are the data ranks, `trainer.data_group`; ranks that differ only on the pipeline or tensor axis read the
-    same samples. `prints` says whether this rank prints."""
+    `comm` is the communicator of the data ranks, `trainer.data_group`; ranks that differ only on the pipeline or
+    tensor axis read the same samples. `prints` says whether this rank prints."""
     source, seq_len = args.data or data.python_stdlib_folder(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
@@ -114,8 +114,8 @@ def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -
 
 
 def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
-    """Generate `count` bytes of text, and print them on rank 0 as they are generated. With `cache`, keys and values
-    are cached. Collective."""
+    """Generate `count` bytes of text, and print them on rank 0 as they are generated. If `cache` is True, attention
+    keys and values are cached. Collective."""
     prints = trainer.call_runner.rank == 0
     printed = TerminalStream(decode_bytes, lambda text: print(text, end="", flush=True) if prints else None)
     printed.write(f"\nsample:\n{prompt}")
@@ -124,7 +124,7 @@ def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, pro
 
 
 def make_trainer(args: argparse.Namespace) -> fsdpx.Trainer:
-    """Build the trainer with the options of the command line. Collective."""
+    """Build the trainer with the options from the command line. Collective."""
     elastic = fsdpx.ElasticConfig(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
     return make_gpt(args.size, args.dropout).as_distributed(
         loss=nn.CrossEntropyLoss(),
@@ -156,7 +156,7 @@ PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 
 def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
     """Parse the command line, and return the arguments and the run folder (None with --no-save). With --resume,
-    defaults are the arguments of the resumed run.
+    options that are not given default to those of the resumed run.
 
     Rank 0 writes the arguments to the folder. Collective."""
     made = make_parser()

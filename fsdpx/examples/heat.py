@@ -28,13 +28,13 @@ def make_random_plate(seed):
 
 def fill_halo(u):
     """Fill the ghost cells with cells of the neighboring ranks. Beyond walls, fill them
-    such that one wall has temperature 1 and the other walls are insulated."""
+    so that one wall has temperature 1 and the other walls are insulated."""
     for dim in range(2):
         before, after = cart.Shift(dim, 1)
-        v = np.moveaxis(u, dim, 0)  # a view of u; the second dim also fills the corners
+        v = np.moveaxis(u, dim, 0)  # a view of u; exchanging the second dim also fills the corners
         low, high = v[1].copy(), v[-2].copy()
         if dim == 1 and before == MPI.PROC_NULL:
-            low = 2 - low  # the mean of the ghost cell and the cell at the wall is 1
+            low = 2 - low  # so that the mean of the ghost cell and the cell at the wall is 1
         cart.Sendrecv(v[-2].copy(), after, recvbuf=low, source=before)
         cart.Sendrecv(v[1].copy(), before, recvbuf=high, source=after)
         v[0], v[-1] = low, high
@@ -59,7 +59,7 @@ def main():
         for _ in range(STATES):
             before, u = u, step_explicitly(u)
             loss = trainer.step(before, u)
-    u = v = make_random_plate(RUNS)  # a test run, which is not in the training data
+    u = v = make_random_plate(RUNS)  # a test run that is not in the training data
     for _ in range(STATES):
         u, v = step_explicitly(u), v.copy()
         v[1:-1, 1:-1] = trainer.predict(v)

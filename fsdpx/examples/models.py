@@ -20,7 +20,8 @@ DIGIT_SIDE = 12
 
 @dataclass(frozen=True)
 class GPTSize:
-    """Size of a GPT: width (features), number of blocks, number of heads per block, and context length in tokens."""
+    """Size of a GPT: width (number of features), number of blocks, number of heads per block, and context length in
+    tokens."""
 
     d_model: int
     n_layers: int
@@ -32,7 +33,7 @@ SIZES = {"tiny": GPTSize(256, 4, 4, 256), "small": GPTSize(512, 8, 8, 256), "med
 
 
 def make_gpt(size: str, dropout: float = 0.0) -> GPT:
-    """Build a GPT over bytes with tied weights. `size` is a key of `SIZES`, such as "tiny"."""
+    """Build a byte-level GPT with tied weights. `size` is a key of `SIZES`, such as "tiny"."""
     s = SIZES[size]
     return GPT(BYTES, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
 
@@ -44,8 +45,9 @@ def make_mlp(layers: int, width: int, activation: bool = True) -> Sequential:
 
 
 def make_digits_model() -> Sequential:
-    """Build a small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
-    from fsdpx.ext.fields.conv import Conv2d  # imported here, because other models need no field layers
+    """Build a small convolutional network that maps images `(samples, 1, 12, 12)` to logits of the ten digits
+    `(samples, 10)`."""
+    from fsdpx.ext.fields.conv import Conv2d  # imported here, because the other models do not need field layers
     from fsdpx.ext.fields.pool import MaxPool2d
 
     return Sequential(

@@ -1,4 +1,4 @@
-"""Draws the figures of the surrogate tutorial with Matplotlib (the extra `plot`)."""
+"""Draws the figures of the surrogate tutorial with Matplotlib (installed by the extra `plot`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
     folder : where to write; it is created if needed
     grid : how the field is split over ranks; it has 2 dims, of which the second is periodic
     end_states : last states of the solver and of the network, as full fields (rows, columns, 3)
-    errors : error of the network's state after each step, relative to the waves
+    errors : error of the network's state after each step, relative to the size of the waves
     """
     from matplotlib import rc_context
 
@@ -75,7 +75,7 @@ def _draw_error_figure(errors: Sequence[float]) -> Any:
 
 
 def _draw_parts_figure(grid: fsdpx.Grid, height: Array, options: dict[str, Any]) -> Any:
-    """Draw each rank's part of the field at its position, with its halo in pale colors. There is no halo beyond
+    """Draw each rank's part of the field at its position, with its halo in pale colors. Parts have no halo beyond
     walls."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure

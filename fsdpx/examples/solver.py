@@ -2,10 +2,10 @@
 
 mpiexec -n 4 python -m fsdpx.examples.solver --trainers 2
 
-The solver advances the velocity of a fluid by Burgers' equation in two dimensions, in many small steps; each of its
-ranks has rows of the field. The ranks that train have columns. They receive snapshots, learn from them how the field
+The solver advances the velocity of a fluid by Burgers' equation in two dimensions, in many small steps; each solver
+rank holds rows of the field. The training ranks hold columns. They receive snapshots, learn from them how the field
 changes in a large step, and send weights back. They also steer the solver: when their loss is low enough, the solver
-takes large steps with the network, and small steps only to check these and to produce snapshots."""
+takes large steps with the network, and small steps only to check the network and to produce snapshots."""
 
 import argparse
 import sys
@@ -21,26 +21,26 @@ from fsdpx.core.base.option_names import Strategy
 from fsdpx.errors import ConfigError
 from fsdpx.examples._cli import run_main
 
-SIDE = 32  # number of cells of the field in each direction
+SIDE = 32  # number of cells along each dim of the field
 # number of small steps per large step, length of a small step in time, viscosity
 SMALL, STEP, VISCOSITY = 4, 0.0025, 0.02
 LARGE = 5  # number of large steps per round
 SCALE = 20.0  # the network's output is the change in a large step times this factor
 GOOD = 3e-4  # the solver may use the network if its loss is below this value
-# numbers of snapshots kept, of snapshots per training step, and of training steps per round
+# number of snapshots kept, snapshots per training step, and training steps per round
 KNOWN, DRAWN, STEPS = 8, 2, 40
 Array = np.ndarray
-Part = tuple[tuple[int, int], ...]  # for each dim, the range (start, stop) of a rank's cells
+Part = tuple[tuple[int, int], ...]  # range (start, stop) of a rank's cells along each dim
 
 
 def make_network() -> nn.Layer:
-    """Build the network that maps the field to its change in a large step. Each output cell depends on 5 x 5 cells of
-    the periodic field."""
+    """Build the network that maps the field to its change in one large step. Each output cell depends on 5 x 5 cells
+    of the periodic field."""
     return nn.Sequential(nn.Conv2d(2, 48, 5, padding=2, padding_mode="circular"), nn.Tanh(), nn.Conv2d(48, 2, 1))
 
 
 class PutWindow:
-    """One-sided communication: an MPI window into which other ranks put arrays, between
+    """One-sided communication: an MPI window into which other ranks put arrays between
     two fences.
 
     Collective over `world`, an mpi4py communicator."""
@@ -57,7 +57,8 @@ class PutWindow:
         """Put arrays into the windows of other ranks, given as (rank, MPI datatype of
         the target elements, float32 array). Collective.
 
-        Afterwards `inbox` has the data of other ranks until the next round."""
+        Afterwards, `inbox` holds the data received from other ranks, until the next
+        call."""
         everyone = self._world.Ibarrier()  # nonblocking, because waiting in a fence would keep a core busy
         while not everyone.Test():
             time.sleep(0.001)
@@ -73,14 +74,14 @@ class PutWindow:
 
 
 class SnapshotExchange:
-    """Sends a field from solver ranks, which have rows, to ranks with another
-    partition: finds which cells each rank needs, and where they are in its part.
+    """Sends a field from solver ranks, which hold rows, to ranks with a different
+    partition. Finds which cells each rank needs, and where they are in its part.
 
     Parameters
     ----------
     mine : this rank's part
     theirs : the parts of the ranks that receive snapshots, by rank
-    channels : channels of a snapshot
+    channels : number of channels of a snapshot
     """
 
     def __init__(self, mine: Part, theirs: dict[int, Part], channels: int) -> None:
@@ -107,8 +108,8 @@ class SnapshotExchange:
 
 
 class Solver:
-    """Solves Burgers' equation on a periodic field by explicit steps. Each rank of `comm`, an mpi4py communicator, has
-    some rows of the field."""
+    """Solves Burgers' equation on a periodic field by explicit steps. Each rank of `comm`, an mpi4py communicator,
+    holds some rows of the field."""
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
@@ -124,8 +125,8 @@ class Solver:
         self.net = make_network().as_distributed(domain=self.grid)
 
     def advance_round(self, learned: bool) -> Array:
-        """Advance the field by the large steps of one round. Return a snapshot of the first one, (4, rows, SIDE): the
-        field before the step, and the scaled change of the field."""
+        """Advance the field by the large steps of one round. Return a snapshot of the first large step, (4, rows,
+        SIDE): the field before the step, followed by the scaled change of the field."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:
@@ -146,7 +147,7 @@ class Solver:
         self.net.load_parameters(values)
 
     def all_reduce_error(self) -> float:
-        """Return the largest difference from the reference field, on all solver ranks. Collective over `comm`."""
+        """Return the largest difference from the reference field over all solver ranks. Collective over `comm`."""
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
     def _step_large(self, field: Array) -> Array:
@@ -161,8 +162,8 @@ class Solver:
         return field
 
     def _add_halo_rows(self, field: Array) -> Array:
-        """Return this rank's rows with one halo row above and below, from the neighboring ranks. Collective over
-        `comm`."""
+        """Return this rank's rows with one halo row above and one below, received from the neighboring ranks.
+        Collective over `comm`."""
         before, after = (self.comm.rank - 1) % self.comm.size, (self.comm.rank + 1) % self.comm.size
         above, below = np.empty((2, 1, SIDE)), np.empty((2, 1, SIDE))
         self.comm.Sendrecv(field[:, -1:].copy(), after, recvbuf=above, source=before)
@@ -176,7 +177,7 @@ def flatten_values(values: dict[str, Array]) -> Array:
 
 def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
     """Run the solver. Return the largest difference from the reference field, and the
-    fraction of small steps that were really taken."""
+    fraction of small steps that the solver actually took."""
     solver, learned = Solver(comm), False
     weights = sum(spec.size for spec in make_network().specs().values())
     exchange = PutWindow(world, weights + 1)
@@ -186,7 +187,7 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
     for _ in range(rounds):
         exchange.put_and_fence(snapshots.make_messages(solver.advance_round(learned)))
         solver.load_weights(exchange.inbox[:-1])
-        learned = exchange.inbox[-1] < GOOD  # equal on all solver ranks, which got the same loss
+        learned = exchange.inbox[-1] < GOOD  # equal on all solver ranks, because they received the same loss
     exchange.close()
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)
 
@@ -202,13 +203,13 @@ def run_training(comm: Any, world: Any, rounds: int, strategy: Strategy) -> floa
     trainer = make_network().as_distributed(loss=nn.MSELoss(), optimizer=adam, strategy=strategy, domain=grid)
     exchange = PutWindow(world, 4 * SIDE * columns)
     world.allgather(get_part(grid))
-    draw = np.random.default_rng(0)  # the same seed on all ranks, which must draw the same snapshots
+    draw = np.random.default_rng(0)  # all ranks use the same seed, so that they draw the same snapshots
     known, loss = list[Array](), np.inf
     for _ in range(rounds):
         weights = flatten_values(trainer.parameters())  # `parameters` returns full arrays on every training rank
         letter = np.append(weights, np.float32(loss))
         where = MPI.FLOAT.Create_contiguous(letter.size).Commit()
-        # numbers of the solver ranks to which this rank sends the weights
+        # solver ranks to which this rank sends the weights
         mine = range(comm.rank, world.size - comm.size, comm.size)
         exchange.put_and_fence((rank, where, letter) for rank in mine)
         known = [*known, exchange.inbox.reshape(4, SIDE, columns).copy()][-KNOWN:]

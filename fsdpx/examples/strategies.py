@@ -2,7 +2,7 @@
 
     mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
 
-A table on the documentation page "strategies" says what each is good for, and what to watch out for."""
+A table on the documentation page "strategies" says what each strategy is good for, and what to watch out for."""
 
 import argparse
 import shutil
@@ -47,7 +47,7 @@ def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") 
     """Train for `steps` steps. Return the loss on the batch before and after training, and this rank's report of
     memory and traffic. Collective.
 
-    `folder` is the job's folder for offloaded state, used only by the strategy "offload"."""
+    `folder` is the folder for offloaded state, used only by the strategy "offload"."""
     options = dict(STRATEGIES[name])
     if "offload" in options:
         options["offload"] = fsdpx.OffloadConfig(folder, what=("optimizer", "parameters"))
@@ -68,7 +68,7 @@ def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") 
         for _ in range(steps):
             trainer.step(x, y)
         report = trainer.report()
-        trainer.call_runner.wait_for_last_step()  # with asynchronous strategies, other ranks may still train
+        trainer.call_runner.wait_for_last_step()  # with asynchronous strategies, other ranks may still be training
         return before, trainer.evaluate(x, y), report
 
 

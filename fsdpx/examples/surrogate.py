@@ -23,22 +23,22 @@ Array = np.ndarray
 
 
 def make_network() -> nn.Layer:
-    """Build the U-Net that maps a state to the next one. It is padded with copies of the edge cells at walls, and
-    periodically along columns."""
+    """Build the U-Net that maps a state to the next one. It pads with copies of the edge cells at walls, and
+    periodically along the other dim."""
     around = ("replicate", "circular")
     return nn.Residual(nn.UNet(3, 3, width=12, depth=1, padding=around, norm=None, activation="tanh"))
 
 
 def compute_waves(u: Array) -> Array:
-    """Return the deviation of a state from still water, scaled to values of about 1."""
+    """Return how far a state deviates from still water, scaled to values of about 1."""
     return (u - REST) * SCALE
 
 
 def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float:
-    """Run the solver, and train on random earlier states after each new state. Return
-    the last loss."""
+    """Run the solver, and train on randomly drawn earlier states after each new state.
+    Return the last loss."""
     seen: list[tuple[Array, Array]] = []
-    draw = np.random.default_rng(0)  # the same seed on all ranks, which must draw the same states
+    draw = np.random.default_rng(0)  # all ranks use the same seed, so that they draw the same states
     loss = np.inf
     for run in range(1, runs + 1):
         u = make_initial_drops(run)
@@ -61,8 +61,8 @@ def run_solver_and_train(trainer: fsdpx.Trainer, runs: int, steps: int) -> float
 def compare_with_solver(trainer: fsdpx.Trainer) -> tuple[list[float], list[Array], list[float]]:
     """Compare the network with the solver in a run that is not in the training data.
 
-    Returns the error of each state relative to the waves, the last states of solver and
-    network, and the time in seconds that each takes per state."""
+    Returns the error of each state relative to the size of the waves, the last states of
+    solver and network, and the time in seconds that each takes per state."""
     u = make_initial_drops(0)
     v, errors, seconds = compute_waves(u), list[float](), [0.0, 0.0]
     for k in range(STATES):

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     mine = everyone.rank * args.groups // everyone.size
-    # unlike this, everyone.split makes groups that must allocate shared memory together
+    # not everyone.split, whose groups must all allocate shared memory at the same time
     group = MPI.COMM_WORLD.Split(mine)
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
     results = everyone.all_gather_data((mine, found))
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_results(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
-    """Print a line for each learning rate. `results` has, for each rank, the number of its group, and the group's
-    validation losses by learning rate."""
+    """Print one line for each learning rate. `results` has an entry for each rank: the number of its group, and the
+    validation losses of the group by learning rate."""
     print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
     losses = {rate: loss for _, found in results for rate, loss in found.items()}
