@@ -54,8 +54,8 @@ class CallablePackage(ModuleType):
     else:
 
         def __call__(self, *arguments: Any, **options: Any) -> Plan:
-            """Search for the fastest configuration: call `search` with the same arguments. Raise ConfigError if they
-            do not fit its signature."""
+            """Search for the fastest configuration: call `search` with the same arguments. Raise ConfigError if the
+            arguments do not fit the signature of `search`."""
             try:
                 signature(search).bind(*arguments, **options)
             except TypeError as error:

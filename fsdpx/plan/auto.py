@@ -47,8 +47,8 @@ def plan_recipe(
     batch : inputs and targets of the global batch, as for `fsdpx.plan`
     memory : bytes that a rank may use (default: its share of the host's free memory; for a GPU, the capacity that
         `machine` states)
-    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0; without this file, a
-        laptop for each of these hosts, or `a100-dgx-200g` for device="cuda")
+    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0; without this file, each
+        host is treated as a laptop, or for device="cuda", `a100-dgx-200g` is used)
 
     Returns
     -------
@@ -92,7 +92,7 @@ def plan_recipe(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the search must not change: all that the user has chosen, and three more.
+    """Return the options that the search must not change: those that the user has set, and three more.
 
     The precision is kept because a plan must not change results, `group_bytes` because it is measured at runtime, and
     `offload` because it needs a folder."""
@@ -129,7 +129,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a note of its name and of the file or default that describes it."""
+    """Return the machine to plan for, and a text with its name and the file or default that it comes from."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"
@@ -144,8 +144,8 @@ def _find_machine_and_source(
 
 
 def _describe_plan(found: Plan, source: str) -> str:
-    """Describe the chosen options, the predicted time and memory, and the second-best kind of parallelism in one
-    sentence."""
+    """Return one sentence with the chosen options, the predicted time and memory, and the second-best kind of
+    parallelism."""
     best = found.best_candidate
     limit = "" if found.memory is None else f" within {format_bytes(found.memory)} per rank"
     others = [one for kind, one in found.best_by_kind.items() if kind != best.summary]

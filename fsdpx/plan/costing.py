@@ -1,6 +1,5 @@
 """Records the cost of each action of a training step, such as the forward of one layer group, in a run on shape-only
-arrays. Of several equal layers only one runs, and only once. Further calls reuse its recorded cost, and create new
-result arrays."""
+arrays. Equal layers run only once. Later calls reuse the recorded cost, and create new result arrays."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class _LayerResult(NamedTuple):
     plan : how to rebuild the return value
     work, calls : work and communication of the call
     inner : peak bytes during the call, in addition to the bytes in use before the call
-    flags : which gradients are written after the call
+    flags : flags of the layer's gradients after the call: whether each one has been written
     """
 
     plan: Any
@@ -98,7 +97,8 @@ class ActionCostRecorder(TimelineRecorder):
         self._pop_work_and_calls()
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units with each of this rank's layers wrapped, so that the results of equal layers are reused."""
+        """Wrap each of this rank's layers so that the results of equal layers are reused, and return the units with
+        the wrapped layers."""
         if len(self._units) < len(units):
             for unit in units:
                 nodes = (
@@ -122,8 +122,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and the communication calls since the last call of this method. With `moved=False`, it is
-        known that nothing was communicated."""
+        """Return the work and the communication calls since the last call of this method. `moved=False` means that
+        there was no communication."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -134,11 +134,11 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return `run()`, or rebuild its result if an equal call has run before; its work is then counted as if it had
-        run. Calls are equal if `key`, the shapes of `arguments` and the state of the gradients are equal.
+        """Return the result of `run()`. If an equal call has run before, rebuild its result instead, and count its
+        work again. Calls are equal if `key`, the shapes of `arguments` and the state of the gradients are equal.
 
-        `flags` says which gradients of the layer are written. `constants` is the cache of the `LayerContext`; calls
-        that add to it are not memoized."""
+        `flags` tells which gradients of the layer have been written. `constants` is the cache of the `LayerContext`;
+        calls that add to it are not memoized."""
         roots: list[Storage] = []
         key = (*key, _make_shape_key((arguments, constants), roots), flags.read_flags())
         made = self._known.get(key)
@@ -155,8 +155,8 @@ class ActionCostRecorder(TimelineRecorder):
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
     ) -> Any:
-        """Run the call, and store its cost, and how to rebuild its result, under `key`. If the result cannot be
-        rebuilt, later calls run again."""
+        """Run the call, and store its cost under `key`, together with how to rebuild its result. If the result cannot
+        be rebuilt, equal calls run again."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting_work() as work:
@@ -176,7 +176,7 @@ class ActionCostRecorder(TimelineRecorder):
 
 
 class _Flags:
-    """Reads and writes the flags that say which gradients of a layer have been written."""
+    """Reads and writes the flags that tell which gradients of a layer have been written."""
 
     __slots__ = ("_entries",)
 
@@ -222,7 +222,7 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first layer seen that is equal to this one, or the layer itself. Equal containers must share one
+    """Return the first layer that is equal to this one, or this one if there was none. Equal containers must share one
     object, because a container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
@@ -233,8 +233,8 @@ def _find_first_equal_layer(layer: Layer) -> Layer:
 def _make_layer_key(value: Any, kept: list[Any]) -> Any:
     """Return a hashable key that is equal for layers of the same class with equal attributes.
 
-    Objects whose attributes are not known are compared by id. They are appended to `kept`, so that no new object gets
-    the same id."""
+    Objects with unknown attributes are compared by id. They are appended to `kept`, which keeps them alive, so that no
+    new object can get the same id."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):
@@ -248,8 +248,8 @@ def _make_layer_key(value: Any, kept: list[Any]) -> Any:
 
 
 def _make_shape_key(value: Any, roots: list[Storage]) -> Any:
-    """Return a hashable key of nested values that describes the shapes and dtypes of arrays, and which arrays share
-    memory. The storage of each array is appended to `roots`."""
+    """Return a hashable key for nested values. It contains the shapes and dtypes of arrays, and tells which arrays
+    share memory. The storage of each array is appended to `roots`."""
     kind = type(value)
     if kind is ShapeArray:
         roots.append(value.root)

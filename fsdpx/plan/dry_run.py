@@ -1,5 +1,5 @@
-"""`dry_run` runs one training step of one rank on arrays without data, and counts bytes, calls and memory. It needs
-neither MPI nor the other ranks."""
+"""`dry_run` runs one training step of one rank on shape-only arrays (arrays without data), and counts bytes, calls and
+memory. It needs neither MPI nor the other ranks."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class ProcessBaseline:
 
     Attributes
     ----------
-    own : private memory, without MPI
-    files : code and data that the processes of a host share, without MPI
+    own : private memory, without that of MPI
+    files : code and data files that the processes of a host share, without those of MPI
     mpi : what MPI adds to `own`, including its shared memory
     mpi_files : what MPI adds to `files`
     workspace : workspace of the BLAS library, which holds reordered copies of large operands
@@ -105,7 +105,7 @@ def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBa
     known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _TYPES)))
     if known is not None:
         return known
-    # an unmeasured first run, which compiles missing kernels, since compiling takes memory
+    # the first run only compiles missing kernels; it is not measured, because compiling takes memory
     _measure_in_child(mpi, blas, ranks_here)
     found = _measure_in_child(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:
@@ -171,9 +171,9 @@ class DryRun:
     def footprint(self) -> Footprint:
         """Predicted peak memory of the whole process, including interpreter, libraries, MPI and shared memory.
 
-        The memory of a process without a model is measured once per machine, which takes about three seconds. Kernels
-        are assumed to be compiled already. The first job on a machine compiles its kernels, which takes some 150 MiB
-        more."""
+        The memory of a process without a model is measured once per machine, which takes about three seconds. The
+        prediction assumes that kernels are already compiled. The first job on a machine, which compiles its kernels,
+        needs about 150 MiB more."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
         base = measure_or_load_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
@@ -206,7 +206,7 @@ def dry_run(
     **options: Any,
 ) -> DryRun:
     """Run one training step of one rank on arrays without data, and return its predicted memory and traffic. Needs
-    neither MPI nor initial values.
+    neither MPI nor initial parameter values.
 
     Parameters
     ----------
@@ -215,7 +215,7 @@ def dry_run(
         inputs, a tuple or dict of arrays or pairs
     ranks : number of ranks of the imagined job
     rank : the rank to run
-    ranks_per_host : how many ranks share the memory of a host, where shared memory is used (docs: speed)
+    ranks_per_host : number of ranks that share the memory of a host, if shared memory is used (docs: speed)
     options : options of `fsdpx.distribute`, except comm, device and backend
 
     Returns
@@ -255,7 +255,8 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
 
 
 def _make_shape_arrays(spec: Any, name: str = "x") -> Any:
-    """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. `name` is for errors."""
+    """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. Error messages call the
+    batch `name`."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 

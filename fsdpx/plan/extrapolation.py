@@ -1,5 +1,5 @@
-"""Predicts a step with many microbatches from runs with a few of them, since the time grows linearly with their
-number. Compiled programs tell how often each action runs."""
+"""Predicts a step with many microbatches from runs with only a few, since the time grows linearly with the number of
+microbatches. The compiled programs tell how often each action runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ __all__ = ["StepDryRuns"]
 
 @dataclass(frozen=True)
 class StepDryRuns:
-    """Shape-only runs of a step on a few ranks, from which the step can be predicted on any machine.
+    """Shape-only runs of a step on a few ranks, from which the time of the step can be predicted for any machine.
 
     Attributes
     ----------
     step : the step
     runs : for each pipeline rank, a run of the data rank with the most samples
-    others : runs of the data rank with the fewest samples, and of the rank with the most neighbors in a grid
+    others : runs of the data rank with the fewest samples, and of the rank with the most neighbors in a grid, if these
+        differ from `runs`
     ran : number of microbatches that ran
     simulated, period : see `WorldStep.count_simulated_microbatches`
     """
@@ -50,8 +51,8 @@ class StepDryRuns:
 
     @classmethod
     def _run_differing_ranks(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
-        """Run the step on one rank of each kind: every pipeline rank, for the data ranks with the most and with the
-        fewest samples, and for the rank with the most neighbors in a grid."""
+        """Run the step on one rank of each kind: on all pipeline ranks of the data rank with the most samples, of the
+        data rank with the fewest samples, and of the rank with the most neighbors in a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -63,8 +64,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, simulated, period)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the program with all microbatches repeats only actions that ran, and whether every `period`
-        additional microbatches repeat the same ones."""
+        """Return whether the dry runs represent all microbatches: the full program must only repeat actions that ran,
+        and every `period` additional microbatches must add the same actions."""
         m, simulated, period = self.step.microbatches, self.simulated, self.period
         times = (m - simulated) // period if period else 0
         for one in () if self.ran == m else self.runs:
@@ -79,7 +80,7 @@ class StepDryRuns:
         """Return the predicted time of the step in seconds, the seconds by cause, and the simulated events. The
         machine's overhead per step is not included.
 
-        Only some microbatches are simulated. Each further one adds the same time."""
+        Only some of the microbatches are simulated, since all further ones add the same time."""
         simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)
         seconds, rows = clock.time_programs(simulated)
         parts = clock.average_seconds_by_cause(rows, seconds)
@@ -116,8 +117,8 @@ class StepDryRuns:
         """Return how the memory of each pipeline rank changes over a simulated step, as {kind of memory: [(seconds,
         bytes in use from that time on)]} per rank.
 
-        Buffers of the program count while they are in use. Activations count with their maximum during each action.
-        The dry runs must have run all microbatches of `events`."""
+        A buffer of the program counts while it is in use. Activations count with their maximum during each action. The
+        dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_timeline(run, self.simulated, rows[rank]) for rank, run in enumerate(self.runs)]
 
@@ -125,14 +126,14 @@ class StepDryRuns:
 def _make_memory_timeline(
     run: RankDryRun, microbatches: int, row: list[ActionEvent]
 ) -> dict[str, list[tuple[float, int]]]:
-    """Return {kind of memory: [(seconds, bytes in use from that time on)]} for one pipeline rank, whose simulated
-    events are `row`."""
+    """Return {kind of memory: [(seconds, bytes in use from that time on)]} for one pipeline rank. `row` contains the
+    simulated events of this rank."""
     state, program = run.session.state, run.programs[microbatches]
     held = state.ledger.count_bytes_by_kind()
     changes: dict[str, list[tuple[float, int]]] = {kind: [(0.0, n)] for kind, n in held.items()}
     passing = {
         one.key.page: one.nbytes for one in state.ledger if one.is_freed_by_update
-    }  # gradient sums are on the heap, not in the preallocated arena
+    }  # gradient sums are allocated on the heap, not in the preallocated arena
     parts = [BufferLifetime(one.slot, one.start, one.stop, passing[one.slot.at]) for one in find_slot_lifetimes(program)
              if one.slot.kind == "part" and one.slot.at in passing]  # fmt: skip
     changes.setdefault("gradients", []).append((0.0, -sum(passing.values())))

@@ -1,4 +1,4 @@
-"""Warns of figures in a prediction that were not validated by measurements."""
+"""Lists the figures in a prediction that have not been validated by measurements."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def list_unmeasured(found: Prediction) -> list[str]:
 
 
 def _explain_unmeasured_kernels(machine: Machine) -> str:
-    """Return a warning if no kernel of a CPU machine was measured, else "". It matters because convolutions reach at
-    most half the rate of matrix products."""
+    """Return a warning if no kernel of a CPU machine was measured, else "". Measured rates matter because convolutions
+    reach at most half the rate of matrix products."""
     if machine.compute.gpu or machine.compute.kernels.passes:
         return ""
     rates = f"no kernel of {machine.name} was measured: all are priced as matrix products and copies of memory"

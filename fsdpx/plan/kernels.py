@@ -1,5 +1,5 @@
-"""Measured rates of compute kernels by name and number format, from which the rate of a call of any size is
-interpolated."""
+"""Measured rates of compute kernels by name and number format. The rate of a call of any size is interpolated from
+them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class KernelRates:
 
     Parameters
     ----------
-    passes : for each format and kernel, the bytes per second of calls that read and write `SHORT` and `LONG` bytes; the
-        key `WEIGHTS` + kernel holds the rate at which a convolution reorders its weights
-    products : for each format and each kernel that consists of matrix products, rows of (input channels, output
-        channels, window size in cells, windows per row of results, FLOP per second), measured in the caches. The rows
-        form a full grid, and the logarithms of rates are interpolated linearly in the logarithms of the other numbers
+    passes : format -> kernel -> (bytes per second of a call that reads and writes `SHORT` bytes, the same for `LONG`
+        bytes); the key `WEIGHTS` + kernel holds the rate at which a convolution reorders its weights
+    products : format -> kernel -> rows of (input channels, output channels, window size in cells, windows per row of
+        results, FLOP per second), measured in the caches, for each kernel that consists of matrix products. The rows
+        form a full grid, in which log(rate) is interpolated linearly in the logarithms of the other numbers
     """
 
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     products: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] = field(default_factory=dict)
 
     def get_bytes_per_second(self, kernel_pass: KernelPass, name: str) -> float | None:
-        """Return the rate of a kernel call that is bound by memory, interpolated between `SHORT` and `LONG` bytes.
+        """Return the rate of a memory-bound kernel call, interpolated between the rates for `SHORT` and `LONG` bytes.
 
-        Formats that were not measured have the rates of float32. Kernels that were not measured have the rate of plain
+        A format that was not measured has the rates of float32. A kernel that was not measured has the rate of plain
         array code.
 
         Parameters
@@ -104,8 +104,9 @@ class KernelRates:
         return product.flops / rate + count_weight_bytes(product) / known[0]
 
     def compute_extra_memory_seconds(self, kernel_pass: KernelPass, name: str) -> float | None:
-        """Return the time that a kernel takes beyond its matrix products, whose rates were measured in the caches: for
-        accessing main memory, and for converting 16-bit values that are computed in float32.
+        """Return the time that a kernel takes in addition to its matrix products. This is the time for accessing main
+        memory, because the products were measured in the caches, and for converting 16-bit values that are computed in
+        float32.
 
         Parameters
         ----------
@@ -137,17 +138,17 @@ class KernelRates:
 
 
 def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]:
-    """Return where a matrix product lies in the grid of measured sizes: (input channels, output channels, window size
-    in cells, windows per row of results).
+    """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
+    size in cells, windows per row of results).
 
-    Matrix products that compute parameter gradients sum over cells, so their input channels are the columns."""
+    A matrix product that computes parameter gradients sums over cells, so its columns are the input channels."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 
 
 def count_weight_bytes(product: ProductCount) -> int:
-    """Return the size in bytes of the float32 weight in one matrix product of a convolution, (output channels, input
-    channels)."""
+    """Return the size in bytes of the float32 weight in one matrix product of a convolution. The weight has the shape
+    (output channels, input channels)."""
     return 4 * prod(get_product_grid_point(product)[:2])
 
 
@@ -178,8 +179,9 @@ class _Grid:
 
 
 def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """Return the coordinates of an axis between which a value lies, each with its interpolation weight. Weights are
-    linear in the logarithm of the value. On a coordinate, or beyond the ends, only one is returned."""
+    """Return (coordinate, interpolation weight) for the two coordinates of an axis between which `value` lies. Weights
+    are linear in the logarithm of the value. If the value is equal to a coordinate, or beyond the ends of the axis,
+    only one coordinate is returned."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:

@@ -1,5 +1,5 @@
-"""A lower bound on the step time, with which the search rules out configurations without predicting them. It comes
-from one dry run of the layers, which many configurations share."""
+"""A lower bound on the step time, which lets the search rule out configurations without predicting them. It is
+computed from one dry run of the layers, which serves many configurations."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ others."""
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It counts the computing, and the communication that
-    layers wait for.
+    """Return a lower bound on the time of a step in seconds. It includes only the computing, and the communication
+    that layers wait for.
 
-    Each pipeline rank computes its stages for all microbatches. Before it can begin, the first microbatch must pass
-    through the forward of all stages before the rank's lowest stage. At the end, the last microbatch must pass through
-    the backward of these earlier stages, while the rank may still be computing parameter gradients. The bound is 0 if
-    `stages` are given."""
+    Each pipeline rank computes its stages for all microbatches. Before the rank can begin, the first microbatch must
+    pass through the forward of all stages before the rank's lowest stage. At the end, the last microbatch must pass
+    through the backward of these earlier stages, while the rank may still be computing parameter gradients. The bound
+    is 0 if the option `stages` is given."""
     pipe = PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe"))
     m, options = step.microbatches, step.options
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m

@@ -1,5 +1,5 @@
-"""Descriptions of machines: the speed of ranks and of the network between them. They are read from machine.toml
-files."""
+"""Descriptions of machines: the speed of ranks and of the network between them. Descriptions are read from
+machine.toml files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEASURED_VALUES = ("compute", "links")
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """One level of the network hierarchy, such as the network between hosts. The ranks of one unit of the level (a
+    """One level of the network hierarchy, such as the network between hosts. All ranks in one unit of the level (a
     socket, a host, a rack) reach each other at the same speed.
 
     Parameters
@@ -42,9 +42,9 @@ class NetworkLevel:
     name : name of the level, such as "socket", "host", "rack" or "system"
     latency : seconds that an empty message takes
     bandwidth : bytes per second of one rank while no other rank sends
-    ranks : number of ranks of one unit (default: all ranks, which the last level requires)
-    contention : share of its bandwidth that a rank loses to each other rank in the same unit of the level below; 0 if
-        every rank has its own link (default), 1 if all ranks share one link
+    ranks : number of ranks in one unit (default: all ranks, for the last level only)
+    contention : how much ranks in the same unit of the level below slow each other down: 0 if every rank has its own
+        link (default), 1 if all of these ranks share one link
     """
 
     name: str
@@ -76,14 +76,14 @@ class Compute:
     flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
-    half : FLOP of a matrix product that reaches half of that rate; a product of F FLOP reaches the share F / (F + half)
-        of it. This applies to the fastest format, and products in other formats lose the same time
+    half : number of FLOP of a matrix product that reaches half the rate of large ones; a product of F FLOP reaches F /
+        (F + half) of that rate. This holds for the fastest format; products in other formats lose the same time
     memory_efficiency : share of `memory` that memory-bound kernels reach
     launch : additional seconds for each kernel
     spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist
         of several kernels; 0 if all intermediate arrays stay in registers and caches
     overhead : additional seconds for each step
-    gpu : whether a rank is a GPU; 16-bit formats are then computed in 16 bits
+    gpu : whether a rank is a GPU, which computes 16-bit formats in 16 bits
     cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores, in which case all other
         figures apply to a host on which all ranks are computing
     capacity : bytes of memory of one rank (None: not known)
@@ -127,7 +127,7 @@ class Machine:
     Parameters
     ----------
     name : name of the machine in tables and messages
-    levels : the network hierarchy, from the closest ranks to all ranks
+    levels : the network hierarchy: the first level connects the closest ranks, and the last one all ranks
     compute : speed and memory of one rank
     disk : speed of the disk for checkpoints and offload (None: not known)
     measured : which figures were measured: "compute", "links" or both (None: the file does not say)
@@ -189,7 +189,7 @@ class Machine:
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Return the factor by which computing takes longer with `ranks` ranks than `compute` says.
+        """Return by what factor computing takes longer with `ranks` ranks than the figures of `compute` say.
 
         The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). In that case the ranks of one core
         take turns, and all ranks wait for the core with the most ranks. The figures of `compute` apply to a full host,
@@ -210,8 +210,8 @@ class Machine:
 
 
 def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
-    """Convert the parsed TOML of a machine file to a `Machine`. Raise ConfigError, which names section and key, if it
-    is invalid."""
+    """Convert the parsed TOML of a machine file to a `Machine`. If it is invalid, raise a ConfigError that names
+    section and key."""
 
     def make_error(section: str, what: str, wanted: str) -> ConfigError:
         return ConfigError(f"machine file {path}, {section}: {what}; {wanted}")

@@ -52,8 +52,8 @@ def measure_this_machine(
 ) -> Machine:
     """Measure the machine on which these ranks run. The result is identical on all ranks. Collective.
 
-    `device` is "cpu" if ranks compute on cores, and "cuda" if on GPUs. To report progress, `count` is called with the
-    number of timings so far."""
+    `device` is "cpu" or "cuda": whether ranks compute on cores or on GPUs. To report progress, `count` is called with
+    the number of timings so far."""
     of = Processors() if device == "cpu" else Gpus()
     of.count = count
     set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as many threads as in training
@@ -77,10 +77,10 @@ class Processors:
     Attributes
     ----------
     formats : number formats whose matrix products are timed
-    basis : format whose small products determine `Compute.half`
+    basis : format in which small matrix products are timed, to determine `Compute.half`
     large : size of square matrices whose products reach the peak rate
     small : size of square matrices whose products do not reach it
-    block : a number of float32 elements that exceeds all caches
+    block : number of float32 elements of an array that does not fit into the caches
     """
 
     gpu, xp, timings = False, np, 0
@@ -132,7 +132,7 @@ def _average_call_seconds(
 
 
 def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
-    """Return the time of `calls` calls in seconds, until they have finished on the device."""
+    """Call `call` `calls` times, and return how many seconds pass until all calls have finished on the device."""
     device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
@@ -189,7 +189,7 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         for work, call in _iterate_calls_with_work(
             probes.iterate_matmul_calls(device.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
-            # a convolution has one product per window offset; take that of the largest part of the field
+            # a convolution has one product per window offset; take the one with the most FLOP
             most = max(work.products, key=lambda one: one.flops)
             grids.setdefault(most.kernel, []).append((*get_product_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids
@@ -207,8 +207,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
 def _iterate_calls_with_work(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Yield (work, call) for each call to time. The work is counted by running the same call on shape-only arrays,
-    `dry`."""
+    """Yield (work, call) for each call to time. `dry` are the same calls on shape-only arrays, which are run to count
+    the work."""
     for call, shaped in zip(calls, dry, strict=True):
         with counting_work() as work:
             shaped()

@@ -70,9 +70,9 @@ class Holding(NamedTuple):
     Attributes
     ----------
     kind : kind of memory, such as "parameters" or "activations"
-    what : its purpose, such as "kept for backward"
-    nbytes : its size in bytes
-    units : (name, bytes) for each unit (FSDP unit) to which some of it belongs
+    what : purpose of the memory, such as "kept for backward"
+    nbytes : size of the memory in bytes
+    units : (name, bytes) of each FSDP unit to which part of the memory belongs
     """
 
     kind: str
@@ -113,7 +113,7 @@ class MemoryPeak:
         return sum(one.nbytes for one in self.holdings)
 
     def with_larger_batch(self, nbytes: int) -> MemoryPeak:
-        """Return the peak if the arrays of the batch were `nbytes` bytes larger."""
+        """Return what the peak would be if the arrays of the batch were `nbytes` bytes larger."""
         found = [one._replace(nbytes=one.nbytes + nbytes * (one.what == BATCH)) for one in self.holdings]
         return replace(self, holdings=tuple(found))
 
@@ -188,7 +188,7 @@ def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iter
 
 def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
     """Yield the memory that is kept from step to step, such as parameters and optimizer state, and the gradient sums
-    of the step. The latter have `parts` bytes at the peak."""
+    of the step, which take `parts` bytes at the peak."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory
@@ -270,8 +270,8 @@ def list_lowering_changes(
 ) -> list[OptionChange]:
     """Try changing one option at a time, and return the changes that lower the memory peak, sorted by the new peak.
 
-    `current` are the current options, and `rows` is the number of samples per rank. `predict_peak` is a function from
-    changed options to the peak in bytes and the step time."""
+    `current` are the current options, and `rows` is the number of samples per rank. `predict_peak` takes the changed
+    options, and returns the peak in bytes and the step time."""
     least, found = predict_peak({})[0], []
     for options in _iterate_option_changes(current, rows):
         try:
@@ -284,11 +284,11 @@ def list_lowering_changes(
 
 
 def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
-    """Yield changes of options that may lower the peak, each as a dict of one option, or of several that only make
-    sense together."""
+    """Yield changes that may lower the peak. Each change is a dict of one option, or of several that only make sense
+    together."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
-        # of several numbers of microbatches, try only the first, twice the current one
+        # try only the first larger number of microbatches, which is twice the current one
         if name != "microbatches" or name not in names:
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}
@@ -304,7 +304,7 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
 
 
 def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
-    """Return a table of the changes. `seconds` is the current step time, to which new times are compared; with None,
+    """Return a table of the changes. New step times are compared to `seconds`, the current step time; if it is None,
     the column of times is left out."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"

@@ -36,7 +36,7 @@ class Prediction:
 
     Parameters
     ----------
-    seconds : time that a step takes, in seconds
+    seconds : time of a step in seconds
     parts : seconds by cause, averaged over the pipeline ranks: "compute"; communication that is not hidden behind
         computing, by mesh axis ("tensor", "shard", "replica", "pipe"); "optimizer"; "bubble", waiting for other
         pipeline ranks; "overhead". Their sum is `seconds`
@@ -66,21 +66,20 @@ class Prediction:
         """Bytes of the whole process of a rank on a CPU, including interpreter, libraries, MPI, and gaps in the heap
         between activations, on the ranks that need the most.
 
-        The part that does not depend on the model is the typical value `PROCESS_BYTES`, whereas `fsdpx.dry_run`
-        measures it."""
+        For the part that does not depend on the model, this uses the typical value `PROCESS_BYTES`, whereas
+        `fsdpx.dry_run` measures that part."""
         return (
             PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
         )
 
     @property
     def worst_class(self) -> RankClass:
-        """The group of equal ranks that needs the most memory."""
+        """The group of ranks with equal work that needs the most memory."""
         return max(self.classes, key=lambda one: one.nbytes)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that a rank sends in a step, by mesh axis. Each axis counts with the ranks that send the most along
-        it."""
+        """Bytes that a rank sends in a step, by mesh axis. For each axis, this is the maximum over all ranks."""
         found: dict[str, int] = {}
         for one in self.classes:
             sent: dict[str, int] = {}
@@ -97,8 +96,8 @@ class Prediction:
         return self.worst_class.peak
 
     def list_lowering_changes(self) -> list[OptionChange]:
-        """Return changes of one option each that would lower the memory peak, with the new peak and step time, sorted
-        by the new peak.
+        """Return the changes of a single option that would lower the memory peak, each with the new peak and step
+        time, sorted by the new peak.
 
         Each change requires a separate prediction."""
         step = self.step
@@ -142,21 +141,21 @@ def predict(
     """Predict the time, traffic and memory of a training step. This needs neither MPI nor data, and takes a fraction
     of a second.
 
-    Of each group of ranks that do the same work, one rank compiles and runs its program on arrays without data, as
+    In each group of ranks that do the same work, one rank compiles and runs its program on arrays without data, as
     `fsdpx.dry_run` does. A simulator then runs the programs of all pipeline ranks on the machine. If there are many
-    equal microbatches, the simulator runs only so many that each further microbatch would add the same time.
+    equal microbatches, the simulator runs only some of them, since all further ones add the same time.
 
     Parameters
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch. Fields have their full shape:
-        samples, channels and cells, or the layout of the given `Grid`. If there are several inputs, they are given as a
-        tuple of pairs
-    ranks : number of ranks of the world
+        samples, channels and cells, or the layout of the given `Grid`. Several inputs are given as a tuple of pairs
+    ranks : total number of ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`
-    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may also
-        be the number of ranks along each dim of a field, such as `(2, 2, 1)`. The default loss is CrossEntropyLoss for
-        integer targets, else MSELoss; the default optimizer is AdamW. On a GPU, "fp16" computes in 16 bits
+    mesh, strategy, microbatches, schedule, recompute, precision, options : as for `fsdpx.distribute`; `domain` may
+        also be the number of ranks along each dim of a field, such as `(2, 2, 1)`. The default loss is
+        CrossEntropyLoss for integer targets, else MSELoss; the default optimizer is AdamW. On a GPU, "fp16" computes
+        in 16 bits
 
     Returns
     -------
@@ -190,8 +189,8 @@ def disabling_gc() -> Iterator[None]:
 
 
 def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
-    """Run one rank of each group of equal ranks on shape-only arrays, and return the runs, from which
-    `predict_from_runs` predicts the step on any machine.
+    """Run the step on shape-only arrays, on one rank of each group of ranks that do the same work. Return the runs,
+    from which `predict_from_runs` can predict the step on any machine.
 
     `gpu` says whether ranks are GPUs; `options` are those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
@@ -207,7 +206,7 @@ def predict_step(step: WorldStep, machine: Machine) -> Prediction:
 
 
 def predict_from_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
-    """Predict a step on a machine from dry runs that were made before."""
+    """Predict a step on a machine from existing dry runs of the step."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
     found = seconds + overhead, {"overhead": overhead, **parts}, dry.make_rank_classes(), step.mesh, step.microbatches

@@ -36,8 +36,8 @@ class ActionPrice(NamedTuple):
 
 
 class StepClock:
-    """Simulates the step on all pipeline ranks. `runs` has a dry run of each of them, and `timing` is the time model
-    of the machine."""
+    """Simulates the step on all pipeline ranks. `runs` contains one dry run for each pipeline rank, and `timing` is
+    the time model of the machine."""
 
     def __init__(self, runs: list[RankDryRun], timing: StepTimes) -> None:
         self.runs, self._timing = runs, timing
@@ -46,13 +46,13 @@ class StepClock:
         self._known = cache(self._compute_price)
 
     def price_action(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time that an action takes on a pipeline rank. It may be an action of a microbatch that did not
+        """Return the time that an action takes on a pipeline rank. The action may belong to a microbatch that did not
         run."""
         return self._known(rank, find_representative_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time of an action that ran. A receive costs nothing: the whole transfer is charged to the send,
-        and its time depends on where both ranks are."""
+        """Return the time of an action that ran. A receive costs nothing: the whole transfer, whose time depends on
+        where sender and receiver are, is charged to the send."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})
@@ -64,8 +64,8 @@ class StepClock:
         return ActionPrice(*self._timing.price_action(cost))
 
     def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
-        """Simulate the step with a number of microbatches. Return its time in seconds, and the start and end of each
-        action on each pipeline rank."""
+        """Simulate the step with the given number of microbatches. Return its time in seconds, and the start and end
+        of each action on each pipeline rank."""
         rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
             lambda rank, action: self.price_action(rank, action).total_seconds,
@@ -83,7 +83,7 @@ class StepClock:
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
     def _get_seconds_in_flight(self, rank: int, action: Action) -> Any:
-        """Return how long the data of an action travels, in seconds, not counting the wait until its sender is ready.
+        """Return the transfer time of an action's data in seconds, without the wait until the sender is ready.
 
         Return inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]
@@ -99,8 +99,8 @@ def _split_seconds_by_cause(
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Return the step time of one rank in seconds, by what the rank did or waited for. `transfer_seconds` is
-    `StepClock._get_seconds_in_flight` of this rank."""
+    """Split the step time of one rank by what the rank did or waited for, and return the seconds of each cause.
+    `transfer_seconds` is `StepClock._get_seconds_in_flight` of this rank."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

@@ -1,5 +1,5 @@
-"""Kernel calls with which a machine is measured. They are timed on real arrays, and run again on shape-only arrays to
-count the work of each call."""
+"""Kernel calls that are timed to measure a machine. The same calls are also run on shape-only arrays, to count the
+work of each one."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ negligible time."""
 
 
 def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
-    """Yield calls of the kernels that consist of matrix products, such as convolutions, at each point of their grid of
-    sizes.
+    """Yield calls of the kernels that consist of matrix products, such as convolutions, for each point of the grid of
+    sizes to measure.
 
     Convolutions in 16 bits are left out, because they consist of convolutions in float32 and two casts."""
     kind = parse_dtype(name)
@@ -166,7 +166,8 @@ products."""
 
 
 def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
-    """Yield calls of convolutions with few cells and many weights, whose time is that of reordering the weights."""
+    """Yield calls of convolutions with few cells and many weights. Their time shows how long it takes to reorder the
+    weights."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):
         yield from _iterate_convolution_calls(xp, parse_dtype(name), MANY, MANY, window, cells, numbers=few * MANY)
 

@@ -1,4 +1,4 @@
-"""`Plan`, the result of a search. It can be shown as tables, as JSON, or as the line of Python that uses the fastest
+"""`Plan`, the result of a search. It can be shown as tables, as JSON, or as a line of Python that uses the fastest
 configuration."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Candidate:
         return ", ".join(filter(None, shown))
 
     def format_row(self, limit: int | None) -> tuple[str, ...]:
-        """Return the cells of the configuration's table row: label, step time in seconds, memory, whether the memory
-        is within the limit, bytes sent, and other options.
+        """Return the table row of this configuration: label, step time in seconds, memory, whether the memory is
+        within the limit, bytes sent, and other options.
 
         Parameters
         ----------
@@ -106,22 +106,22 @@ class Plan:
     candidates : configurations that fit, the fastest first
     rejected : (options, reason) of configurations that cannot run or do not fit
     search_space : description of what was tried
-    largest_batch : samples of the largest global batch that fits, found by doubling, either with the options of the
-        fastest configuration or with the options of the configurations that need the least memory
+    largest_batch : samples of the largest global batch that fits. It is found by doubling, either with the options of
+        the fastest configuration or with those of the configurations that need the least memory
     machine : the machine for which the steps were predicted
     memory : bytes that a rank may use; None if not known
     samples : samples of the global batch
     loss : the loss as a Python expression
     cells : cells of the field along each dim, if the batch consists of fields
-    longest : positions of the longest sequences, or cells of the largest fields, that fit, found in the same manner as
+    longest : number of positions of the longest sequence, or of cells of the largest field, that fits, found like
         `largest_batch`; () if the model accepts no other sizes
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
-    slow : (options, seconds) of configurations that were ruled out, because the lower bound on their step time exceeds
+    slow : (options, seconds) of configurations that were ruled out because the lower bound on their step time exceeds
         the step times of the configurations that are shown
-    deepest : blocks and parameters of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
+    deepest : (blocks, parameters) of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
         if the model has no repeated block
-    limits : for "batch", "size" and "depth", the options with which the largest batch, size and depth fit
+    limits : the options with which the largest batch, size and depth fit; the keys are "batch", "size" and "depth"
     large : configurations that were predicted but do not fit
     """
 
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def rank_count(self) -> int:
-        """Number of ranks of the world."""
+        """Number of ranks of the job."""
         return self.best_candidate.prediction.mesh.size
 
     @property
@@ -238,8 +238,8 @@ class Plan:
         )
 
     def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
-        """Return whether a configuration fits, is of another kind of parallelism than the fastest one, and takes at
-        most `CLOSE_TIME_FACTOR` times as long."""
+        """Return whether a configuration fits, is of a different kind of parallelism from the fastest one, and takes
+        at most `CLOSE_TIME_FACTOR` times as long."""
         best, fits = self.best_candidate, candidate not in self.large
         return (
             fits
@@ -338,5 +338,6 @@ def _candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def can_split_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
-    """Return whether a field of `cells` cells can be split into equal parts by `dims` ranks along each dim."""
+    """Return whether a field with `cells` cells along each dim can be split into equal parts over `dims` ranks along
+    each dim."""
     return all(n % width == 0 for n, width in zip(cells, dims, strict=True))

@@ -89,8 +89,8 @@ def search(
     First, each strategy is tried on each mesh, with the microbatches and recomputation that fit. If nothing fits, the
     configurations that need the least memory are tried with offloaded state. Then each strategy and mesh that can fit
     is tried with all microbatches, schedules and recomputations, and the three fastest configurations also with other
-    `group_bytes` and codecs. A configuration is not predicted if a lower bound on its step time, which is computed from
-    its layers, exceeds 1.3 times the fastest step time.
+    `group_bytes` and codecs. A configuration is not predicted if a lower bound on its step time, which is computed
+    from its layers, exceeds 1.3 times the fastest step time.
 
     Parameters
     ----------
@@ -107,12 +107,12 @@ def search(
 
     Returns
     -------
-    Plan : the configurations that fit, the fastest first, with tables and the line of Python that requests it
+    Plan : the configurations that fit, the fastest first, with tables and a line of Python that uses the fastest one
 
     Raises
     ------
-    ConfigError : nothing fits (the message states the least memory with which a configuration would fit), there is no
-        mesh for these ranks, or dry runs do not support a layer
+    ConfigError : nothing fits (the message states how much memory would be enough), there is no mesh for these ranks,
+        or dry runs do not support a layer
     """
     where = Machine.load(machine)
     require_no_arrays(options)
@@ -136,7 +136,7 @@ def search(
         get_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
-    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error if `mesh` is no Mesh
+    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error unless `mesh` is a Mesh
     (options.get("mesh") or Mesh()).fill_from_strategy(
         options.get("strategy", "fsdp"), size
     )  # raises an error if the ranks cannot fill the mesh
@@ -156,13 +156,13 @@ class _Search:
     Attributes
     ----------
     limit : bytes that a rank may use
-    fixed : options that are not searched
+    fixed : options that the user has set, which are not searched
     space : the option `domain`
     found : configurations that fit
     large : configurations that were predicted but do not fit
-    refused : reasons for rejections, by options
-    slow : lower bounds on the step time in seconds of configurations that were ruled out, by options
-    seen : whether each configuration was predicted, by options
+    refused : options -> reason, for rejected configurations
+    slow : options -> lower bound on the step time in seconds, for configurations that were ruled out
+    seen : options -> whether the configuration was predicted
     """
 
     model: nn.Layer
@@ -240,8 +240,8 @@ class _Search:
         return memoize(("least", _make_options_key(options)), compute_least)
 
     def _try_with_offload(self) -> None:
-        """Try the configurations that need the least memory with state offloaded to disk. For each, more kinds of
-        state are offloaded until it fits."""
+        """Retry the configurations that need the least memory, with state offloaded to disk. For each configuration,
+        more kinds of state are offloaded until it fits."""
         for one in sorted(self.large, key=lambda one: one.prediction.memory)[:MAX_SHOWN]:
             for what in OFFLOAD_CHOICES:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
@@ -257,15 +257,16 @@ class _Search:
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
             made = self.try_options({**candidate.options, "group_bytes": group_bytes})
             if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
-                self.found.remove(made)  # an equal prediction: every unit already holds more than group_bytes
+                self.found.remove(made)  # the same prediction, because every unit already exceeds group_bytes
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
-        """Return the values of an option to try: only the user's value if it is fixed, else `values`."""
+        """Return the values of an option to try: only the user's value if the user has set the option, else `values`.
+        """
         return (self.fixed[name],) if name in self.fixed else values
 
     def _iterate_placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
-        """Yield all combinations of strategy, mesh and grid that fill the ranks, the simplest first. The grid splits
-        fields, or is None."""
+        """Yield all combinations of strategy, mesh and grid that use all ranks, the simplest first. The grid is that
+        of the ranks that split a field, or None if fields are not split."""
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
@@ -274,7 +275,7 @@ class _Search:
             return
         host = int(min(self.machine.ranks_per_host, self.ranks))
         strategies = self._list_values_to_try("strategy", *PRESETS_BY_MEMORY)
-        # limits the number of pipeline stages, since each needs at least one layer
+        # limits the number of pipeline stages, since each stage needs at least one layer
         layers = len(linearize(self.model).nodes)
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
@@ -293,7 +294,7 @@ class _Search:
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
         """Return the grids that split fields over `data` data ranks and leave at least one sample for each group of
-        ranks that shares a field. None means that fields are not split."""
+        ranks that share a field. None stands for fields that are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
             return [space] if tensor == 1 and data % prod(get_grid_dims(space)) == 0 else []
@@ -309,7 +310,7 @@ class _Search:
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
         """Try a strategy and mesh with a small number of microbatches, then with more until the step fits. Return
-        False if it needs too much memory with any number of microbatches."""
+        False if the step needs too much memory with any number of microbatches."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._list_values_to_try("microbatches", *_list_doublings(first, rows)):
@@ -332,8 +333,8 @@ class _Search:
         """Predict a configuration and record the result. Return None if it cannot run, does not fit, or is too slow to
         be shown.
 
-        Unless `all_kinds`, a configuration that may be the fastest of its kind of parallelism is predicted even if it
-        is slow."""
+        Unless `all_kinds` is set, a configuration that may be the fastest of its kind of parallelism is predicted even
+        if it is slow."""
         words, least = _make_options_key(options), self._compute_lower_bound(options)
         if words in self.seen:
             return None
@@ -363,8 +364,8 @@ class _Search:
         return one
 
     def _find_max_shown_seconds(self, kind: str | None) -> float:
-        """Return the step time in seconds above which a configuration is too slow to be shown. With `kind`, it is at
-        least the time of the fastest configuration of this kind of parallelism."""
+        """Return the step time in seconds above which a configuration is too slow to be shown. If `kind` is given, the
+        result is at least the time of the fastest configuration of this kind of parallelism."""
         seconds = sorted(one.prediction.seconds for one in self.found)
         own = [one.prediction.seconds for one in self.found if kind in (None, one.summary)]
         return (
@@ -401,10 +402,10 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Return options for finding the largest problem that fits: those of the fastest configuration, then those
-        that need the least memory.
+        """Return the options with which to look for the largest problem that fits: first the options of the fastest
+        configuration, then options that need the least memory.
 
-        The latter recompute all activations, and have as many microbatches as samples."""
+        Options of the second kind recompute all activations, and have as many microbatches as samples."""
         placed: dict[str, Candidate] = {}
         for one in sorted([*self.found, *self.large], key=lambda one: one.prediction.memory):
             placed.setdefault(
@@ -419,14 +420,13 @@ class _Search:
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-        """Return the number of samples of the largest global batch that fits, and the options that it needs (None if
-        it is the given batch)."""
+        """Return the number of samples of the largest global batch that fits, and the options that it needs."""
         times, options = self._find_max_growth_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_longest_sample(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """Return the length of the longest sequence, or the cells of the largest field, that fits, and the options
-        that it needs.
+        """Return the size of the longest sequence (in positions) or of the largest field (in cells) that fits, and the
+        options that it needs.
 
         Return () and None if the model does not accept other sizes."""
         shape = self.batch[0][0]
@@ -455,7 +455,7 @@ class _Search:
 
     def _predict_bytes_of_doubled_dims(self, options: dict[str, Any], first: int, last: int, doublings: int) -> float:
         """Return the bytes of memory that a rank needs if dims [first, last) of the batch are doubled `doublings`
-        times; infinity if the model rejects them."""
+        times. Return infinity if the model rejects this batch."""
         batch = [
             ((*shape[:first], *(n << doublings for n in shape[first:last]), *shape[last:]), dtype)
             for shape, dtype in self.batch
@@ -468,7 +468,7 @@ class _Search:
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
         """Return (blocks, parameters) of the deepest model that fits, and the options that it needs. Return (0, 0) and
-        None if the model has no repeated block."""
+        None if the model has no repeated block, or if there is no memory limit."""
         now = count_blocks(self.model)
         if not now or self.limit is None:
             return (0, 0), None
@@ -488,8 +488,8 @@ class _Search:
         return predict_step(step, self.machine).memory
 
     def _find_max_blocks(self, options: dict[str, Any], blocks: int, memory: int) -> int:
-        """Return the largest number of blocks with which the model fits. It is known to fit with `blocks` blocks, in
-        `memory` bytes.
+        """Return the largest number of blocks with which the model fits. The model is known to fit with `blocks`
+        blocks, which need `memory` bytes.
 
         Memory is linear in the depth, except for effects of pipeline stages, so the memory at two known depths
         predicts which depth to try next."""
@@ -516,7 +516,7 @@ class _Search:
         return make_world_step(model or self.model, batch, ranks, self.machine.compute.gpu, {**self.fixed, **options})
 
     def _predict_other_rank_counts(self, candidate: Candidate) -> tuple[Prediction, ...]:
-        """Predict a configuration on other numbers of ranks, fewest ranks first. Only the width of the data axis
+        """Predict a configuration for other numbers of ranks, fewest ranks first. Only the width of the data axis
         changes."""
         found, mesh = {self.ranks: candidate.prediction}, candidate.prediction.mesh
         beside = mesh.width_of("pipe") * mesh.width_of("tensor")
@@ -541,7 +541,7 @@ class _Search:
         return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))
 
     def _explain_nothing_found(self) -> str:
-        """Return the error message of a search that found no configuration that fits or can run."""
+        """Return the error message for a search in which no configuration fits or can run."""
         if self.large:
             least = min(self.large, key=lambda one: one.prediction.memory)
             parts = sorted(least.prediction.worst_class.memory.items(), key=lambda item: -item[1])
@@ -563,7 +563,7 @@ def _drop_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_options_key(options: Mapping[str, Any]) -> str:
-    """Return options as text, which serves as a dict key. Options that are None are left out."""
+    """Return options as text that serves as a dict key. Options that are None are left out."""
     return format_options(_drop_none(options))
 
 
@@ -593,8 +593,8 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """Return a number proportional to the ratio of halo cells to own cells in a rank's part of a field, which measures
-    how much the rank communicates. Only dims that are split count."""
+    """Return a number proportional to the ratio of halo cells to own cells in one rank's part of a field. It is a
+    measure of how much the rank communicates. Only dims that are split count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
 

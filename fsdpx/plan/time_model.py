@@ -29,10 +29,10 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     """Return the time in seconds that counted work (matrix products and kernels) takes. `half` is the 16-bit format of
     the step.
 
-    Kernels that were measured on the machine have their own rates. On a CPU any other matrix product takes FLOP /
-    flops plus bytes / memory, since its operands are first copied into the order in which they are multiplied. On a
-    GPU a matrix product takes the longer of these two times. `Compute.half` makes small matrix products slower. All
-    other work takes bytes / memory."""
+    Kernels that were measured on the machine have their own rates. On a CPU, any other matrix product takes its FLOP /
+    `Compute.flops` plus its bytes / `Compute.memory`, since its operands are first copied into the order in which they
+    are multiplied. On a GPU, a matrix product takes the longer of these two times. `Compute.half` makes small matrix
+    products slower. All other work takes its bytes / `Compute.memory`."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
@@ -78,8 +78,8 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
 
 
 class LevelCrossing(NamedTuple):
-    """A network level, such as that between hosts, that a group of ranks communicates across. The units of the level
-    are the hosts, sockets or racks that it connects.
+    """A network level (such as the network between hosts) across which a group of ranks communicates. The units of the
+    level are the hosts, sockets or racks that it connects.
 
     Attributes
     ----------
@@ -124,7 +124,7 @@ class MeshOnMachine:
         return found
 
     def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
-        """Return the network levels that a group of ranks along these mesh axes communicates across, the lowest level
+        """Return the network levels across which a group of ranks along these mesh axes communicates, the lowest level
         first."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
         for level in self.machine.levels:
@@ -149,7 +149,8 @@ class MeshOnMachine:
 
     @cached_property
     def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
-        """The network levels across which ranks communicate along each axis, by the axis names of traffic counters."""
+        """The network levels across which ranks communicate along each axis. The keys are the axis names of the
+        traffic counters."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
         return {name: self.find_crossings(axes) for name, axes in groups.items()}
@@ -157,8 +158,8 @@ class MeshOnMachine:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Computes the time of communication calls and of actions of a step. `lines` maps the mesh to the machine, and
-    `half` is the 16-bit format of the step."""
+    """Computes the time of communication calls and of actions of a step. `lines` tells which network levels each mesh
+    axis uses on the machine, and `half` is the 16-bit format of the step."""
 
     lines: MeshOnMachine
     half: str
@@ -169,8 +170,8 @@ class StepTimes:
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
         - tree: for an all-reduce, log2(ranks) steps in each direction that send the full array; for small messages by
-          MPI, log2(ranks) steps that send all pieces received so far (Bruck et al. 1997)
-        - hierarchy: one level after another, each with the bytes that the levels below it have left
+          MPI, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
+        - hierarchy: one network level after another, each with the bytes that remain after the levels below it
 
         A message to a neighbor takes one latency plus the time for its bytes. Receiving it takes no additional time."""
         if axis == "disk":
@@ -217,8 +218,7 @@ class StepTimes:
         return seconds
 
     def compute_message_seconds(self, sender: int, receiver: int, nbytes: float) -> float:
-        """Return the time in seconds of one message between two ranks, which are given by their numbers in the
-        world."""
+        """Return the time in seconds of one message between two ranks, which are given by their global rank numbers."""
         users = 1.0
         for level in self.lines.machine.levels:
             if sender // level.ranks == receiver // level.ranks:
@@ -230,15 +230,15 @@ class StepTimes:
 
     @property
     def rank_count(self) -> int:
-        """Number of ranks of the world."""
+        """Number of ranks of the job."""
         return self.lines.mesh.size
 
     def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
         """Return the computing time of an action in seconds, and the seconds of its communication by axis.
 
-        On a GPU the host launches the next kernels during computing, so the longer of the computing time and the
-        launching time counts. On a CPU `Compute.launch`, which is the time of the Python code around a kernel, is
-        added for each kernel."""
+        On a GPU, the host launches the next kernels during computing, so the action takes the longer of the computing
+        time and the launching time. On a CPU, `Compute.launch`, which is the time of the Python code around a kernel,
+        is added for each kernel."""
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:

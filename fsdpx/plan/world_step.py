@@ -1,4 +1,4 @@
-"""The step to predict: its mesh and batch, the groups of ranks that do the same work, and a shape-only run of one rank
+"""The step to predict: its mesh and batch, the groups of ranks that do the same work, and shape-only runs of one rank
 per group."""
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class RankClass:
     Parameters
     ----------
     rank : number of the representative rank
-    coordinates : its mesh coordinates
+    coordinates : mesh coordinates of the representative rank
     peak : the moment of highest memory use, and the memory held for each unit
-    traffic : (number of calls, bytes) in a step, by (axis, call)
+    traffic : (axis, call) -> (number of calls, bytes) in a step
     """
 
     rank: int
@@ -95,7 +95,7 @@ class RankDryRun(NamedTuple):
     costs : work and communication of each action
     alive : for each action, the peak bytes of activations during the action, and the bytes of activations after it
     session : the session of the trainer that ran
-    programs : the rank's programs by number of microbatches
+    programs : number of microbatches -> the rank's program
     """
 
     found: RankClass
@@ -105,15 +105,15 @@ class RankDryRun(NamedTuple):
     programs: dict[int, Program]
 
     def get_program(self, microbatches: int) -> Program:
-        """Return this rank's program for a number of equal microbatches. It is compiled on first use."""
+        """Return this rank's program for the given number of equal microbatches. It is compiled on first use."""
         if microbatches not in self.programs:
             request = self.session.make_program_request("step", microbatches, fresh=True)
             self.programs[microbatches] = compile(request)
         return self.programs[microbatches]
 
     def count_actions(self, microbatches: int) -> Counter[Action]:
-        """Return how often each action occurs in the program for `microbatches` microbatches. Actions of microbatches
-        that did not run count as those of the last one that ran."""
+        """Return how often each action occurs in the program for `microbatches` microbatches. An action of a
+        microbatch that did not run counts as the same operation on the last microbatch that ran."""
         return Counter(
             find_representative_action(action, min(self.programs)) for action in self.get_program(microbatches).actions
         )
@@ -121,8 +121,8 @@ class RankDryRun(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldStep:
-    """A training step of all ranks: model, global batch, mesh and options. `grid` splits the first field of the batch
-    over ranks; None means that fields are not split."""
+    """A training step of all ranks: model, global batch, mesh and options. `grid` is the grid of ranks that splits the
+    first field of the batch; None means that fields are not split."""
 
     model: nn.Layer
     batch: Batch
@@ -181,8 +181,8 @@ class WorldStep:
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
     def count_samples_of_group(self, group: int) -> int:
-        """Return the number of samples of group number `group` (see `sample_group_count`). The last group has the
-        most."""
+        """Return the number of samples of group number `group` (see `sample_group_count`). The last group has the most
+        samples."""
         chunks = self.options.get("reproducible_chunks")
         return count_rows_of_rank(self.sample_count, group, self.sample_group_count, chunks)
 
@@ -213,8 +213,8 @@ class WorldStep:
         further ones add the same time.
 
         `period` is the width of the pipeline axis, since the pattern in which pipeline ranks wait for each other
-        repeats after so many microbatches. If microbatches differ, or if there are not many of them, return the number
-        of all microbatches and 0."""
+        repeats after that many microbatches. If microbatches differ, or if there are only a few, return the number of
+        all microbatches, and 0 as the period."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
@@ -223,8 +223,8 @@ class WorldStep:
         """Return how many microbatches a dry run needs so that memory and costs of all microbatches are known.
 
         Usually, this is slightly more than the number of microbatches that a pipeline rank begins before it completes
-        one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all simulated
-        microbatches run."""
+        the first one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all
+        simulated microbatches run."""
         most, pipe = self.count_simulated_microbatches()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
@@ -242,7 +242,8 @@ class WorldStep:
             yield found
 
     def _iterate_pipe_coordinates(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
-        """Yield the mesh coordinates of each pipeline rank of one data rank, the first rank of its tensor group."""
+        """Yield the mesh coordinates of one data rank on each pipeline rank. The coordinate along the tensor axis is
+        always 0."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += 0 if self.grid is None else self.grid.busiest_ranks[representative_index]
         for pipe in range(self.mesh.width_of("pipe")):
@@ -264,8 +265,8 @@ class WorldStep:
             costs[action] = replace(costs[action], calls=tuple(calls))
 
     def _make_trainer(self, rank: int, microbatches: int, representative_index: int) -> Trainer:
-        """Return the trainer of one rank on shape-only arrays. If a grid splits fields, `representative_index` selects
-        the rank with the most cells (0) or the most neighbors (1)."""
+        """Return a trainer that runs one rank on shape-only arrays. If a grid splits fields, `representative_index`
+        selects the rank with the most cells (0) or the most neighbors (1)."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
         options |= (
             {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[representative_index])}
@@ -276,8 +277,8 @@ class WorldStep:
     def _dry_run_rank(
         self, coordinates: MeshCoordinates, rows: int, microbatches: int, representative_index: int
     ) -> RankDryRun:
-        """Run the step of one rank, which has `rows` samples, on shape-only arrays. Return its costs, traffic and
-        memory."""
+        """Run the step of one rank on shape-only arrays, with `rows` samples. Return the costs, traffic and memory of
+        the rank."""
         costing = ActionCostRecorder()
         with counting_work() as costing.work, measuring_memory() as meter:
             trainer = self._make_trainer(self.mesh.rank_of(coordinates), microbatches, representative_index)
@@ -333,8 +334,8 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
 
 
 def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
-    """Return the grid of ranks that splits the first field of the batch, or None. Raise ConfigError unless its number
-    of ranks divides the width of the data axis."""
+    """Return the grid of ranks that splits the first field of the batch, or None. Raise ConfigError unless the number
+    of ranks of the grid divides the width of the data axis."""
     if not get_grid_dims(space):
         return None
     if not isinstance(space, Grid):
@@ -352,8 +353,8 @@ def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
 
 
 def parse_batch(batch: Any) -> Batch:
-    """Return (shape, dtype) of each input, then of the targets. The batch is given as (shape, dtype) pairs or as
-    arrays, and several inputs may be given as a tuple. Raise ConfigError for anything else."""
+    """Return (shape, dtype) of each input, and finally of the targets. The batch is given as (shape, dtype) pairs or
+    as arrays, and several inputs may be given as a tuple. Raise ConfigError for anything else."""
     try:
         *inputs, target = batch
         if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
@@ -375,7 +376,7 @@ def require_positive_int(name: str, value: Any) -> int:
     """Return the value of the option `name` as an int. Raise ConfigError unless it is an integer of at least 1."""
     try:
         found = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # floats and arrays are no integers
+    except TypeError:  # floats and arrays are not integers
         found = -1
     if found < 1:
         raise ConfigError(f"{name}={value!r}: a whole number, 1 or more")
@@ -390,8 +391,8 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
 
 
 def get_grid_dims(space: Any) -> tuple[int, ...]:
-    """Return the number of ranks along each dim of a field for the option `domain`, or () if the field is not split.
-    Raise ConfigError if `space` is neither a `Grid` nor a sequence of positive integers."""
+    """Return the value `space` of the option `domain` as the number of ranks along each dim of a field, or () if the
+    field is not split. Raise ConfigError if `space` is neither a `Grid` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
         raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
@@ -399,6 +400,6 @@ def get_grid_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_representative_action(action: Action, ran: int) -> Action:
-    """Return the action whose recorded cost represents `action` if only the first `ran` microbatches ran: the action
-    itself, or the same operation on the last microbatch that ran."""
+    """Return the action whose recorded cost stands for the cost of `action` if only the first `ran` microbatches ran:
+    the action itself, or the same operation on the last microbatch that ran."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)
