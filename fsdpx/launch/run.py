@@ -237,8 +237,7 @@ def _make_temporary_folder_and_remove_dead(parent: Path) -> Path:
 
 
 def _create_and_require_writable(folder: Path, option: str) -> Path:
-    """Create the folder if necessary, and return it. If it cannot be written, raise a LaunchError that names `option`.
-    """
+    """Create the folder if necessary, and return it. If it is not writable, raise a LaunchError that names `option`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

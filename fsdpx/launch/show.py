@@ -89,8 +89,7 @@ def parse_recompute(text: str | None) -> Any:
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """Return the mesh axes with more than one rank as text, such as "pipe=2 x tensor=2"; "one rank" if there are none.
-    """
+    """Return the mesh axes with several ranks as text, such as "pipe=2 x tensor=2"; "one rank" if there are none."""
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 

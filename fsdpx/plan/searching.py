@@ -136,7 +136,7 @@ def search(
         get_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
-    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error unless `mesh` is a Mesh
+    Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error if `mesh` is invalid
     (options.get("mesh") or Mesh()).fill_from_strategy(
         options.get("strategy", "fsdp"), size
     )  # raises an error if the ranks cannot fill the mesh
