@@ -17,7 +17,7 @@ THEMES: dict[str, dict[Any, Any]] = {
     for theme, page, ink in (("light", "#ffffff", "#24292f"), ("dark", "#131416", "#d7dce1"))
 }  # fmt: skip
 """Theme -> Matplotlib settings with the colors of a page."""
-HALO = 2  # number of cells drawn around each part, as far as two 3 x 3 convolutions reach
+HALO = 2  # number of halo cells drawn around each part, as many as two 3 x 3 convolutions read
 
 
 def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], errors: Sequence[float]) -> None:

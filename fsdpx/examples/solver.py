@@ -62,10 +62,10 @@ class PutWindow:
         everyone = self._world.Ibarrier()  # nonblocking, because waiting in a fence would keep a core busy
         while not everyone.Test():
             time.sleep(0.001)
-        self._window.Fence()  # after this, all ranks have read the previous data
+        self._window.Fence()  # after this fence, all ranks have read the previous data
         for rank, where, array in messages:
             self._window.Put(array, rank, (0, 1, where))
-        self._window.Fence()  # after this, all data have arrived
+        self._window.Fence()  # after this fence, all data have arrived
 
     def close(self) -> None:
         """Free the MPI window. Collective."""

@@ -44,8 +44,9 @@ def all_reduce_moments(
 
 
 def all_gather_moments(env: LayerContext, moments: Array, what: str) -> Array:
-    """Merge the stacked count, mean and sum of squared deviations of all ranks that hold parts of the field, in rank
-    order, by the rule of Chan et al. (1979). Communicates only if the field is partitioned."""
+    """All-gather the moments (count, mean, sum of squared deviations) of all ranks that hold parts of the field, and
+    return them merged in rank order by the rule of Chan et al. (1979). Communicates only if the field is partitioned.
+    """
     xp, ranks = env.xp, env.mesh.parts
     if ranks.size == 1:
         return moments

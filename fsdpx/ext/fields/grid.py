@@ -173,8 +173,8 @@ class Grid(Domain):
     def close(self) -> None:
         """Free the grid's duplicate of the communicator; later calls do nothing. Collective.
 
-        Cells, partitions and trainers made with this grid remain usable; `gather` does not. The communicator of a grid
-        that was garbage-collected without `close` is freed when the next grid is made."""
+        The sizes and partitions of the grid, and trainers made with it, remain usable; `gather` does not. The
+        communicator of a grid that was garbage-collected without `close` is freed when the next grid is made."""
         if self._free is not None and self._free.detach() is not None:
             self._comm.Free()
 
@@ -217,7 +217,7 @@ class Grid(Domain):
         """
         made = copy(self)
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
-        made._own = [None] * len(self._own)  # this rank does not know the parts of other ensemble members
+        made._own = [None] * len(self._own)  # the parts of other ensemble members are unknown on this rank
         for number, rank in enumerate(self._ranks):
             made._own[rank] = parts.local_shape(_unravel_rank(number, self.dims))
         made._source = self
@@ -711,7 +711,7 @@ class FieldSamples:
         return self.grid.from_model_layout(array, batched)
 
     def drop_target_of_other_ranks(self, y: Any) -> Any:
-        """Return the target `y` without its ghost cells."""
+        """Return this rank's part of the target, which is `y` without its ghost cells."""
         return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
 
     def bind_loss(self, loss: Loss) -> Loss:

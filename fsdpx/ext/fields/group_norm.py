@@ -99,7 +99,8 @@ class GroupNorm(Layer):
         return env.xp.repeat(a, self.num_channels // self.num_groups, axis=1)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether groups with a single value raise DataError: as in PyTorch, only if the batch is one sample."""
+        """Return whether a group with a single value raises DataError. As in PyTorch, it does only if the batch is one
+        sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
 

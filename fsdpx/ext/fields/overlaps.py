@@ -96,10 +96,11 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
 def describe_padding_mistake(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
-    """Return a warning about the first layer whose padding contradicts the periods of the grid, or "".
+    """Return a warning about the first layer whose padding contradicts the periods of the grid, or "" if there is
+    none.
 
-    If no dim is periodic, nothing is reported, because the periods may be unknown. The first layer is not checked
-    along dims with ghost cells, which replace its padding."""
+    If no dim is periodic, nothing is reported, because the periods may be unknown. Along dims with ghost cells, the
+    model's first convolution or pool is not checked, because ghost cells replace its padding."""
     windows: list[tuple[str, Any]] = [(path, getattr(layer, "window", None)) for path, layer in iterate_layers(model)]
     windows = [(path, window) for path, window in windows if any(periods) and hasattr(window, "modes")]
     for number, (path, window) in enumerate(windows):

@@ -180,7 +180,7 @@ def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
     """Write the gradients of weight and bias to their target arrays, or add them there. Each target is (array, whether
-    to add)."""
+    to add), or None if the gradient is not needed."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight

@@ -425,7 +425,8 @@ def correlate_backward_params(
 
 
 def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
-    """Yield the number of groups that are computed together, and the slices of their channels and of their outputs."""
+    """Yield, for each set of groups that are computed together, the number of groups, and the slices of their channels
+    and of their outputs."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
     for g in range(0, strides.groups, together):

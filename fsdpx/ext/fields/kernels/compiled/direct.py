@@ -248,8 +248,9 @@ def _pack_weights(weight, packed, places, swapped, unpack):
     """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset]. For few outputs, the
     order is packed[block, lane, offset, c].
 
-    `places`, (3 dims, 3), gives the number of window offsets, the first, and the step to the next. If `swapped`, the
-    weight has its channels and outputs swapped. If `unpack`, add `packed` to `weight` instead."""
+    `places`, (3 dims, 3), gives, for each dim, the number of window offsets to copy, the first offset, and the step
+    from one to the next. If `swapped`, the weight has its channels and outputs swapped. If `unpack`, add `packed` to
+    `weight` instead."""
     outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -484,8 +485,8 @@ def convolve_direct(
 ) -> None:
     """Convolve x with `weight`, and write the result plus `bias` (outputs,) to y, or add the result to y if `add`.
 
-    x and y have channels last. If `places` is given, it selects the window offsets to use, as (number, first, step)
-    for each dim, and input and output channels of the weight are swapped."""
+    x and y have channels last. If `places` is given, it selects the window offsets to use, as (number of offsets,
+    first, step) for each dim, and input and output channels of the weight are swapped."""
     if not y.size:
         return
     turned, kernel = places is not None, reshape_to_three_dims(weight)
