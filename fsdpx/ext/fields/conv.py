@@ -331,7 +331,8 @@ class Conv(WindowLayer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_box_strides(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
-        """Return the window relative to the first cell of `box`, in the form that the convolution kernels take."""
+        """Return the window in the form that the convolution kernels take, with positions relative to the first cell
+        of `box`."""
         first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))
         return self.window.make_window_strides(first, self.groups)
 

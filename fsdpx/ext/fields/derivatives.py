@@ -91,8 +91,8 @@ class _DerivativeLayer(FieldLayer):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
     def _require_valid_per_dim(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-        """Raise ConfigError if the attribute `name` has an invalid value. It is a single value, or a tuple with one
-        value per dim."""
+        """Raise ConfigError if the attribute `name` has an invalid value. The attribute is a single value, or a tuple
+        with one value per dim."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
             if not is_valid(value):

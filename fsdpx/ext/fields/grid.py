@@ -225,7 +225,7 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Grid positions of the ranks whose memory and traffic a dry run reports, in C order.
+        """Positions in the grid, counted in C order, of the ranks whose memory and traffic a dry run reports.
 
         The first is a rank with the most cells along each dim, the second a rank with the most neighbors. If they are
         the same rank, it is listed once."""

@@ -85,7 +85,7 @@ class GroupNorm(Layer):
                 g[name][...] += values.sum(axis=0).astype(g[name].dtype)
 
     def _merge_channels(self, env: LayerContext, x: Array, count: float) -> Array:
-        """Return the count, mean and sum of squared deviations over this rank's cells of each sample and group, as (3,
+        """Return the count, mean and sum of squared deviations of each sample and group over this rank's cells, as (3,
         samples, groups) in float64."""
         xp, size = env.xp, self.num_channels // self.num_groups
         moments = kernels.group_norm_moments(xp, x).reshape(2, x.shape[0], self.num_groups, size)

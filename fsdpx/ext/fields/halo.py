@@ -1,6 +1,6 @@
 """Halo specifications: which cells of other ranks each rank needs along each dim of a partitioned field.
 
-An activation of a field is (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid own
+The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid own
 consecutive intervals of cells, of any size and possibly empty. The halo of a layer follows from the bounds of these
 intervals, which all ranks know, so ranks need not negotiate at run time."""
 
@@ -268,7 +268,7 @@ class FieldLayer(Layer):
             cls.dims = dims
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the output for input partition `parts`; by default they are the same."""
+        """Return the partition of the output, given the partition `parts` of the input. By default it is the same."""
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:

@@ -65,7 +65,7 @@ class Standardize(Layer):
 
 
 class Destandardize(Standardize):
-    """The inverse of `Standardize`: x * std + mean of each channel. Parameters as in `Standardize`."""
+    """The inverse of `Standardize`: maps each channel x to x * std + mean. Parameters as in `Standardize`."""
 
     def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return x * std + mean

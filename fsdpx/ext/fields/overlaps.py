@@ -82,7 +82,8 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
 
 
 def make_overlap_warning(shared: dict[str, int]) -> str:
-    """Return the warning that parts overlap, with advice, given the number of shared rows along each dim."""
+    """Return the text of a warning that parts overlap, with advice. `shared` has the number of shared rows along each
+    dim."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())
     each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"

@@ -224,7 +224,7 @@ def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
 def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
     """Compute the outputs of the tiles `first` to `last` by Winograd's algorithm.
 
-    `u` are the transformed weights, in rows of LANES outputs: `block` is the distance to the next LANES outputs, and
+    `u` holds the transformed weights, in rows of LANES outputs: `block` is the distance to the next LANES outputs, and
     `row` the distance to the next channel. `start`, (outputs,), is the bias."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
