@@ -79,10 +79,10 @@ class TimedVerb(NamedTuple):
     Attributes
     ----------
     call : function that starts the operation and returns its handle
-    bus_share : function of the number of ranks that returns how many bytes each rank must send or receive at least,
-        divided by the bytes of the full array
+    bus_share : function of the number of ranks: the minimum number of bytes that each rank must send or receive,
+        divided by the size of the full array
     raw : the same operation in plain mpi4py, for comparison; None if there is none
-    message_count : number of messages that one call sends in sequence; the time of a call is divided by it
+    message_count : number of messages that one call sends in sequence; the time of a call is divided by this number
     """
 
     call: Callable[[Communicator, BenchArrays], Handle | None]
@@ -344,7 +344,7 @@ def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], s
 
 
 def _average_call_seconds(comm: Communicator, call: Callable[[], object], calls: int) -> float:
-    """Return the time per call on this rank in seconds, averaged over `calls` calls that start together after a
+    """Return the time per call on this rank in seconds, averaged over `calls` calls. All ranks begin together, after a
     barrier. Collective."""
     comm.barrier(what="bench").wait()
     begin = time.perf_counter()

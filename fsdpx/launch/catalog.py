@@ -86,7 +86,7 @@ def _make_mlp_entry(layers: int, width: int, batch: int, activation: bool, about
 
 
 def _make_field_entry(cells: tuple[int, ...], model: Callable[[], nn.Layer], about: str) -> CatalogModel:
-    """Return the catalog entry of a model that maps fields with three channels to fields with three channels."""
+    """Return the catalog entry of a model that maps three-channel fields to three-channel fields."""
 
     def make_fields(n: int) -> tuple[tuple[int, ...], str]:
         return (n, 3, *cells), "float32"
@@ -173,8 +173,7 @@ def list_model_and_loss_kernels(name: str) -> list[str]:
 
 
 def _import_model_and_loss(name: str) -> tuple[nn.Layer, nn.Loss | None]:
-    """Import a user's model from "module:name", and return the model and its loss, or None as the loss if the user
-    gives none."""
+    """Import a user's model from "module:name", and return (model, loss). The loss is None if the user gives none."""
     made = _import_and_call_factory(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):

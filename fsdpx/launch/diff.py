@@ -39,7 +39,8 @@ class FirstDifference:
     step : step in which the runs first differ, counted from 1
     written : the tensor that differs, as the first run wrote it
     by : the action and rank that wrote the tensor, as text, in the first run and in the second run
-    worst : the element that differs most; for per-sample values, its first index counts within the global batch
+    worst : the element that differs most; for per-sample values, its first index is that of the sample in the global
+        batch
     ranks : number of ranks of the first and of the second run
     before : number of earlier values, all of which agree
     """
@@ -99,7 +100,7 @@ def _iterate_written_tensors(
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
     """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, action and rank as text, key).
 
-    The same value has the same key in both runs: the identity of the tensor, and how often it was written before."""
+    A value has the same key in both runs: the identity of the tensor, and the number of times it was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -112,8 +113,8 @@ def _iterate_written_tensors(
 
 
 def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
-    """Return the contiguous ranges of a written tensor as (start, stop, values), in flat element indices of the full
-    tensor."""
+    """Return the contiguous ranges of a written tensor as (start, stop, values), where start and stop are flat indices
+    into the full tensor."""
     at, found = 0, []
     for start, stop in written.runs:
         found.append((start, stop, written.values[at : at + stop - start]))
@@ -227,8 +228,8 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
 
 
 def _find_first_differing_action(first: Path, second: Path) -> str | None:
-    """Compare two traced runs rank by rank, and return a message about the first action that differs, or None. Times
-    are not compared."""
+    """Compare the traces of two runs rank by rank, and return a message about the first action that differs, or None.
+    Times are not compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}

@@ -28,8 +28,8 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
     """Ask the launcher of a running job for `ranks` more ranks, and return its answer. Raise LaunchError if the
     launcher refuses or does not answer.
 
-    `folder` is the --folder of the job. `seconds` is how long to wait for the answer, which comes once a rank of the
-    job is ready to save."""
+    `folder` is the --folder of the job. `seconds` is how long to wait for the answer; the launcher answers only once a
+    rank of the job is ready to save a checkpoint."""
     if ranks < 1:
         raise LaunchError(f"--join -n {ranks}: one or more is needed")
     if not folder.is_dir():
@@ -70,8 +70,8 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """If a rank of the job can save a checkpoint when signaled, answer new requests, and signal the rank if ranks
-        are to join. Otherwise leave the requests for a later call. Cheap enough to be called often.
+        """If a rank of the job is ready to save a checkpoint when it gets a signal, answer new requests, and if ranks
+        were accepted, send the signal. Otherwise leave the requests for a later call. Cheap enough to be called often.
 
         `notes` is the folder with the status files of the ranks."""
         now = time.monotonic()

@@ -176,8 +176,8 @@ class Evidence:
         )
 
     def find_rank_failed_before_start(self) -> RankStatus | None:
-        """Return the first rank that ended while other ranks waited for it in MPI_Init, if it recorded an exit status,
-        else None."""
+        """Return the same rank as `find_rank_ended_before_start`, but only if it recorded an exit status. Otherwise
+        return None."""
         first = self.find_rank_ended_before_start()
         return None if first is None or first.status is None else first
 
@@ -208,8 +208,8 @@ class Evidence:
         return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
     def find_first_failed_rank(self) -> RankStatus | None:
-        """Return the first rank whose own error ended the job, or None. Errors that report the end of another rank do
-        not count."""
+        """Return the first rank that ended the job by an error of its own, or None. Errors that only report the end of
+        another rank do not count."""
         return next((note for note in self.list_failed_ranks() if note.error not in _SECONDARY_ERRORS), None)
 
     def find_rank_that_left_others(self) -> RankStatus | None:
@@ -301,7 +301,7 @@ class Case(NamedTuple):
 
     Attributes
     ----------
-    applies : method of `Evidence` that tells whether this case applies
+    applies : function of the evidence that tells whether this case applies
     verdict : kind of the ending, and whether it leads to a restart
     status : exit status of `fsdpx run`
     text : template of `JobEnding.text`, filled by `Evidence.make_placeholder_values`
@@ -367,9 +367,9 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
     """Add `ending` to the plan, and decide whether the job is restarted. Return the reason, and the seconds to wait
     before the restart (None: no restart).
 
-    If the same rank on the same host dies twice in a row, the next attempt has one rank fewer, but at least
-    `min_ranks`. An error that is raised twice at the same step ends the job. The waiting time doubles after each
-    attempt that gets no further than the previous one."""
+    If the same rank on the same host dies twice in a row, the next attempt has one rank fewer, but never fewer than
+    `min_ranks`. If the same step raises an error twice in a row, the job is not restarted. The waiting time doubles
+    after each attempt that gets no further than the previous one."""
     before, restart = plan.endings[-1] if plan.endings else None, _RESTARTS[ending.kind]
     plan.endings.append(ending)
     if restart == NEVER:
@@ -392,8 +392,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
-    """Return how many attempts, counted back from the one before the last, got at least as far (in steps) as the last
-    one."""
+    """Return how many attempts in a row, going back from the one before the last, got at least as far (in steps) as
+    the last one."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

@@ -222,8 +222,8 @@ _REMEDIES = {
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
-    """Wait for a process until the monotonic time `end`, then kill it. Return whether it ended by itself with status
-    0."""
+    """Wait for a process until the monotonic time `end`, then kill it. Return whether it ended before that, with
+    status 0."""
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
     except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _LOG_FOLDER_FILE = "logs"
-"""File in the folder of a start that contains the path of the log folder. A rank on a host that does not see this file
+"""File in the folder of an attempt that contains the path of the log folder. A rank whose host does not see this file
 prints as usual, because the launcher could not follow its log file."""
 _POLL_SECONDS = 0.1
 

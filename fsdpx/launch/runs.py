@@ -23,7 +23,8 @@ __all__ = ["merge_traces_and_print_path", "print_and_write_report", "print_runs"
 
 
 def print_and_write_report(args: argparse.Namespace) -> int:
-    """Print the report of a run, write it as an HTML page, and print the path of the page. Return the exit status."""
+    """Print the report of a run, write the report as an HTML page, and print the path of the page. Return the exit
+    status."""
     folder = RunFolder(args.run)
     print(wrap_for_terminal(write_report_page(folder)))
     print(f"\n{folder.page_path}")

@@ -176,7 +176,7 @@ def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySi
 
 
 def _retrain_and_print_first_difference(comm: Communicator, case: VerifyCase, size: VerifySize) -> None:
-    """Repeat the training while recording all values, and print the first value that differs from training in a single
+    """Train again while recording all values, and print the first value that differs from training in a single
     process. Collective."""
     everyone = comm.all_gather_data(_train_and_record(comm, case, size))
     if comm.rank == 0:

@@ -117,7 +117,7 @@ def _find_host_size_and_host_count(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the smallest memory limit of all ranks in bytes. Return None if no rank knows its limit, as on GPUs.
+    """Return the smallest memory limit of any rank in bytes. Return None if no rank knows its limit, as on GPUs.
     Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None

@@ -112,7 +112,7 @@ class ActionCostRecorder(TimelineRecorder):
     def on_action_end(
         self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Record the work and communication since the previous action as the cost of this one."""
+        """Take the work and communication since the previous action as the cost of this action, and record it."""
         self.costs.append((planned.action, ActionCost(*self._pop_work_and_calls(nbytes > 0))))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:

@@ -43,8 +43,8 @@ class StepDryRuns:
 
     @classmethod
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
-        """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`). If these do not represent
-        the remaining microbatches, run it with all of them."""
+        """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`). If these microbatches do
+        not represent the remaining ones, run the step with all microbatches."""
         found = cls._run_differing_ranks(step, ran, *step.count_simulated_microbatches())
         m = step.microbatches
         return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
@@ -101,7 +101,7 @@ class StepDryRuns:
 
     def _extrapolate_rank_class(self, run: RankDryRun, nbytes: int) -> RankClass:
         """Return the traffic and the memory peak of one rank, extrapolated to all microbatches. `nbytes` is the size
-        of the samples of the microbatches that did not run."""
+        in bytes of the samples in the microbatches that did not run."""
         if self.ran == self.step.microbatches:
             return run.found
         traffic, more = dict(run.found.traffic), run.count_actions(self.step.microbatches)

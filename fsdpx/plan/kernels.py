@@ -65,10 +65,10 @@ class KernelRates:
         return exp((1 - share) * log(rates[0]) + share * log(rates[1]))
 
     def get_flops_per_second(self, product: ProductCount, name: str) -> float | None:
-        """Return the rate of a matrix product inside a kernel. The rate includes all other work that the kernel does in
-        the caches.
+        """Return the rate of a matrix product inside a kernel. The rate includes all other work that the kernel does
+        in the caches.
 
-        16-bit formats that were not measured have the rate of float32, in which they are computed.
+        A 16-bit format that was not measured has the rate of float32, because its products are computed in float32.
 
         Parameters
         ----------
@@ -85,8 +85,8 @@ class KernelRates:
         return None if grid is None else grid.interpolate_at(get_product_grid_point(product))
 
     def compute_product_seconds(self, product: ProductCount, name: str) -> float | None:
-        """Return the time that a matrix product inside a kernel takes. This includes the reordering of the weights,
-        which takes a noticeable time if there are few cells.
+        """Return the time that a matrix product inside a kernel takes. This includes reordering the weights, which
+        takes a noticeable share of the time if there are few cells.
 
         Parameters
         ----------

@@ -72,8 +72,8 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
 def _run_layers_and_list_costs(
     step: WorldStep, rows: int, split: bool
 ) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
-    """Run all layers on shape-only arrays, and return the list of layers and the costs of one microbatch as (index of
-    the last layer of a unit, part of the step, cost).
+    """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given
+    as (index of the last layer of a unit, part of the step, cost).
 
     `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
     that backward is divided into input gradients (I) and parameter gradients (W)."""

@@ -256,7 +256,8 @@ def _parse_machine(path: Path, found: dict[str, Any]) -> Machine:
 
 
 def _explain_invalid_value(key: str, value: Any) -> str:
-    """Return an error message that says what the value of a machine file's key must be, or "" if `value` is valid."""
+    """Return an error message that tells which values the key `key` of a machine file may have. Return "" if `value`
+    is valid."""
     if key in ("name", "gpu"):
         kind = str if key == "name" else bool
         return "" if isinstance(value, kind) else f"a {kind.__name__} is needed"

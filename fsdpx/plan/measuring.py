@@ -245,7 +245,8 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
 
 
 def _measure_network_levels(comm: Communicator, device: Processors, compute: Compute) -> tuple[NetworkLevel, ...]:
-    """Measure the network between the ranks of a host, and between all hosts. Return one level for each. Collective."""
+    """Measure the network between the ranks of a host, and the network between all hosts. Return one level for each of
+    these networks. Collective."""
     if comm.size == 1:  # a single rank has no link to measure, so assume that ranks of a host read each other's memory
         return (NetworkLevel("host", 2e-5, compute.memory / 4),)
     node = find_node_communicator(comm)
@@ -260,8 +261,8 @@ def _measure_network_levels(comm: Communicator, device: Processors, compute: Com
 
 
 def _measure_latency_and_bandwidth(comm: Communicator, device: Processors) -> tuple[float, float]:
-    """Return the latency in seconds and the bandwidth of one rank in bytes per second, fitted to a short and a long
-    all-reduce over all ranks. Collective."""
+    """Return the latency in seconds, and the bandwidth of one rank in bytes per second. Both are fitted to the times
+    of a short and a long all-reduce over all ranks. Collective."""
     seconds = []
     for elements in ALL_REDUCE_ELEMENTS:
         array = device.xp.zeros(elements, np.float32)

@@ -83,7 +83,7 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a step at which a rank holds the most memory, and what it holds then.
+    """The moment of a step at which a rank holds the most memory, and what it holds at that moment.
 
     Parameters
     ----------

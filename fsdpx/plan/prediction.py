@@ -58,13 +58,13 @@ class Prediction:
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that a rank needs, on the ranks that need the most."""
+        """Bytes of memory that a rank needs (the maximum over all ranks)."""
         return self.worst_class.nbytes
 
     @property
     def process_bytes(self) -> int:
-        """Bytes of the whole process of a rank on a CPU, including interpreter, libraries, MPI, and gaps in the heap
-        between activations, on the ranks that need the most.
+        """Bytes of the whole process of a rank on a CPU (the maximum over all ranks), including interpreter,
+        libraries, MPI, and gaps in the heap between activations.
 
         For the part that does not depend on the model, this uses the typical value `PROCESS_BYTES`, whereas
         `fsdpx.dry_run` measures that part."""
@@ -92,7 +92,7 @@ class Prediction:
     @property
     def peak(self) -> MemoryPeak:
         """The moment at which a rank of `worst_class` uses the most memory: the action, and the memory held for each
-        unit. It prints as a table."""
+        unit. `print` shows it as a table."""
         return self.worst_class.peak
 
     def list_lowering_changes(self) -> list[OptionChange]:

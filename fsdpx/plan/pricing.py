@@ -1,5 +1,5 @@
-"""Simulates how long a step takes on a machine: the time of each action, and how the actions of all pipeline ranks
-wait for each other."""
+"""Simulates how long a step takes on a machine, from the time of each action and from how the actions of all pipeline
+ranks wait for each other."""
 
 from __future__ import annotations
 

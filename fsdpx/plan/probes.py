@@ -107,8 +107,8 @@ def _list_pool_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
 
 
 def _list_cast_and_update_calls(xp: Any, n: int, dtype: Any) -> list[Call]:
-    """Return calls that cast between a number format and the format in which its sums are accumulated. For formats of
-    at least 32 bits, also return a call of an optimizer update."""
+    """Return calls that cast between a number format and the format in which sums of its values are accumulated. For
+    formats of at least 32 bits, also return a call of an optimizer update."""
     size, total = n * WIDTH, accumulation_dtype(dtype)
     short, long = (xp.full((size,), 0.5, dtype=one) for one in (dtype, total))
     calls = [lambda: kernels.store(xp, short, long), lambda: kernels.store(xp, long, short)][: 2 * (dtype != total)]

@@ -230,7 +230,7 @@ class _Search:
                     yield chosen | {"recompute": recompute, "microbatches": microbatches, **more}
 
     def _compute_lower_bound(self, options: dict[str, Any]) -> float:
-        """Return a lower bound on the step time of a configuration in seconds; 0 if it cannot run."""
+        """Return a lower bound on the step time of a configuration in seconds; 0 if the configuration cannot run."""
 
         def compute_least() -> float:
             with suppress(FsdpxError):
@@ -260,8 +260,7 @@ class _Search:
                 self.found.remove(made)  # the same prediction, because every unit already exceeds group_bytes
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
-        """Return the values of an option to try: only the user's value if the user has set the option, else `values`.
-        """
+        """Return the values of an option to try: only the user's value if the user has set it, else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
     def _iterate_placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
@@ -573,7 +572,7 @@ def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes that a rank needs besides activations, which more microbatches would not lower."""
+    """Return the bytes that a rank needs in addition to activations. More microbatches would not lower this number."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 

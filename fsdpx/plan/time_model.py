@@ -201,7 +201,7 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _compute_neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Return the time in seconds of a message to the most distant neighbor, which all ranks wait for. For fields,
+        """Return the time in seconds of a message to the most distant neighbor, for which all ranks wait. For fields,
         return the mean over dims, weighted by the halo bytes along each dim."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second

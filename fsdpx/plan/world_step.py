@@ -133,8 +133,8 @@ class WorldStep:
 
     @property
     def sample_group_count(self) -> int:
-        """Number of groups of ranks that process different samples: data ranks, or grids of data ranks that share a
-        field."""
+        """Number of groups of ranks that process different samples. A group is one data rank or, if fields are split,
+        a grid of data ranks that share a field."""
         return self.mesh.width_of("data") // prod(self.mesh.domain)
 
     @classmethod
@@ -161,8 +161,8 @@ class WorldStep:
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
     def _get_batch_of_rank(self, representative_index: int) -> Batch:
-        """Return (shape, dtype) of each array of the batch. If a grid splits fields, the shapes are those of the rank
-        with the most cells (`representative_index` 0) or the most neighbors (1)."""
+        """Return the (shape, dtype) of each array of the batch. If a grid splits fields, the shapes are those on the
+        rank with the most cells (`representative_index` 0) or the most neighbors (1)."""
         if self.grid is None:
             return self.batch
         grid, (*inputs, (y, b)) = (
