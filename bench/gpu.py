@@ -33,10 +33,10 @@ ROOT = Path(__file__).parents[1]
 def missing() -> str | None:
     """Why there is nothing to measure, or None."""
     from fsdpx.errors import ConfigError
-    from fsdpx.ext.gpu.cupy_devices import list_gpus
+    from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 
     try:
-        list_gpus()
+        list_gpu_pci_addresses()
     except ConfigError as error:
         return str(error)
     return None

@@ -59,7 +59,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
         found["commit"].append(clock.rows["COMMIT"][0] - before)
 
     copies = ranks.assembly.copies
-    while ranks.last_step - ranks.newest_secure_step > 1 or len(copies.list_generations()) < 2:
+    while ranks.last_step - ranks.newest_copied_step > 1 or len(copies.list_complete_snapshots()) < 2:
         elastic.step(*whole)
     pace.every = WINDOW
     taken.clear()

@@ -42,7 +42,7 @@ OPENED_ELSEWHERE = {
     ),
     "they look at the open file or folder themselves": (
         "core/checkpoint/format.py open_regular_file open", "core/checkpoint/format.py sync_folder open",
-        "core/comm/mpi/start_watchdog.py _list_private_folder open",
+        "core/comm/mpi/start_watchdog.py _list_folder_if_private open",
     ),
     "output that the user names, which may well be a pipe, as /dev/stdout is": (
         "launch/bench.py _print_and_write_on_rank0 write_text", "launch/bench.py _require_writable_on_rank0 open",

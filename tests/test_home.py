@@ -12,7 +12,7 @@ import safetensors.numpy
 import fsdpx
 from fsdpx import models, nn, spawn
 from fsdpx.__main__ import make_parser
-from fsdpx.ext.observe.plots import require_drawable
+from fsdpx.ext.observe.plots import require_writable_picture
 from fsdpx.plan.machine import SHIPPED_FOLDER, Machine
 
 
@@ -51,7 +51,7 @@ def options(home: Path) -> Any:
 def picture(home: Path) -> Any:
     pytest.importorskip("matplotlib")
     (home / "pictures").mkdir()
-    require_drawable("--png", "~/pictures/a.png")
+    require_writable_picture("--png", "~/pictures/a.png")
 
 
 @pytest.mark.parametrize("use", [from_state_dict, machine, run_folder, checkpoints, launch_config, options, picture])

@@ -30,7 +30,7 @@ from fsdpx.ext.observe.plots import MEMORY, THEMES, StepLanes, get_color, make_f
 from fsdpx.launch.show import make_step_lanes, write_trace
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.plan import Machine
-from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
+from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 
 HERE = Path(__file__).parent
 
@@ -52,8 +52,8 @@ def step(theme: str) -> Any:
     """Four layers of 1,024 on two ranks."""
     machine, batch, panels = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32"), []
     for title, options in THREE.items():
-        dry = dry_run_classes(models.make_mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
-        panels.append(make_step_lanes(dry, predict_from_runs(dry, machine), title))
+        dry = dry_run_one_rank_per_group(models.make_mlp(4, 1024, True), (batch, batch), 2, gpu=False, **options)
+        panels.append(make_step_lanes(dry, predict_from_dry_runs(dry, machine), title))
     return make_figure(panels, theme)
 
 
@@ -111,7 +111,7 @@ def field(theme: str) -> Any:
 def _owners(reach: Any) -> list[list[tuple[int, int]]]:
     """For each rank of a line the owners of the cells that it needs, and where these lie, from its first own cell."""
     found: list[list[tuple[int, int]]] = [[], []]
-    for piece in reach.list_pieces():
+    for piece in reach.list_halo_transfers():
         places = np.arange(reach.count_needed_cells(piece.receiver))[piece.into]
         first = reach.needs[piece.receiver][0] - reach.cuts[piece.receiver]
         found[piece.receiver] += [(int(place) + first, piece.sender) for place in places]
@@ -171,7 +171,9 @@ def strategies(theme: str) -> Any:
     tokens, machine, rows = ((SAMPLES, LONG), "int64"), Machine.load("epyc-100g"), {}
     for name, options in STRATEGIES.items():
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
-        found = predict_from_runs(dry := dry_run_classes(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine)
+        found = predict_from_dry_runs(
+            dry := dry_run_one_rank_per_group(model, (tokens, tokens), RANKS, gpu=False, **chosen), machine
+        )
         rows[name] = (
             max(map(_most, dry.make_memory_timelines(found.events)), key=lambda held: sum(held.values())),
             _sent(found),
@@ -283,9 +285,9 @@ def trace(theme: str) -> Any:
     """The file that `show --trace` writes of two ranks of a pipe, track by track."""
     machine, batch = Machine.load(HERE / "two-laptops.toml"), ((1024, 1024), "float32")
     options = {"strategy": "ddp", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 4}
-    dry = dry_run_classes(models.make_mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
+    dry = dry_run_one_rank_per_group(models.make_mlp(2, 1024, True), (batch, batch), 2, gpu=False, **options)
     with TemporaryDirectory() as folder:
-        write_trace(dry, predict_from_runs(dry, machine), f"{folder}/step.json")
+        write_trace(dry, predict_from_dry_runs(dry, machine), f"{folder}/step.json")
         events = json.loads(Path(folder, "step.json").read_text())["traceEvents"]
     tracks = _tracks(events)
     drawn = _empty(9.25, TRACK * len(tracks) + 0.4, theme)

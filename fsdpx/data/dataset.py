@@ -342,7 +342,7 @@ class TextDataset(WindowDataset):
         roots = [expanduser(path)] if isinstance(path, str | os.PathLike) else [expanduser(p) for p in path]
         self.files = tuple(_find_files(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes)))
         whole = [(file, 0, os.path.getsize(file)) for file in self.files]
-        self._pieces = whole if split == "all" else _select_split(whole, split == "validation", fraction)
+        self._pieces = whole if split == "all" else _select_byte_ranges_of_split(whole, split == "validation", fraction)
         self._ends = list(accumulate(stop - start for _, start, stop in self._pieces))
         self._map = make_file_mapper()
         if self.nbytes < self.seq_len + 1:
@@ -411,7 +411,7 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
 
 
-def _select_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
+def _select_byte_ranges_of_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
     """Return the byte ranges of `files` that belong to the validation or training split. The text is divided into up
     to 16 stretches; validation gets the last `fraction` of each stretch, training the rest."""
     total = sum(stop - start for _, start, stop in files)
@@ -420,11 +420,11 @@ def _select_split(files: Sequence[Piece], validation: bool, fraction: float) -> 
     for i in range(count):
         start, stop = total * i // count, total * (i + 1) // count
         edge = stop - int((stop - start) * fraction)
-        pieces += _clip_pieces(files, edge, stop) if validation else _clip_pieces(files, start, edge)
+        pieces += _clip_byte_ranges(files, edge, stop) if validation else _clip_byte_ranges(files, start, edge)
     return pieces
 
 
-def _clip_pieces(files: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
+def _clip_byte_ranges(files: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
     """Yield the byte ranges of `files` that hold bytes [low, high) of the concatenated files."""
     at = 0
     for file, _, size in files:

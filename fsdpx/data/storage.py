@@ -71,13 +71,13 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
     marks missing data."""
     attributes, stored = getattr(array, "attrs", {}), np.dtype(array.dtype)
     kind = _resolve_integer_dtype(stored, _decode_text(attributes.get("_Unsigned")))
-    named = [value for name in ("_FillValue", "missing_value") for value in _parse_number_attribute(attributes, name)]
+    named = [value for name in ("_FillValue", "missing_value") for value in _parse_attribute_numbers(attributes, name)]
     found = [
         _cast_number(value, stored, kind)
         for value in [*named, *_iterate_default_fill_values(path, array, attributes, stored, kind)]
     ]
     missing = tuple(value for value in found if value is not None and not np.isnan(value))
-    limits = _parse_number_attribute(attributes, "valid_range")
+    limits = _parse_attribute_numbers(attributes, "valid_range")
     low, high = (
         limits if len(limits) == 2 else (_parse_first_number(attributes, name) for name in ("valid_min", "valid_max"))
     )
@@ -105,13 +105,13 @@ def _iterate_default_fill_values(
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
-    elif hasattr(array, "file") and kind == stored and not _parse_number_attribute(attributes, "_FillValue"):
+    elif hasattr(array, "file") and kind == stored and not _parse_attribute_numbers(attributes, "_FillValue"):
         of_netcdf = path.suffix.lower() in _SUFFIXES or "_NCProperties" in array.file.attrs
         if of_netcdf and (value := NETCDF_FILL.get(stored.str[1:])) is not None:
             yield value
 
 
-def _parse_number_attribute(attributes: Mapping[str, Any], name: str) -> list[int | float]:
+def _parse_attribute_numbers(attributes: Mapping[str, Any], name: str) -> list[int | float]:
     """Return the numbers in an attribute; skip values that are not numbers and cannot be parsed as numbers.
 
     Text is parsed because JSON has no NaN, and because xarray stores a number in Zarr format 3 as text that encodes
@@ -126,7 +126,7 @@ def _parse_number_attribute(attributes: Mapping[str, Any], name: str) -> list[in
 
 
 def _parse_first_number(attributes: Mapping[str, Any], name: str, without: float | None = None) -> Any:
-    return next(iter(_parse_number_attribute(attributes, name)), without)
+    return next(iter(_parse_attribute_numbers(attributes, name)), without)
 
 
 def _decode_text(value: Any) -> str:

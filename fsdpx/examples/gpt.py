@@ -113,7 +113,7 @@ def make_loader_and_batches(args: argparse.Namespace, comm: Any, prints: bool) -
     return loader, batches
 
 
-def print_sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
+def generate_and_print_text(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
     """Generate `count` bytes of text, and print them on rank 0 as they are generated. If `cache` is True, attention
     keys and values are cached. Collective."""
     prints = trainer.call_runner.rank == 0
@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is not None:
         save_and_print_results(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:
-        print_sample(trainer, args.sample, args.seed, cache=args.sequence is None)
+        generate_and_print_text(trainer, args.sample, args.seed, cache=args.sequence is None)
     if trainer.call_runner.rank == 0:
         print(f"\n{report if args.verbose else report.memory_text}\n")
         peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)

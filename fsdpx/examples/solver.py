@@ -132,10 +132,10 @@ class Solver:
             if learned and k > 0:
                 self.velocity = before + np.asarray(self.net.predict(before)) / SCALE
             else:
-                self.velocity, self.small = self._step_large(before), self.small + SMALL
+                self.velocity, self.small = self._take_large_step(before), self.small + SMALL
             if k == 0:
                 snapshot = np.concatenate([before, SCALE * (self.velocity - before)])
-            self.exact = self._step_large(self.exact)
+            self.exact = self._take_large_step(self.exact)
         return snapshot
 
     def load_weights(self, weights: Array) -> None:
@@ -150,7 +150,7 @@ class Solver:
         """Return the largest difference from the reference field over all solver ranks. Collective over `comm`."""
         return float(self.comm.allreduce(np.abs(self.velocity - self.exact).max(), self._largest))
 
-    def _step_large(self, field: Array) -> Array:
+    def _take_large_step(self, field: Array) -> Array:
         """Return the field after one large step, which is SMALL explicit steps of du/dt = viscosity laplace(u) - (u .
         grad) u with central differences."""
         for _ in range(SMALL):

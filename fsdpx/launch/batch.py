@@ -19,7 +19,7 @@ from fsdpx.core.base.messages import format_count
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["BATCH_TEMPLATES", "NodeCores", "find_node_cores", "make_batch_file"]
+__all__ = ["BATCH_TEMPLATES", "NodeCores", "find_cores_per_node", "make_batch_file"]
 
 _NOTICE_SECONDS = 60
 """Seconds added to the grace period, because Slurm may send the signal up to this many seconds early, but never
@@ -98,7 +98,7 @@ class NodeCores:
     source: str
 
 
-def find_node_cores() -> NodeCores:
+def find_cores_per_node() -> NodeCores:
     """Return the number of cores per node: that of Slurm's smallest node if Slurm is installed, else that of this
     machine."""
     if sinfo := shutil.which("sinfo"):

@@ -234,8 +234,8 @@ def measure_verbs(
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
-    groups = _iterate_level_communicators(comm, hosts)
-    levels = [_measure_level(name, group, buffers, sizes, verbs, seconds, count) for name, group in groups]
+    groups = _iterate_measured_communicators(comm, hosts)
+    levels = [_time_verbs_in_group(name, group, buffers, sizes, verbs, seconds, count) for name, group in groups]
     own = [level for level in levels if level is not None]
     buffers.free_arrays()
     everyone: list[list[dict[str, Any]]] = comm.all_gather_data(own)
@@ -248,7 +248,7 @@ def measure_verbs(
     }  # fmt: skip
 
 
-def _iterate_level_communicators(
+def _iterate_measured_communicators(
     comm: Communicator, hosts: dict[str, list[int]]
 ) -> Iterator[tuple[str, Communicator | None]]:
     """Yield (name, communicator) for each group of ranks to measure: the ranks of this host, the first rank of each
@@ -270,7 +270,7 @@ class _BenchBuffers:
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = find_node_communicator(comm)
-        windows = self.node is not None and self.node.can_share
+        windows = self.node is not None and self.node.is_sharing_useful
         self.made = (
             [self.node.allocate_shared(nbytes), self.node.allocate_node_buffer(nbytes)]
             if self.node and windows
@@ -292,7 +292,7 @@ class _BenchBuffers:
                 self.node.free_shared(part)
 
 
-def _measure_level(
+def _time_verbs_in_group(
     name: str, comm: Communicator | None, buffers: _BenchBuffers, sizes: Sequence[int], verbs: Sequence[str],
     seconds: float, count: Callable[[int, int], None],
 ) -> dict[str, Any] | None:  # fmt: skip
@@ -305,7 +305,7 @@ def _measure_level(
     for verb, size in cases:
         count(len(rows), len(cases))
         elements = comm.size * max(math.ceil(size / (4 * comm.size)), 1)
-        rows.append(_measure_row(verb, comm, buffers.get_arrays(elements, comm.size), seconds))
+        rows.append(_time_verb_at_size(verb, comm, buffers.get_arrays(elements, comm.size), seconds))
     if comm.rank:
         return None
     sends = [row for row in rows if row["verb"] == "send"]
@@ -313,7 +313,7 @@ def _measure_level(
     return {"level": name, "host": platform.node(), "ranks": comm.size, **link, "rows": rows}
 
 
-def _measure_row(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
+def _time_verb_at_size(name: str, comm: Communicator, arrays: BenchArrays, seconds: float) -> dict[str, Any]:
     """Time one operation at one message size, and return its row of the report. Collective."""
     verb, raw = TIMED_VERBS[name], getattr(find_message_backend(comm), "raw", None)
     nbytes = arrays.shared.nbytes if name != "barrier" else 0

@@ -150,7 +150,7 @@ def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
     if match is None:
         raise ConfigError(f"{name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64")
     dims = tuple(map(int, match[1].split("x")))
-    dtype, output = _find_dtype_and_output_shape(model, dims, match[2])
+    dtype, output = _find_input_dtype_and_output_shape(model, dims, match[2])
     loss = loss or (nn.CrossEntropyLoss() if dtype.startswith("int") else nn.MSELoss())
     labels = isinstance(loss, nn.CrossEntropyLoss)
     target = output[1 : -1 if labels else None], "int64" if labels else "float32"
@@ -205,7 +205,7 @@ def _import_and_call_factory(name: str) -> Any:
     return found()
 
 
-def _find_dtype_and_output_shape(
+def _find_input_dtype_and_output_shape(
     model: nn.Layer, dims: tuple[int, ...], wanted: str | None
 ) -> tuple[str, tuple[int, ...]]:
     """Return an input dtype that the model accepts, and the shape of its output. Unless `wanted` is given, float32 is

@@ -12,7 +12,7 @@ from fsdpx.core.checkpoint import offline
 from fsdpx.core.checkpoint.atomic_commit import error_to_text
 from fsdpx.core.checkpoint.format import STATE_FILE_NAME
 from fsdpx.core.checkpoint.read import CheckpointSource
-from fsdpx.core.checkpoint.save import format_note, read_note
+from fsdpx.core.checkpoint.save import format_run_description, read_run_description
 from fsdpx.core.checkpoint.write import is_checkpoint
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig
 from fsdpx.errors import CheckpointError, ConfigError, escape_control
@@ -48,7 +48,7 @@ def ckpt(args: argparse.Namespace) -> int:
 
 def _run_and_print_action(args: argparse.Namespace) -> int:
     if args.action == "inspect":
-        source = offline.open_source(_find_and_print_newest_checkpoint(args.path))
+        source = offline.open_checkpoint_source(_find_and_print_newest_checkpoint(args.path))
         print(wrap_for_terminal(_format_checkpoint_contents(source)))
         return 0
     if args.action == "verify":
@@ -72,10 +72,10 @@ def _find_and_print_newest_checkpoint(path: Path) -> Path:
 
 
 def _format_checkpoint_contents(source: CheckpointSource) -> str:
-    weights = source.filter_files(state=False).locations.values()
+    weights = source.select_state_or_weights(state=False).locations.values()
     lines = [f"{sum(entry.elements for _, entry in weights):,} elements of weights"]
     if source.manifest is not None:
-        lines.append(f"written by: {format_note(read_note(source))}")
+        lines.append(f"written by: {format_run_description(read_run_description(source))}")
     state = offline.read_state(source)
     lines += [f"{key}: {_format_value(value)}" for key, value in state.items() if value is not None]
     for file, contents in source.files.items():
@@ -106,7 +106,7 @@ def _verify_and_print_digests(path: Path) -> int:
 
 def print_checkpoint_differences(first: Path, second: Path) -> int:
     """Print the differences between two checkpoints. Return 1 if there are any, else 0."""
-    a, b = offline.open_source(first), offline.open_source(second)
+    a, b = offline.open_checkpoint_source(first), offline.open_checkpoint_source(second)
     lines = []
     for found in offline.compare_sources(a, b):
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"

@@ -25,7 +25,7 @@ from fsdpx.core.comm.init import find_node_communicator, get_backend_name, parse
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError, install_hint
 from fsdpx.ext.gpu import visible_devices
-from fsdpx.ext.gpu.cupy_devices import list_gpus as seen
+from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses as seen
 from fsdpx.launch import info
 from fsdpx.launch.launchers import try_launcher_and_explain_failure
 
@@ -145,7 +145,7 @@ def _collect_rank_facts() -> RankFacts:
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    versions = {name: info.describe_version(name) for name in PACKAGES} | {
+    versions = {name: info.describe_package_version(name) for name in PACKAGES} | {
         "cupy": re.split("[:,]", info.describe_cupy_and_count_gpus()[0])[0]
     }
     return RankFacts(
@@ -203,7 +203,7 @@ def _describe_host_transport(comm: Communicator) -> str:
         return "local: one rank by itself, or threads of fsdpx.spawn"
     if node is None:
         return f"{name}: messages only: one rank, FSDPX_NODE=0, or ranks that may die"
-    if not node.can_share:
+    if not node.is_sharing_useful:
         return f"{name}: messages only: no host has several ranks, or hosts have different numbers of them"
     hosts = "one host" if len(node.ranks_by_host) == 1 else f"each of {len(node.ranks_by_host)} hosts"
     return f"{name}: shared memory, {len(node.ranks_on_host)} ranks on {hosts}, {info.describe_shared_memory()}"

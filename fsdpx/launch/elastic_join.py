@@ -79,7 +79,7 @@ class JoinRequests:
             return
         self._due = now + _POLL_SECONDS
         asking = list(self._folder.glob(f"{_REQUEST_PREFIX}*"))
-        listener = _find_listening_process(notes) if asking else None
+        listener = _find_process_handling_save_signal(notes) if asking else None
         if listener is None:
             return
         for asks in asking:
@@ -88,7 +88,7 @@ class JoinRequests:
             with suppress(ProcessLookupError):
                 os.kill(listener, signal.SIGUSR1)
 
-    def pop_joined_rank_count(self) -> int:
+    def pop_accepted_rank_count(self) -> int:
         """Return the number of ranks that were accepted since the last start, and reset the count to 0."""
         came, self.accepted_ranks = self.accepted_ranks, 0
         return came
@@ -124,7 +124,7 @@ class JoinRequests:
             safe_files.write_file(asks.with_name(asks.name.replace(_REQUEST_PREFIX, _ANSWER_PREFIX, 1)), text)
 
 
-def _find_listening_process(notes: Path) -> int | None:
+def _find_process_handling_save_signal(notes: Path) -> int | None:
     """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script inside
     `Preemption` does. Return None if there is none.
 

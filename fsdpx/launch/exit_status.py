@@ -162,32 +162,32 @@ class Evidence:
     launcher: str = ""
     killed: str = ""
 
-    def have_all_reached_start(self) -> bool:
+    def have_all_ranks_reached_mpi_init(self) -> bool:
         """Return whether all ranks were in MPI_Init when the job ended. If so, one of them died there, or MPI itself
         failed."""
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
-    def find_rank_ended_before_start(self) -> RankStatus | None:
+    def find_rank_ended_before_mpi_init(self) -> RankStatus | None:
         """Return the first rank that ended while other ranks waited for it in MPI_Init, or None."""
-        if not self.waited or self.have_all_reached_start():
+        if not self.waited or self.have_all_ranks_reached_mpi_init():
             return None
         return next(
             (self.statuses[rank] for rank in self.order if rank in self.statuses and rank not in self.waited), None
         )
 
-    def find_rank_failed_before_start(self) -> RankStatus | None:
-        """Return the same rank as `find_rank_ended_before_start`, but only if it recorded an exit status. Otherwise
+    def find_rank_failed_before_mpi_init(self) -> RankStatus | None:
+        """Return the same rank as `find_rank_ended_before_mpi_init`, but only if it recorded an exit status. Otherwise
         return None."""
-        first = self.find_rank_ended_before_start()
+        first = self.find_rank_ended_before_mpi_init()
         return None if first is None or first.status is None else first
 
-    def has_unexplained_wait(self) -> bool:
+    def has_unexplained_mpi_init_wait(self) -> bool:
         """Return whether ranks waited in MPI_Init although no rank is known to have ended."""
-        return bool(self.waited) and self.find_rank_ended_before_start() is None
+        return bool(self.waited) and self.find_rank_ended_before_mpi_init() is None
 
-    def has_missing_ranks(self) -> bool:
+    def has_mpi_init_timed_out(self) -> bool:
         """Return whether MPI_Init timed out because some ranks did not reach it."""
-        return self.late and self.find_rank_ended_before_start() is not None
+        return self.late and self.find_rank_ended_before_mpi_init() is not None
 
     def has_succeeded(self) -> bool:
         """Return whether the job succeeded, judged by the launcher's status or, for an elastic job, by the statuses of
@@ -199,7 +199,7 @@ class Evidence:
             return self.status != HUNG_STATUS and 0 in numbers and numbers <= {0, None}
         return self.status == 0 and None not in numbers
 
-    def has_saved_when_asked(self) -> bool:
+    def has_been_preempted(self) -> bool:
         """Return whether the job was preempted: a rank saved a checkpoint and ended because it was asked to stop."""
         return not self.waited and PREEMPTED_STATUS in (self.status, *(note.status for note in self.statuses.values()))
 
@@ -212,7 +212,7 @@ class Evidence:
         another rank do not count."""
         return next((note for note in self.list_failed_ranks() if note.error not in _SECONDARY_ERRORS), None)
 
-    def find_rank_that_left_others(self) -> RankStatus | None:
+    def find_rank_exited_during_collective(self) -> RankStatus | None:
         """Return a rank that ended with status 0 while other ranks still waited for it in a collective, or None."""
         if self.waited or self.status != RANK_EXITED or self.list_failed_ranks():
             return None
@@ -223,7 +223,7 @@ class Evidence:
         the death of another rank."""
         return self.status == HUNG_STATUS or any(note.error not in _DEATH_ERRORS for note in self.list_failed_ranks())
 
-    def find_first_dead_rank(self) -> RankStatus | None:
+    def find_first_killed_rank(self) -> RankStatus | None:
         """Return the first rank that was killed, which means that it ended without recording an exit status. Return
         None if there is none."""
         return next(
@@ -235,7 +235,7 @@ class Evidence:
         """The last step that any rank had begun; None if unknown."""
         return None if self.waited else max((f.step for f in self.flight_records.values() if f.program), default=None)
 
-    def make_placeholder_values(self, first: RankStatus | None) -> dict[str, Any]:
+    def make_message_template_values(self, first: RankStatus | None) -> dict[str, Any]:
         """Return the values that fill the placeholders in the message templates of `EXIT_CASES`. `first` is the rank
         that caused the end."""
         step, flight = self.last_step, None if first is None else self.flight_records.get(first.rank)
@@ -264,7 +264,7 @@ class Evidence:
                 own = first.status if first is not None else None
                 status = {LAUNCHER_STATUS: self.status or 1, RANK_STATUS: own or 1}.get(case.status, case.status)
                 step = None if case.verdict == DONE else self.last_step
-                text = case.text.format(**self.make_placeholder_values(first))
+                text = case.text.format(**self.make_message_template_values(first))
                 return JobEnding(case.verdict.kind, status, who, step, text)
         raise AssertionError("the last case always applies")
 
@@ -304,7 +304,7 @@ class Case(NamedTuple):
     applies : function of the evidence that tells whether this case applies
     verdict : kind of the ending, and whether it leads to a restart
     status : exit status of `fsdpx run`
-    text : template of `JobEnding.text`, filled by `Evidence.make_placeholder_values`
+    text : template of `JobEnding.text`, filled by `Evidence.make_message_template_values`
     """
 
     applies: Callable[[Evidence], RankStatus | bool | None]
@@ -314,25 +314,26 @@ class Case(NamedTuple):
 
 
 EXIT_CASES = (
-    Case(Evidence.find_rank_failed_before_start, ERROR, RANK_STATUS,
+    Case(Evidence.find_rank_failed_before_mpi_init, ERROR, RANK_STATUS,
         "{rank} ended with {error} before all ranks had started"),
     Case(Evidence.has_succeeded, DONE, 0, ""),
-    Case(Evidence.has_saved_when_asked, SAVED, PREEMPTED_STATUS, "the job was asked to stop and has saved"),
+    Case(Evidence.has_been_preempted, SAVED, PREEMPTED_STATUS, "the job was asked to stop and has saved"),
     Case(Evidence.find_first_failed_rank, ERROR, LAUNCHER_STATUS, "{rank} ended with {error}{at}"),
-    Case(Evidence.find_rank_that_left_others, ERROR, RANK_EXITED,
+    Case(Evidence.find_rank_exited_during_collective, ERROR, RANK_EXITED,
         "{rank} ended with status 0 while others waited for it"),
     Case(lambda evidence: bool(evidence.killed), DEATH, LAUNCHER_STATUS,
         "the launcher, {launcher}, was killed ({killed}), and its ranks with it"),
-    Case(Evidence.have_all_reached_start, DEATH, 1,
+    Case(Evidence.have_all_ranks_reached_mpi_init, DEATH, 1,
         "all ranks had come to MPI's start, where {one} ended: what MPI says of it, if anything, is above"),
-    Case(Evidence.has_unexplained_wait, HANG, HUNG_STATUS,
+    Case(Evidence.has_unexplained_mpi_init_wait, HANG, HUNG_STATUS,
         "{waited} waited in MPI's start for others that did not come"),
-    Case(Evidence.has_missing_ranks, HANG, HUNG_STATUS, "{missing} did not come to MPI's start, where {waited} waited"),
-    Case(Evidence.find_rank_ended_before_start, DEATH, 1, "{rank} died before all ranks had started"),
+    Case(Evidence.has_mpi_init_timed_out, HANG, HUNG_STATUS,
+        "{missing} did not come to MPI's start, where {waited} waited"),
+    Case(Evidence.find_rank_ended_before_mpi_init, DEATH, 1, "{rank} died before all ranks had started"),
     Case(Evidence.has_hung, HANG, HUNG_STATUS, "the job hung, see the report above"),
     Case(lambda evidence: not evidence.statuses, DEATH, LAUNCHER_STATUS,
         "the launcher ended with status {status}; no rank has left a note here"),
-    Case(Evidence.find_first_dead_rank, DEATH, LAUNCHER_STATUS, "{rank} died (status {status}){where}{more}"),
+    Case(Evidence.find_first_killed_rank, DEATH, LAUNCHER_STATUS, "{rank} died (status {status}){where}{more}"),
     Case(lambda evidence: True, DEATH, LAUNCHER_STATUS, "a rank died (status {status}){more}"),
 )  # fmt: skip
 """The possible endings of an attempt to run the job. The first case whose condition holds applies."""
@@ -387,11 +388,11 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
         plan.ranks -= 1
         reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
     return f"{reason}{plan.ranks} ranks", min(
-        plan.backoff * 2 ** _count_stuck_starts(plan.endings), _MAX_RESTART_DELAY_SECONDS
+        plan.backoff * 2 ** _count_attempts_without_progress(plan.endings), _MAX_RESTART_DELAY_SECONDS
     )
 
 
-def _count_stuck_starts(endings: Sequence[JobEnding]) -> int:
+def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
     """Return how many attempts in a row, going back from the one before the last, got at least as far (in steps) as
     the last one."""
     count, last = 0, endings[-1].step or 0

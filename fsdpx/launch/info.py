@@ -28,8 +28,8 @@ __all__ = [
     "describe_cupy_and_count_gpus",
     "describe_launcher",
     "describe_mpi",
+    "describe_package_version",
     "describe_shared_memory",
-    "describe_version",
     "format_info_or_leftovers",
     "get_free_shared_memory_bytes",
     "info",
@@ -61,14 +61,22 @@ def info() -> Info:
     gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()
     here |= {"backend": get_backend_name(), "device": "cuda" if gpus else "cpu"}
-    numpy = f"{describe_version('numpy')}, BLAS {describe_numpy_blas()}"
+    numpy = f"{describe_package_version('numpy')}, BLAS {describe_numpy_blas()}"
     rows = [("fsdpx", __version__), ("Python", describe_python()), ("machine", describe_machine()), ("NumPy", numpy)]
     rows += [
-        ("Numba", describe_version("numba", ": plain kernels are used")),
-        ("ml_dtypes", describe_version("ml_dtypes")),
+        ("Numba", describe_package_version("numba", ": plain kernels are used")),
+        ("ml_dtypes", describe_package_version("ml_dtypes")),
     ]
-    rows += [("mpi4py", describe_version("mpi4py")), ("MPI library", describe_mpi()), ("launcher", describe_launcher())]
-    rows += [("CuPy", gpu_library), ("PyTorch", describe_version("torch")), ("shared memory", describe_shared_memory())]
+    rows += [
+        ("mpi4py", describe_package_version("mpi4py")),
+        ("MPI library", describe_mpi()),
+        ("launcher", describe_launcher()),
+    ]
+    rows += [
+        ("CuPy", gpu_library),
+        ("PyTorch", describe_package_version("torch")),
+        ("shared memory", describe_shared_memory()),
+    ]
     rows += [("left in /dev/shm", describe_leftover_files()), ("cache", _describe_cache())]
     rows += [(f"BLAS {name}", where) for name, where in blas.list_available_libraries().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.load_half_matmul().list_available_libraries().items()]
@@ -76,7 +84,7 @@ def info() -> Info:
     rows += [
         (f"{config.normalize_half_name(kind)} in use", _describe_half_matmul(kind)) for kind in ("bfloat16", "float16")
     ]
-    rows += _list_tuning_rows()
+    rows += _list_blas_rate_rows()
     return Info(dict(rows) | here)
 
 
@@ -103,7 +111,7 @@ def _describe_cache() -> str:
     return f"{folder}{unwritable}; {format_count(len(sizes), 'file')}, {format_bytes(sum(sizes))}"
 
 
-def _list_tuning_rows() -> list[tuple[str, str]]:
+def _list_blas_rate_rows() -> list[tuple[str, str]]:
     """Return (name, text) rows with the BLAS speeds that an earlier job measured on this machine."""
     found = load_blas_measurement()
     if found is None:
@@ -122,7 +130,7 @@ def probe_mpi_library() -> tuple[str, str]:
     return parse_mpi_library_name(done.stdout), ""
 
 
-def describe_version(package: str, without: str = "") -> str:
+def describe_package_version(package: str, without: str = "") -> str:
     """Return the version of a package, or "not installed" followed by `without`, which tells what happens without the
     package."""
     try:

@@ -145,10 +145,10 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
             raise LaunchError(
                 f"{config.mpiexec} cannot be started: there is no such command; name one of PATH, or a file"
             )
-        return _require_launcher(words, config, chosen=False)
+        return _identify_and_check_launcher(words, config, chosen=False)
     beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
     if beside.exists():
-        return _require_launcher([str(beside)], config, chosen=True, wheel=True)
+        return _identify_and_check_launcher([str(beside)], config, chosen=True, wheel=True)
     scheduler = None if config.elastic else {"slurm": _find_srun, "flux": _find_flux}.get(environment.find_scheduler())
     found = scheduler and scheduler()
     if found is not None:
@@ -156,7 +156,7 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
         raise LaunchError(f"no mpiexec beside this Python or on PATH; {install_hint('mpich')}, or name one: --mpiexec")
-    return _require_launcher([mpiexec], config, chosen=True)
+    return _identify_and_check_launcher([mpiexec], config, chosen=True)
 
 
 def make_command(
@@ -167,7 +167,9 @@ def make_command(
     kind = found.kind
     where = _make_host_options(found, config, ranks)
     always, passes = (
-        ([], []) if kind is None else (_fill_template(kind.always), _make_variable_options(kind.passes, sorted(names)))
+        ([], [])
+        if kind is None
+        else (_fill_template(kind.always), _make_environment_options(kind.passes, sorted(names)))
     )
     options = [*always, *where, *passes] if found.chosen else [*where, *(passes if where else [])]
     rank = [sys.executable, "-m", "fsdpx.launch.rank", *escape_colon_words(program)]
@@ -269,21 +271,23 @@ def _fill_template(template: str, **values: object) -> list[str]:
     return template.format(**values).split()
 
 
-def _make_variable_options(template: str, names: Sequence[str]) -> list[str]:
+def _make_environment_options(template: str, names: Sequence[str]) -> list[str]:
     """Return the launcher's options that pass the environment variables `names` to other hosts."""
     if "{names}" in template:
         return _fill_template(template, names=",".join(names))
     return [word for name in names for word in _fill_template(template, name=name)]
 
 
-def _require_launcher(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> FoundLauncher:
+def _identify_and_check_launcher(
+    words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False
+) -> FoundLauncher:
     """Identify the launcher that the command line `words` starts, and return it. Raise LaunchError if it belongs to a
     different MPI library from the one that mpi4py uses, or if the job is elastic and the launcher ends all ranks when
     one dies.
 
     `wheel` says that the launcher comes from the same wheel as the MPI library that mpi4py loads."""
     version = _read_launcher_version(words)
-    kind = _find_launcher_row(words[0], version)
+    kind = _match_known_launcher(words[0], version)
     more = _list_ulfm_options(words, version) if config.elastic else []
     if kind is not None and kind.serves and not wheel:
         loaded, _ = probe_mpi_library()
@@ -319,7 +323,7 @@ def _find_flux() -> FoundLauncher | None:
     return None if flux is None else FoundLauncher((flux, "run"), kind)
 
 
-def _find_launcher_row(path: str, version: str) -> Launcher | None:
+def _match_known_launcher(path: str, version: str) -> Launcher | None:
     """Return the entry of `LAUNCHERS` that matches the path and the version text of a launcher, or None."""
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)

@@ -16,13 +16,19 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.trainer.initialize import init
 from fsdpx.errors import ConfigError
-from fsdpx.ext.observe.plots import draw_scaling, require_drawable, save_figure
+from fsdpx.ext.observe.plots import draw_scaling, require_writable_picture, save_figure
 from fsdpx.launch.catalog import CatalogModel, find_model
-from fsdpx.launch.show import draw_step_to_file, make_no_field_error, parse_dims, parse_recompute, reporting_unwritable
+from fsdpx.launch.show import (
+    converting_write_errors,
+    draw_step_to_file,
+    make_no_field_error,
+    parse_dims,
+    parse_recompute,
+)
 from fsdpx.plan.auto import MACHINE_FILE
 from fsdpx.plan.measuring import format_machine_file, measure_this_machine
 from fsdpx.plan.peak import format_changes
-from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
+from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.searching import ANY_GRID, MAX_CANDIDATES
 
 __all__ = ["add_measure_options", "add_options", "measure_and_write_machine", "plan_job"]
@@ -63,7 +69,7 @@ def plan_job(args: argparse.Namespace) -> str:
     text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
-            require_drawable(option, path)
+            require_writable_picture(option, path)
     example = find_model(args.example, args.batch)
     fixed = {name: getattr(args, name) for name in FIXED_PLACEMENTS if getattr(args, name) is not None}
     fixed |= {} if args.mesh is None else {"mesh": Mesh.parse(args.mesh)}
@@ -84,14 +90,14 @@ def plan_job(args: argparse.Namespace) -> str:
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)
         options = {**fixed, **found.best_candidate.options, "loss": example.loss}
-        dry = dry_run_classes(example.model(), batch, found.rank_count, found.machine.compute.gpu, **options)
+        dry = dry_run_one_rank_per_group(example.model(), batch, found.rank_count, found.machine.compute.gpu, **options)
         title = f"{args.example}: {found.best_candidate.python_text}"
-        prediction = predict_from_runs(dry, found.machine)
+        prediction = predict_from_dry_runs(dry, found.machine)
         print(draw_step_to_file(dry, prediction, title, args.png, found.memory), file=sys.stderr)
     if args.ranks_png is not None:
         rows = [(one.mesh.size, one.seconds, one.memory) for one in found.scaling]
         title = f"{args.example} on {found.machine.name}: {found.best_candidate.python_text}"
-        with reporting_unwritable(args.ranks_png):
+        with converting_write_errors(args.ranks_png):
             drawn = draw_scaling(title, rows, found.memory)
             print(f"drawn: {save_figure(drawn, args.ranks_png)}", file=sys.stderr)
     if args.json:
@@ -126,6 +132,6 @@ def measure_and_write_machine(args: argparse.Namespace) -> str:
     if comm.rank:
         return ""
     text = format_machine_file(found)
-    with reporting_unwritable(args.output):
+    with converting_write_errors(args.output):
         write_file(args.output, text, READABLE)
     return f"written: {args.output}; it begins with\n\n{text.partition('[kernels')[0].rstrip()}"

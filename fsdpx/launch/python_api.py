@@ -82,7 +82,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
         _run_job_or_raise(config, ["-m", __name__, str(folder), _hash_bytes(packed)])
         return _read_results_by_rank(folder)
     finally:
-        safe_files.remove_own_folder(folder)
+        safe_files.remove_user_owned_folder(folder)
 
 
 def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
@@ -104,14 +104,14 @@ def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickle a function and its arguments, together with the sys.path of this process, so that the ranks find the same
     modules."""
     name = getattr(what, "__qualname__", repr(what))
-    if _find_pickler() is pickle and getattr(what, "__module__", "") == "__main__":
+    if _import_pickle_module() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
             f"launch({name}): ranks cannot import __main__; pip install cloudpickle, or use a module for it"
         )
     return pickle.dumps((sys.path, _pickle_value((what, args), f"launch({name}): it")))
 
 
-def _find_pickler() -> Any:
+def _import_pickle_module() -> Any:
     """Return the module cloudpickle, which can pickle functions defined in a notebook. If it is not installed, return
     the module pickle."""
     try:
@@ -124,7 +124,7 @@ def _find_pickler() -> Any:
 def _pickle_value(value: Any, what: str) -> bytes:
     """Pickle a value. If it cannot be pickled, raise a LaunchError that calls the value `what`."""
     try:
-        return bytes(_find_pickler().dumps(value))
+        return bytes(_import_pickle_module().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(f"{what} cannot be given to other processes: {error}") from error
 

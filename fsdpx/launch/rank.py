@@ -61,7 +61,7 @@ def main() -> None:
         error = raised
         raise
     finally:
-        note.update(**_make_outcome_fields(error))
+        note.update(**_make_exit_status_fields(error))
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
@@ -113,7 +113,7 @@ class RankStatusWriter:
         self.update(final=True, status=status, error=error)
 
 
-def _make_outcome_fields(error: BaseException | None) -> dict[str, Any]:
+def _make_exit_status_fields(error: BaseException | None) -> dict[str, Any]:
     """Return the fields of the status file for a script that ended with the exception `error`, or normally (None)."""
     if error is None:
         return {"status": 0}

@@ -32,7 +32,7 @@ from fsdpx.core.comm.mpi.start import (
 )
 from fsdpx.errors import LaunchError
 from fsdpx.ext.watch.flight_recorder import FlightRecord, format_records, read_all_records
-from fsdpx.launch.batch import find_node_cores, make_batch_file
+from fsdpx.launch.batch import find_cores_per_node, make_batch_file
 from fsdpx.launch.elastic_join import JoinRequests, request_join
 from fsdpx.launch.exit_status import DeathRecorder, Evidence, JobEnding, RestartPlan, record_and_decide_restart
 from fsdpx.launch.launchers import FoundLauncher, find_launcher, list_answering_hosts, make_command
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
     if args.print_batch:
         _require_existing_program(program)
-        print(text := make_batch_file(args.print_batch, config, program, find_node_cores(), variables), end="")
+        print(text := make_batch_file(args.print_batch, config, program, find_cores_per_node(), variables), end="")
         if found := re.search(r"^# (.* more than a node has\.)\n#( .*)", text, re.M):
             _log_line(found[1] + found[2])
     elif args.dry_run:
@@ -133,12 +133,12 @@ def run_job(
     guests = JoinRequests(folder, lambda more: job.make_command(plan.ranks + more))
     with _SignalForwarder(config.grace) as signals:
         while True:
-            here, ranks = _choose_job_and_rank_count_of_start(job, plan, folder)
-            ending = _run_once(here, folder, len(plan.endings), ranks, signals, guests)
+            here, ranks = _choose_job_and_rank_count_of_attempt(job, plan, folder)
+            ending = _run_job_once(here, folder, len(plan.endings), ranks, signals, guests)
             if signals.received and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
             elif ending.kind == "preempted" and guests.accepted_ranks and not signals.received:
-                plan.ranks += (came := guests.pop_joined_rank_count())
+                plan.ranks += (came := guests.pop_accepted_rank_count())
                 ending = replace(ending, kind="joined", text=f"all have saved, for {came} more to join")
             reason, seconds = record_and_decide_restart(plan, ending)
             if seconds is None or signals.received:
@@ -152,13 +152,13 @@ def run_job(
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
-        safe_files.remove_own_folder(folder)
+        safe_files.remove_user_owned_folder(folder)
     # later jobs remove only folders that have an owner file, so the records are kept
     (folder / _OWNER_FILE).unlink(missing_ok=True)
     return ending
 
 
-def _choose_job_and_rank_count_of_start(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
+def _choose_job_and_rank_count_of_attempt(job: LaunchedJob, plan: RestartPlan, folder: Path) -> tuple[LaunchedJob, int]:
     """Return the job and the number of ranks for the next attempt.
 
     A restart uses only the hosts of the hostfile that still answer, provided that they have slots for at least
@@ -249,7 +249,7 @@ def _create_and_require_writable(folder: Path, option: str) -> Path:
 def _recreate_private_folder(own: Path) -> Path:
     """Create an empty folder that only this user can enter, for one attempt to run the job. Raise LaunchError if
     another user has created it."""
-    safe_files.remove_own_folder(own)
+    safe_files.remove_user_owned_folder(own)
     try:
         return safe_files.make_folder(own)
     except safe_files.Untrusted as error:
@@ -281,7 +281,7 @@ def _log_line(text: str) -> None:
     flush_and_write_stderr(f"fsdpx run: {text}\n")  # never raises, even if the terminal was closed
 
 
-def _run_once(
+def _run_job_once(
     job: LaunchedJob, folder: Path, start: int, ranks: int, signals: _SignalForwarder, guests: JoinRequests
 ) -> JobEnding:
     """Start the job once, wait until it ends, and return how it ended.
@@ -314,7 +314,7 @@ def _run_once(
         "" if process.returncode >= 0 or asked else signal.Signals(-process.returncode).name,
     ).decide_ending()  # fmt: skip
     if ending.kind in ("done", "preempted"):
-        safe_files.remove_own_folder(own)
+        safe_files.remove_user_owned_folder(own)
     elif flights:
         safe_files.write_file(own / "actions.txt", format_records(flights))
     return ending

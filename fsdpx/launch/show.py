@@ -33,32 +33,32 @@ from fsdpx.core.program import (
     simulate,
 )
 from fsdpx.core.program.drawing import draw_schedule
-from fsdpx.core.state.gradients import count_rows_of_rank
+from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.core.trainer.out_of_memory import format_cheaper_options
 from fsdpx.core.trainer.recipe import DistributionChoices
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.observe.chrome import TraceGroups, TraceHeader, write_simulated_trace
-from fsdpx.ext.observe.plots import StepLanes, make_figure, require_drawable, save_figure
+from fsdpx.ext.observe.plots import StepLanes, make_figure, require_writable_picture, save_figure
 from fsdpx.ext.observe.recording import ActionSpan, ProgramRecord, TransferSpan
-from fsdpx.ext.observe.report import format_transfer
+from fsdpx.ext.observe.report import format_transfer_name
 from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.launch.catalog import CATALOG, CatalogModel, find_model
 from fsdpx.plan.dry_run import DryRun, dry_run
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import OptionChange, format_changes, list_lowering_changes
-from fsdpx.plan.prediction import Prediction, dry_run_classes, predict_from_runs
+from fsdpx.plan.prediction import Prediction, dry_run_one_rank_per_group, predict_from_dry_runs
 
 __all__ = [
     "add_options",
+    "converting_write_errors",
     "draw_step_to_file",
     "format_mesh",
     "make_no_field_error",
     "make_step_lanes",
     "parse_dims",
     "parse_recompute",
-    "reporting_unwritable",
     "require_axes_for_options",
     "show",
     "write_trace",
@@ -105,14 +105,14 @@ LAYER_AXES = ("tensor", "data", "domain")
 def show(args: argparse.Namespace) -> str:
     """Simulate a step with the given options, and return the text that `show` prints."""
     with reporting_if_slow(True, "simulating step", None) as count:
-        return _format_step(args, count)
+        return _simulate_and_format_step(args, count)
 
 
-def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
+def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
     """Return the text that `show` prints. To report progress, call `count` with a running number at the start of each
     dry run."""
     if args.png is not None:
-        require_drawable("--png", args.png)
+        require_writable_picture("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     require_axes_for_options(mesh, args.schedule, args.sequence)
@@ -142,16 +142,16 @@ def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
         if args.lower
         else None
     )
-    simulated = _draw_and_trace(args, whole, options | {"domain": dims or None})
+    simulated = _write_step_picture_and_trace(args, whole, options | {"domain": dims or None})
     if args.json:
-        return json.dumps(_make_plain_values(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
+        return json.dumps(_make_json_dict(args, run, rows, changes) | {"simulated": list(simulated)}, indent=1)
     helpful = partial(format_cheaper_options, options, lambda changes: run_dry(changes).footprint.pss, rows=rows)
     budget = _format_budget_check(run, args.memory, helpful)
     where = "" if mesh is None else f" on {format_mesh(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
     if space is not None:
         head += f", with {' x '.join(map(str, space.parts.local_shape(space.coords)))} cells of {space}"
-    parts = [f"{head}\n{_format_answer(run)}{budget}"]
+    parts = [f"{head}\n{_format_peak_memory_and_traffic(run)}{budget}"]
     parts += [_format_program(run), _format_units(run), _format_traffic(run), _format_memory(run)]
     parts += [str(run.peak), *([] if changes is None else [format_changes(changes)])]
     parts += [str(run.footprint)]
@@ -161,7 +161,7 @@ def _format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
     return "\n\n".join(parts)
 
 
-def _make_plain_values(
+def _make_json_dict(
     args: argparse.Namespace, run: DryRun, rows: int, changes: list[OptionChange] | None
 ) -> dict[str, Any]:
     """Return the content of `show` as a dict of plain values, for --json."""
@@ -268,10 +268,10 @@ def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -
 def _count_samples_of_rank(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
     """Return how many samples of the global batch a rank gets."""
     grid = prod(mesh.domain)
-    return count_rows_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
+    return count_samples_of_rank(batch, mesh.data_rank_of(rank) // grid, mesh.width_of("data") // grid, chunks)
 
 
-def _format_answer(run: DryRun) -> str:
+def _format_peak_memory_and_traffic(run: DryRun) -> str:
     """Return one line with this rank's peak memory and its traffic per step."""
     moved = sum(one.bytes for (axis, _), one in run.report.traffic.items() if axis != "disk")
     held = f"{format_bytes(run.peak.nbytes)} at its peak, {format_bytes(run.footprint.pss)} with the process"
@@ -327,7 +327,7 @@ def _format_traffic(run: DryRun) -> str:
         layers = axis in LAYER_AXES and (predicted is None or predicted.calls < count.calls)
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
-        rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
+        rows.append((format_transfer_name(axis, call), f"{count.calls:,}", format_bytes(count.bytes), words))
     return format_table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")], text=True)
 
 
@@ -365,7 +365,9 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
     return f"{head}\n{draw_schedule(schedule, width)}\n{found}"
 
 
-def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]) -> Iterator[str]:
+def _write_step_picture_and_trace(
+    args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]
+) -> Iterator[str]:
     """Simulate the step on all ranks, and write the files of --png and --trace. Yield a message about each file. If
     the samples of `example` are fields, they must be whole fields, not the parts of one rank."""
     if not args.png and not args.trace:
@@ -375,8 +377,8 @@ def _draw_and_trace(args: argparse.Namespace, example: CatalogModel, options: di
     machine = Machine.load(args.machine or DEFAULT_MACHINE)
     chosen = {name: value for name, value in options.items() if name not in ("ranks", "rank", "ranks_per_host")}
     batch = example.x(example.batch), example.y(example.batch)
-    dry = dry_run_classes(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
-    found = predict_from_runs(dry, machine)
+    dry = dry_run_one_rank_per_group(example.model(), batch, options["ranks"], machine.compute.gpu, **chosen)
+    found = predict_from_dry_runs(dry, machine)
     where = "" if options["mesh"] is None else f" on {format_mesh(options['mesh'])}"
     if args.png:
         title = f"{args.strategy}{where}: {args.example}, batch {example.batch}, on {machine.name}"
@@ -417,7 +419,7 @@ def make_step_lanes(dry: StepDryRuns, found: Prediction, title: str, limit: floa
 
 
 @contextmanager
-def reporting_unwritable(path: Any) -> Iterator[None]:
+def converting_write_errors(path: Any) -> Iterator[None]:
     """Context manager that turns errors from writing `path` into a ConfigError."""
     try:
         yield
@@ -430,7 +432,7 @@ def draw_step_to_file(dry: StepDryRuns, found: Prediction, title: str, path: str
     rank may use."""
     drawn = len({event.action.mb for event in found.events} - {None})
     of = f", {drawn} of {found.microbatches} microbatches" if drawn < found.microbatches else ""
-    with reporting_unwritable(path):
+    with converting_write_errors(path):
         save_figure(make_figure([make_step_lanes(dry, found, title + of, limit)]), Path(path))
     ranks = format_count(found.mesh.size, "rank")
     return f"drawn: {path}, a step of {ranks} of {found.machine.name}{of}: {found}"
@@ -445,14 +447,14 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
         host, place = f"{found.machine.name}, simulated", axes.coordinates._asdict()
         header = TraceHeader(rank, found.mesh.size, str(axes.mesh), place, host, 0.0, [])
         row = [event for event in found.events if event.rank == stage]
-        turn = _make_simulated_record(run, row, held["activations"], run.programs[dry.simulated])
+        turn = _convert_events_to_record(run, row, held["activations"], run.programs[dry.simulated])
         ranks.append((header, turn, TraceGroups.from_axes(axes)))
-    with reporting_unwritable(path):
+    with converting_write_errors(path):
         write_simulated_trace(Path(path), ranks)
     return f"traced: {path}, {len(ranks)} of {format_count(found.mesh.size, 'rank')} of {found.machine.name}, simulated"
 
 
-def _make_simulated_record(
+def _convert_events_to_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
     """Convert simulated events to the form in which a rank records its actions. The program number is -1, because no

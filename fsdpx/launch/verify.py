@@ -131,8 +131,8 @@ def list_cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     sequences: Sequence[Any] = SEQUENCES if args.sequence == "all" else (args.sequence,)
     return [
         VerifyCase(
-            strategy, precision, None if mesh is None else fill_mesh(mesh, strategy, ranks), schedule, sequence,
-            args.recompute, args.chunks, args.microbatches, args.steps,
+            strategy, precision, None if mesh is None else fill_in_mesh_widths(mesh, strategy, ranks), schedule,
+            sequence, args.recompute, args.chunks, args.microbatches, args.steps,
         )
         for strategy, precision, schedule, sequence in product(strategies, formats, schedules, sequences)
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def _list_precisions(precision: str) -> list[Any]:
     return formats
 
 
-def fill_mesh(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
+def fill_in_mesh_widths(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
     """Return the mesh with the width of each axis filled in. For "ddp", the whole data axis becomes the replica
     axis."""
     full = mesh.fill_from_strategy(DistributionChoices(strategy, mesh).strategy_within_replica(ranks), ranks)

@@ -21,7 +21,7 @@ from fsdpx.models.fields import (
     WORD,
     ConfigField,
     ValueKind,
-    get_valid_fields,
+    check_and_complete_fields,
     shorten_value,
 )
 from fsdpx.models.fields import (
@@ -71,7 +71,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
+    def check_and_complete_config(self, config: Config, where: str, parts: int) -> dict[str, Any]:
         """Check the contents of `config.json`, and return the values of `fields`, with defaults for missing ones.
         Raise ConfigError for an unknown field or an unsupported value.
 
@@ -97,7 +97,7 @@ class Architecture:
                     f"{where}: {name}={shorten_value(value)}: this field is unknown, and may require what is not "
                     "supported; remove it from the file if the model is the same without it"
                 )
-        return get_valid_fields(values, self.fields, where, parts)
+        return check_and_complete_fields(values, self.fields, where, parts)
 
     def get_names_in_files(self, name: str, rows: int) -> tuple[str, ...]:
         """Return the names that files use for a parameter: one tensor name or, for stacked experts, one for each of
@@ -132,7 +132,7 @@ def _build_gpt2(c: Config, **options: Any) -> GPT:
 def _build_llama(c: Config, **options: Any) -> Llama:
     """Build a Llama model from a configuration. `options` are arguments of `nn.Llama` that override the configuration,
     or that similar models need."""
-    theta, scaling = _parse_rope(c)
+    theta, scaling = _parse_rope_base_and_scaling(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _build_llama(c: Config, **options: Any) -> Llama:
     return Llama(*sizes, c["max_position_embeddings"], **given | options)
 
 
-def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
+def _parse_rope_base_and_scaling(c: Config) -> tuple[float, dict[str, Any] | None]:
     """Return the base of the rotary frequencies (theta), and the options of position scaling, or None if positions are
     not scaled."""
     if c["rope_parameters"] and c["rope_scaling"]:
@@ -156,7 +156,7 @@ def _parse_rope(c: Config) -> tuple[float, dict[str, Any] | None]:
     for name, value in given.items():
         if (name not in ROPE and value is not None) or (name in ROPE_PLAIN and value not in ROPE_PLAIN[name]):
             raise ConfigError(f"config.json: {name}={shorten_value(value)} of rotary positions is not supported")
-    rope = get_valid_fields(given, ROPE, "config.json, rotary positions", 0)
+    rope = check_and_complete_fields(given, ROPE, "config.json, rotary positions", 0)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type") or rope.pop("type") or "default"
     theta = c["rope_theta"] if theta is None else theta
     if kind == "default":

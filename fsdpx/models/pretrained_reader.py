@@ -196,8 +196,8 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     config = _read_config(path)
     architecture = _find_architecture(path, config)
     source = open_weights(path)
-    values = architecture.complete_config(config, str(path / CONFIG_NAME), len(source.locations))
-    _require_rows_for_tokens(path, config)
+    values = architecture.check_and_complete_config(config, str(path / CONFIG_NAME), len(source.locations))
+    _require_embedding_row_per_token(path, config)
     tied = _find_tied_tensors(source, architecture, values)
     if "tie_word_embeddings" in values:
         values["tie_word_embeddings"] = next(iter(architecture.tied), None) in tied
@@ -231,7 +231,7 @@ def _find_architecture(path: Path, config: Config) -> Architecture:
     return found
 
 
-def _require_rows_for_tokens(path: Path, config: Config) -> None:
+def _require_embedding_row_per_token(path: Path, config: Config) -> None:
     """Raise ConfigError if the folder's tokenizer has a token id for which the model's embedding has no row."""
     if "vocab_size" in config and (last := find_largest_token(path)) >= config["vocab_size"]:
         raise ConfigError(

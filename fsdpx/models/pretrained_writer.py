@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.base.option_names import DtypeName
-from fsdpx.core.base.safe_files import Untrusted, open_file, read_file, resolve_open_file, warn_file_ignored
+from fsdpx.core.base.safe_files import Untrusted, get_path_of_open_file, open_file, read_file, warn_file_ignored
 from fsdpx.core.base.safe_files import create_file as new_file
 from fsdpx.core.checkpoint.atomic_commit import (
     PARTIAL,
@@ -31,7 +31,7 @@ from fsdpx.core.checkpoint.format import (
     FileLayout,
     create_file,
     dtype_to_code,
-    lay_out_file,
+    make_file_header,
     make_index_json,
     sync_folder,
 )
@@ -121,7 +121,7 @@ def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) ->
         kept = {name: entry for name, entry in contents.tensors.items() if name in names}
         same = len(kept) == len(contents.tensors) and all(code in (None, entry.code) for entry in kept.values())
         made = {name: (code or entry.code, entry.shape) for name, entry in kept.items()}
-        files[file] = contents if same else lay_out_file(made, contents.metadata)
+        files[file] = contents if same else make_file_header(made, contents.metadata)
     if not (source.folder / INDEX_FILE_NAME).is_file():
         return FileLayout(files)
     same = files == source.files
@@ -202,7 +202,9 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
         with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
-            real = resolve_open_file(found, file)  # check the file that is open, because links may have changed since
+            real = get_path_of_open_file(
+                found, file
+            )  # check the file that is open, because links may have changed since
             if not (real.is_relative_to(folder) or real.parent == blobs):
                 warn_file_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return

@@ -424,7 +424,7 @@ def _add_optional(a: Array | None, b: Array | None) -> Array | None:
 WORKS = "compose works on its arguments and on what layers give"
 
 
-def _make_unsupported(sign: str) -> Any:
+def _make_unsupported_operator(sign: str) -> Any:
     """Return a method for an operator such as "-" that raises ConfigError, because symbolic values do not support
     it."""
 
@@ -454,12 +454,16 @@ class ComposeValue:
         return Multiply()(self, other)
 
     __radd__, __rmul__ = __add__, __mul__  # also called for a number on the left, which Add and Multiply reject
-    __sub__ = __rsub__ = __neg__ = _make_unsupported("-")
-    __truediv__ = __rtruediv__ = _make_unsupported("/")
-    __pow__ = __rpow__ = _make_unsupported("**")
-    __matmul__ = __rmatmul__ = _make_unsupported("@")
-    __lt__, __le__, __gt__, __ge__ = map(_make_unsupported, ("<", "<=", ">", ">="))
-    __getitem__, __iter__, __len__ = _make_unsupported("[]"), _make_unsupported("parts"), _make_unsupported("length")
+    __sub__ = __rsub__ = __neg__ = _make_unsupported_operator("-")
+    __truediv__ = __rtruediv__ = _make_unsupported_operator("/")
+    __pow__ = __rpow__ = _make_unsupported_operator("**")
+    __matmul__ = __rmatmul__ = _make_unsupported_operator("@")
+    __lt__, __le__, __gt__, __ge__ = map(_make_unsupported_operator, ("<", "<=", ">", ">="))
+    __getitem__, __iter__, __len__ = (
+        _make_unsupported_operator("[]"),
+        _make_unsupported_operator("parts"),
+        _make_unsupported_operator("length"),
+    )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # Python and libraries look up protocol methods such as `__array__`

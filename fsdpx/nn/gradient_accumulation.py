@@ -56,7 +56,7 @@ class GradientEntry:
     def is_blank(self) -> bool:
         return self.flags[self.at] == BLANK
 
-    def get_array_to_add_into(self) -> Array:
+    def get_zeroed_array(self) -> Array:
         """Return the gradient array, so that the caller can add to it in place. If nothing has been written to it
         since the last reset, zero it first."""
         if self.flags[self.at] == BLANK:
@@ -82,7 +82,7 @@ class GradientEntries(dict[str, GradientEntry]):
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]
         for name in blank:
-            self[name].get_array_to_add_into()
+            self[name].get_zeroed_array()
         return blank
 
 
@@ -99,7 +99,7 @@ class Gradients(Mapping[str, Array]):
         self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
 
     def __getitem__(self, name: str) -> Array:
-        return self.entries[name].get_array_to_add_into()
+        return self.entries[name].get_zeroed_array()
 
     def __setitem__(self, name: str, array: Array) -> None:
         """Complete `g[name] += d`, at the end of which Python assigns `g[name]`. By then `array` is the gradient
@@ -198,7 +198,7 @@ def matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
 
 def batched_matmul_in_dtype(xp: Any, a: Any, b: Any) -> Any:
     """Return `a @ b` for stacks of matrices, in the dtype of `a`. Products of 16-bit arrays accumulate in float32."""
-    if (found := get_device_of_array(a).multiply_matrices(a, b)) is not None:
+    if (found := get_device_of_array(a).try_multiply_matrices(a, b)) is not None:
         return found
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
@@ -218,7 +218,7 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
         blas.load_half_matmul().multiply_half_into(out, x, weight.T, bias=bias)
         return out
     y = matmul_in_dtype(xp, x, weight.T)
-    if bias is not None and get_device_of_array(y).sums_by_kernel:
+    if bias is not None and get_device_of_array(y).has_sum_kernels:
         kernels.add_bias(xp, y, bias)
     elif bias is not None:
         y += bias
@@ -232,7 +232,7 @@ def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None
         blas.linear_backward_params(claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x)
         return
     add_matmul_gradient(xp, g, "weight", dy.T, x)
-    if (_can_use_half_blas(xp, dy, x) or get_device_of_array(dy).sums_by_kernel) and (
+    if (_can_use_half_blas(xp, dy, x) or get_device_of_array(dy).has_sum_kernels) and (
         into := claim_gradient(g, "bias")
     ):
         kernels.sum_rows(xp, dy, *into)
@@ -263,7 +263,7 @@ def add_matmul_gradient(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any
         blas.gemm(out, a, b, add)
     elif _can_use_half_blas(xp, a, b):
         blas.load_half_matmul().multiply_half_into(out, a, b, add)
-    elif not get_device_of_array(a).multiply_matrices_into(out, a, b, add):
+    elif not get_device_of_array(a).try_multiply_matrices_into(out, a, b, add):
         with counting_as_one_matmul(a, b):
             call_without_metering_temporaries(_matmul_into, xp, out, add, a, b)
 
@@ -280,7 +280,7 @@ def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
 def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place. The sum is rounded only once."""
     if (
-        a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).sums_by_kernel
+        a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).has_sum_kernels
     ):  # where sums use a kernel, one kernel is faster than several array operations
         out += kernels.channel_sums(xp, a)
         return

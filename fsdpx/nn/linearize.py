@@ -25,14 +25,14 @@ __all__ = [
     "AsNumbers",
     "LayerList",
     "Node",
-    "insert_number_casts",
+    "get_or_memoize",
+    "insert_integer_casts",
     "is_numpy_call_error",
     "linearize",
-    "memoize",
     "memoizing",
     "output_shapes",
     "parameter_specs",
-    "resolve_dtype_words",
+    "resolve_input_dtypes",
     "value_shapes",
 ]  # fmt: skip
 
@@ -138,7 +138,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
-def resolve_dtype_words(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def resolve_input_dtypes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several if the layers that read it differ.
 
@@ -171,7 +171,7 @@ def _resolve_words(
         wants[name] |= words
     for layer, sources, gives in steps:
         for source, words in zip(
-            sources, resolve_dtype_words(layer, len(sources), [wants[name] for name in gives]), strict=True
+            sources, resolve_input_dtypes(layer, len(sources), [wants[name] for name in gives]), strict=True
         ):
             wants[source] |= words
     return wants
@@ -197,7 +197,7 @@ class AsNumbers(Layer):
         return None, ()
 
 
-def insert_number_casts(model: Layer, dtype: Any) -> Layer:
+def insert_integer_casts(model: Layer, dtype: Any) -> Layer:
     """Return `model` with casts to `dtype` inserted where layers compute with an integer input that other layers read
     as indices."""
     if not isinstance(model, Container):
@@ -217,7 +217,7 @@ def _insert_casts_in_container(
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
-        for i, words in enumerate(resolve_dtype_words(inner, len(sources), below)):
+        for i, words in enumerate(resolve_input_dtypes(inner, len(sources), below)):
             if sources[i] in whole and words == NUMBERS:
                 if sources[i] not in numbered_names:
                     name = numbered_names[sources[i]] = make_unused_name(
@@ -278,7 +278,7 @@ def value_shapes(
     axes, real = axes or OneRank(), parse_dtype(dtype) if isinstance(dtype, str) else dtype
     lines = [(line.rank, line.size) for line in (axes.tensor, axes.data, *axes.domain)]
     key = "shapes", model, list(inputs), real, training, lines
-    shapes_and_dtypes = memoize(
+    shapes_and_dtypes = get_or_memoize(
         key, lambda: [(one.shape, one.dtype) for one in _infer_shapes(model, inputs, real, training, axes)]
     )
     return [xp.ShapeArray(*one) for one in shapes_and_dtypes]
@@ -329,7 +329,7 @@ def _run_node_on_shapes(
     if not hasattr(y, "dtype"):
         return y, f"returns {type(y).__name__} where an array is needed", None
     if any(part.dtype.kind in "iub" for part in x):
-        words = resolve_dtype_words(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
+        words = resolve_input_dtypes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
         if odd:
             return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None
@@ -372,8 +372,8 @@ def _describe_value_source(model: LayerList, value: int) -> str:
 
 
 class _MemoizedResults(threading.local):
-    """The results that `memoize` has stored in this thread, by key. Each entry also holds the objects whose ids are
-    part of the key, so that no new object gets the same id."""
+    """The results that `get_or_memoize` has stored in this thread, by key. Each entry also holds the objects whose ids
+    are part of the key, so that no new object gets the same id."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 
@@ -383,8 +383,8 @@ _kept = _MemoizedResults()
 
 @contextmanager
 def memoizing() -> Iterator[None]:
-    """Context manager within which `memoize` stores its results, so that repeated dry runs of a model need not repeat
-    work."""
+    """Context manager within which `get_or_memoize` stores its results, so that repeated dry runs of a model need not
+    repeat work."""
     before = _kept.results
     _kept.results = {} if before is None else before
     try:
@@ -393,7 +393,7 @@ def memoizing() -> Iterator[None]:
         _kept.results = before
 
 
-def memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
+def get_or_memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
     """Return `find()`, or, inside `memoizing`, the stored result of an earlier call with an equal key. Callers must
     not change the result.
 

@@ -208,7 +208,7 @@ class CellWeights:
             env.constants[key] = env.xp.asarray(self.array.astype(accumulation_dtype(y.dtype)).reshape(shape))
         return env.constants[key]
 
-    def require_fit(self, owner: object, shape: tuple[int, ...]) -> None:
+    def require_broadcastable(self, owner: object, shape: tuple[int, ...]) -> None:
         """Raise DataError unless the weights can be broadcast to an output of `shape` (samples, channels, *cells)."""
         if self.array.shape not in (shape[2:], shape[1:], (1, *shape[2:])):
             raise DataError(
@@ -270,7 +270,7 @@ class MSELoss(_Elementwise):
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
         if self.weights is not None:
-            self.weights.require_fit(self, tuple(shape))
+            self.weights.require_broadcastable(self, tuple(shape))
 
 
 class BCEWithLogitsLoss(_Elementwise):

@@ -265,5 +265,5 @@ class BatchNorm(Layer):
 def cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
     """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices
     that use kernels for sums, else the accumulation dtype of x."""
-    dtype = np.dtype(np.float64) if get_device_of_array(x).sums_by_kernel else accumulation_dtype(x.dtype)
+    dtype = np.dtype(np.float64) if get_device_of_array(x).has_sum_kernels else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

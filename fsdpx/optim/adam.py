@@ -10,21 +10,21 @@ from fsdpx.optim.optimizer import (
     Elementwise,
     LearningRate,
     Slots,
-    add_decay,
-    declare_update,
+    declare_update_formula,
     lerp_,
     lerp_square_,
     require_number_in_range,
     require_valid_betas,
+    scale_and_add_decay,
 )
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["Adam", "AdamW", "adam"]
 
 
-@declare_update
+@declare_update_formula
 def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
-    add_decay(xp, a, b, p, g, scale, l2)
+    scale_and_add_decay(xp, a, b, p, g, scale, l2)
     lerp_(xp, m, a, b, share1)
     lerp_square_(xp, v, a, b, beta2, share2)
     xp.sqrt(v, out=b)

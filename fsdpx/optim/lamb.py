@@ -11,7 +11,7 @@ from fsdpx.optim.optimizer import (
     BLOCK_ELEMENTS,
     LearningRate,
     Slots,
-    declare_update,
+    declare_update_formula,
     lerp_,
     lerp_square_,
     require_matching_shard,
@@ -24,7 +24,7 @@ from fsdpx.optim.segments import ParamGroups, ShardSegment, ShardSegments
 __all__ = ["LAMB", "compute_direction", "step_along_direction", "update_moments"]
 
 
-@declare_update
+@declare_update_formula
 def update_moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
     xp.multiply(g, scale, out=a)
     lerp_(xp, m, a, b, share1)
@@ -50,7 +50,7 @@ def _write_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
         u += b
 
 
-@declare_update
+@declare_update_formula
 def compute_direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
     _write_direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
 
@@ -64,7 +64,7 @@ def _compute_direction_loop(u, p, m, v, unbias1, unbias2, eps, decay):
         u[i] = a
 
 
-@declare_update
+@declare_update_formula
 def step_along_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
     _write_direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
     a *= rate

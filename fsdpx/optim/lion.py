@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
-from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, declare_update, lerp_, require_valid_betas
+from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, declare_update_formula, lerp_, require_valid_betas
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["Lion", "lion"]
 
 
-@declare_update
+@declare_update_formula
 def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
     xp.multiply(g, scale, out=a)
     xp.subtract(a, m, out=b)

@@ -23,10 +23,30 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 
 __all__ = [
-    "AVERAGE_SLOT", "BLOCK_ELEMENTS", "FORMULAS_BY_NAME", "UNSCHEDULED", "Average", "Elementwise", "LearningRate",
-    "Optimizer", "SlotFormat", "Slots", "UpdateFormula", "WrappedOptimizer", "add_decay", "declare_update",
-    "get_learning_rate", "get_scheduled_values", "get_slot_formats", "lerp_", "lerp_square_", "make_zero_slots",
-    "needs_full_parameters", "no_decay", "unwrap_optimizer", "update_parameters",
+    "AVERAGE_SLOT",
+    "BLOCK_ELEMENTS",
+    "FORMULAS_BY_NAME",
+    "UNSCHEDULED",
+    "Average",
+    "Elementwise",
+    "LearningRate",
+    "Optimizer",
+    "SlotFormat",
+    "Slots",
+    "UpdateFormula",
+    "WrappedOptimizer",
+    "declare_update_formula",
+    "get_learning_rate",
+    "get_scheduled_values",
+    "get_slot_formats",
+    "lerp_",
+    "lerp_square_",
+    "make_zero_slots",
+    "needs_full_parameters",
+    "no_decay",
+    "scale_and_add_decay",
+    "unwrap_optimizer",
+    "update_parameters",
 ]  # fmt: skip
 
 AVERAGE_SLOT = "average"
@@ -211,7 +231,7 @@ def update_parameters(
             mine = {name: array[at] for name, array in slots.items()}
             optimizer.update(xp, p[at], g[at], mine, step=step - missed, segments=part, **rates)
 
-    return get_device_of_array(p).update_shard(run, p, g, slots)
+    return get_device_of_array(p).run_shard_update(run, p, g, slots)
 
 
 def get_learning_rate(optimizer: Optimizer, step: int) -> float:
@@ -361,7 +381,7 @@ class UpdateFormula:
         compiles = choice.active_mode != "plain" and dtype.char in "fd" and all(_can_compile(a, dtype) for a in arrays)
         if compiles and choice.has_numba():
             parallel_for_rows(self.loop, arrays, *values)
-        elif not get_device_of_array(arrays[0]).run_optimizer_kernel(self.name, arrays, values):
+        elif not get_device_of_array(arrays[0]).try_run_optimizer_kernel(self.name, arrays, values):
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
@@ -378,7 +398,7 @@ class UpdateFormula:
                 self.plain(xp, a[:k], b[:k], *parts, *values)
 
 
-def declare_update(plain: Callable[..., None]) -> UpdateFormula:
+def declare_update_formula(plain: Callable[..., None]) -> UpdateFormula:
     """Declare an elementwise update by its array code. Decorate its Numba loop with `@NAME.register_loop`."""
     formula = FORMULAS_BY_NAME[plain.__name__] = UpdateFormula(plain)
     return formula
@@ -393,7 +413,7 @@ def _can_compile(array: Any, dtype: Any) -> bool:
     return array.flags.c_contiguous and array.flags.aligned
 
 
-def add_decay(xp, a, b, p, g, scale, l2):
+def scale_and_add_decay(xp, a, b, p, g, scale, l2):
     """Set a = scale g + l2 p."""
     xp.multiply(g, scale, out=a)
     if l2 != 0:

@@ -5,15 +5,22 @@ from typing import Any
 
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import Elementwise, LearningRate, Slots, add_decay, declare_update, require_number_in_range
+from fsdpx.optim.optimizer import (
+    Elementwise,
+    LearningRate,
+    Slots,
+    declare_update_formula,
+    require_number_in_range,
+    scale_and_add_decay,
+)
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["SGD", "momentum", "sgd"]
 
 
-@declare_update
+@declare_update_formula
 def sgd(xp, a, b, p, g, scale, l2, lr):
-    add_decay(xp, a, b, p, g, scale, l2)
+    scale_and_add_decay(xp, a, b, p, g, scale, l2)
     a *= lr
     p -= a
 
@@ -27,9 +34,9 @@ def _sgd_loop(p, g, scale, l2, lr):
         p[i] = p[i] - a * lr
 
 
-@declare_update
+@declare_update_formula
 def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
-    add_decay(xp, a, b, p, g, scale, l2)
+    scale_and_add_decay(xp, a, b, p, g, scale, l2)
     m *= mu
     m += a
     if nesterov != 0:

@@ -22,7 +22,7 @@ from fsdpx.plan.result import Plan
 from fsdpx.plan.searching import search
 from fsdpx.plan.world_step import parse_batch
 
-__all__ = ["MACHINE_FILE", "plan_recipe"]
+__all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 
 MACHINE_FILE = Path("machine.toml")
 """File that `measure-machine` writes and strategy="auto" reads, in the working folder."""
@@ -30,7 +30,7 @@ NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "
 """Fields of a recipe that do not affect a plan, or that are chosen by the plan."""
 
 
-def plan_recipe(
+def fill_in_fastest_configuration(
     recipe: Recipe,
     world: Communicator,
     batch: Any = None,
@@ -108,7 +108,7 @@ def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
-def _find_host_size_and_host_count(world: Communicator) -> tuple[int, int]:
+def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
     """Return the number of ranks of the largest host, and the number of hosts."""
     node = find_node_communicator(world)
     if node is None:
@@ -121,7 +121,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
     Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
-    own = find_memory_budget(0, _find_host_size_and_host_count(world)[0])[1]
+    own = find_memory_budget(0, _count_ranks_per_host_and_hosts(world)[0])[1]
     known = [one for one in world.all_gather_data(own) if one is not None]
     return min(known, default=None)
 
@@ -137,7 +137,7 @@ def _find_machine_and_source(
     if device == "cuda":
         return Machine.load("a100-dgx-200g"), f"a100-dgx-200g ({measure})"
     laptop, network = Machine.load("laptop"), Machine.load("ethernet-10g")
-    ranks, hosts = _find_host_size_and_host_count(world)
+    ranks, hosts = _count_ranks_per_host_and_hosts(world)
     levels: list[NetworkLevel] = [replace(laptop.levels[0], ranks=ranks if hosts > 1 else inf)]
     levels += [network.levels[-1]] if hosts > 1 else []
     return Machine("laptop", tuple(levels), replace(laptop.compute, capacity=None)), f"laptops ({measure})"

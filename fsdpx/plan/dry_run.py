@@ -33,7 +33,7 @@ from fsdpx.ext.observe.report import Report
 from fsdpx.nn.layer import Layer
 from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, find_memory_peak
 
-__all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_or_load_baseline"]
+__all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_or_load_baseline_memory"]
 
 MEASURE_TIMEOUT_SECONDS = 240.0
 """Timeout of the measuring process. Compiling all kernels may take most of this time."""
@@ -91,7 +91,7 @@ _TYPES = dict.fromkeys((one.name for one in fields(ProcessBaseline)), int)
 
 
 @cache
-def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
+def measure_or_load_baseline_memory(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline:
     """Return the resident memory of a process without a model. It is measured once per machine, which takes about
     three seconds; later calls read the recorded result.
 
@@ -99,24 +99,24 @@ def measure_or_load_baseline(mpi: bool, blas: str, ranks_here: int) -> ProcessBa
     for matrix products, and `ranks_here` the number of ranks on this host. Raises ConfigError if the measurement
     fails."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
-    key |= {"code": code_cache.can_keep_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
+    key |= {"code": code_cache.can_store_machine_code(), "fsdpx": __version__, "asked": crc32(CHILD_CODE.encode())} | {
         name: get_package_version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
     known = tuning.load_record("process", key, lambda value: ProcessBaseline(**require_json_fields(value, _TYPES)))
     if known is not None:
         return known
     # the first run only compiles missing kernels; it is not measured, because compiling takes memory
-    _measure_in_child(mpi, blas, ranks_here)
-    found = _measure_in_child(mpi, blas, ranks_here)
+    _measure_baseline_memory_in_child(mpi, blas, ranks_here)
+    found = _measure_baseline_memory_in_child(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:
-        return measure_or_load_baseline(False, blas, ranks_here)
+        return measure_or_load_baseline_memory(False, blas, ranks_here)
     if isinstance(found, str):
         raise ConfigError(f"the memory of a process cannot be measured here: {found}")
     tuning.write_record("process", key, asdict(found))
     return found
 
 
-def _measure_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
+def _measure_baseline_memory_in_child(mpi: bool, blas: str, ranks_here: int) -> ProcessBaseline | str:
     """Measure the resident memory of a new process without a model. Return an error message if that fails."""
     command = [sys.executable, "-c", CHILD_CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
@@ -175,7 +175,7 @@ class DryRun:
         prediction assumes that kernels are already compiled. The first job on a machine, which compiles its kernels,
         needs about 150 MiB more."""
         placement, here = self.trainer.inspect.placement, self.ranks_here
-        base = measure_or_load_baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
+        base = measure_or_load_baseline_memory(placement.axes.world.size > 1, placement.tuning.blas, here)
         objects = OBJECT_BYTES_PER_PARAMETER * len(placement.layout.specs)
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
         # BLAS holds copies of at most two operands
@@ -235,7 +235,7 @@ def dry_run(
         trainer = distribute(model, comm=comm, device="shape", **options)
         trainer.inspect.reset_counters()
         watch = HeapRecorder(trainer.inspect.engine, meter)
-        trainer.step(_make_shape_arrays(x), _make_shape_arrays(y, "y"))
+        trainer.step(_make_shape_only_arrays(x), _make_shape_only_arrays(y, "y"))
     program = trainer.inspect.engine.last_program
     machine = comm.ranks_on_host if isinstance(comm, FakeNodeCommunicator) else [rank]
     assert program is not None
@@ -254,18 +254,18 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
     return FakeNodeCommunicator(rank, [one // ranks_per_host for one in range(ranks)])
 
 
-def _make_shape_arrays(spec: Any, name: str = "x") -> Any:
+def _make_shape_only_arrays(spec: Any, name: str = "x") -> Any:
     """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. Error messages call the
     batch `name`."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 
     if isinstance(spec, dict) and spec and name == "x":
-        return {key: _make_shape_arrays(one) for key, one in spec.items()}
+        return {key: _make_shape_only_arrays(one) for key, one in spec.items()}
     if hasattr(spec, "shape") and hasattr(spec, "dtype"):
         return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
     if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str | type | np.dtype):
         return ShapeArray(tuple(spec[0]), parse_dtype(spec[1]) if isinstance(spec[1], str) else np.dtype(spec[1]))
     if isinstance(spec, Sequence) and len(spec) and not isinstance(spec, str | bytes):
-        return tuple(_make_shape_arrays(one) for one in spec)
+        return tuple(_make_shape_only_arrays(one) for one in spec)
     raise ConfigError(f"dry_run({name}=): a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

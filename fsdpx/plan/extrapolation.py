@@ -31,7 +31,7 @@ class StepDryRuns:
     others : runs of the data rank with the fewest samples, and of the rank with the most neighbors in a grid, if these
         differ from `runs`
     ran : number of microbatches that ran
-    simulated, period : see `WorldStep.count_simulated_microbatches`
+    simulated, period : see `WorldStep.count_simulated_microbatches_and_period`
     """
 
     step: WorldStep
@@ -45,12 +45,12 @@ class StepDryRuns:
     def from_step(cls, step: WorldStep, ran: int) -> StepDryRuns:
         """Run the step with `ran` microbatches (see `WorldStep.count_dry_run_microbatches`). If these microbatches do
         not represent the remaining ones, run the step with all microbatches."""
-        found = cls._run_differing_ranks(step, ran, *step.count_simulated_microbatches())
+        found = cls._dry_run_one_rank_per_kind(step, ran, *step.count_simulated_microbatches_and_period())
         m = step.microbatches
-        return found if found._can_extrapolate() else cls._run_differing_ranks(step, m, m, 0)
+        return found if found._can_extrapolate() else cls._dry_run_one_rank_per_kind(step, m, m, 0)
 
     @classmethod
-    def _run_differing_ranks(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
+    def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
         """Run the step on one rank of each kind: on all pipeline ranks of the data rank with the most samples, of the
         data rank with the fewest samples, and of the rank with the most neighbors in a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
@@ -82,24 +82,26 @@ class StepDryRuns:
 
         Only some of the microbatches are simulated, since all further ones add the same time."""
         simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)
-        seconds, rows = clock.time_programs(simulated)
+        seconds, rows = clock.simulate_step_timeline(simulated)
         parts = clock.average_seconds_by_cause(rows, seconds)
         if period:
             times = (self.step.microbatches - simulated) // period
-            more, longer = clock.time_programs(simulated + period)
+            more, longer = clock.simulate_step_timeline(simulated + period)
             bigger = clock.average_seconds_by_cause(longer, more)
             seconds += (more - seconds) * times
             parts = {name: parts[name] + (bigger[name] - parts[name]) * times for name in parts}
         return seconds, parts, tuple(event for row in rows for event in row)
 
-    def make_rank_classes(self) -> tuple[RankClass, ...]:
+    def extrapolate_traffic_and_memory(self) -> tuple[RankClass, ...]:
         """Return the traffic and the memory peak of each kind of rank that ran, extrapolated to all microbatches."""
         step = self.step
         rows = step.sample_count // step.sample_group_count // step.microbatches * (step.microbatches - self.ran)
         busy = (self.others, step.count_bytes_per_sample(1)), (self.runs, step.count_bytes_per_sample(0))
-        return tuple(self._extrapolate_rank_class(run, rows * nbytes) for some, nbytes in busy for run in some)
+        return tuple(
+            self._extrapolate_rank_traffic_and_memory(run, rows * nbytes) for some, nbytes in busy for run in some
+        )
 
-    def _extrapolate_rank_class(self, run: RankDryRun, nbytes: int) -> RankClass:
+    def _extrapolate_rank_traffic_and_memory(self, run: RankDryRun, nbytes: int) -> RankClass:
         """Return the traffic and the memory peak of one rank, extrapolated to all microbatches. `nbytes` is the size
         in bytes of the samples in the microbatches that did not run."""
         if self.ran == self.step.microbatches:
@@ -147,10 +149,10 @@ def _make_memory_timeline(
         for free, nbytes in zip(times, alive, strict=True):
             own.append((free, nbytes - now))
             now = nbytes
-    return {kind: _accumulate_changes(some) for kind, some in changes.items()}
+    return {kind: _accumulate_memory_changes(some) for kind, some in changes.items()}
 
 
-def _accumulate_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
+def _accumulate_memory_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
     """Sum up changes of memory: (seconds, change in bytes) -> (seconds, bytes in use), with one point per time. At
     equal times, memory is freed before memory is allocated."""
     changes.sort()

@@ -6,12 +6,12 @@ from fsdpx.core.base.config import normalize_half_name, resolve_precision
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.prediction import Prediction
 
-__all__ = ["list_unmeasured"]
+__all__ = ["describe_unmeasured_figures"]
 
 MEASURE = "python -m fsdpx measure-machine"
 
 
-def list_unmeasured(found: Prediction) -> list[str]:
+def describe_unmeasured_figures(found: Prediction) -> list[str]:
     """Return one sentence for each figure in a prediction that is not based on measurements; [] if there is none."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()

@@ -103,7 +103,7 @@ class KernelRates:
         known = next((rates[weights] for rates in self.passes.values() if weights in rates), (inf, inf))
         return product.flops / rate + count_weight_bytes(product) / known[0]
 
-    def compute_extra_memory_seconds(self, kernel_pass: KernelPass, name: str) -> float | None:
+    def compute_memory_seconds_beyond_products(self, kernel_pass: KernelPass, name: str) -> float | None:
         """Return the time that a kernel takes in addition to its matrix products. This is the time for accessing main
         memory, because the products were measured in the caches, and for converting 16-bit values that are computed in
         float32.
@@ -201,7 +201,11 @@ def explain_invalid_rates(value: Any, formats: Iterable[str]) -> str:
                 return f"{kind} are tables by format: {', '.join(sorted(formats))}"
             for kernel, rows in kernels.items():
                 each = [rows] if kind == "passes" else rows
-                if not isinstance(each, list) or not each or not all(_is_positive_row(row, length) for row in each):
+                if (
+                    not isinstance(each, list)
+                    or not each
+                    or not all(_is_list_of_positive_numbers(row, length) for row in each)
+                ):
                     return f"{kind} of {kernel}: rows of {length} numbers above 0 are needed"
                 if kind == "products" and len({tuple(row[:-1]) for row in each}) != prod(
                     len(set(axis)) for axis in list(zip(*each, strict=True))[:-1]
@@ -210,7 +214,7 @@ def explain_invalid_rates(value: Any, formats: Iterable[str]) -> str:
     return ""
 
 
-def _is_positive_row(row: Any, length: int) -> bool:
+def _is_list_of_positive_numbers(row: Any, length: int) -> bool:
     """Return whether `row` is a list of `length` positive finite numbers."""
     numbers = isinstance(row, list) and all(isinstance(n, int | float) and not isinstance(n, bool) for n in row)
     return numbers and len(row) == length and all(0 < n < float("inf") for n in row)

@@ -12,7 +12,7 @@ from fsdpx.core.array.shapes.flop_counter import WorkCount
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.state.placement import PipelineChoice
 from fsdpx.core.state.units import require_enough_layers, split_into_stages
-from fsdpx.nn.linearize import LayerList, linearize, memoize
+from fsdpx.nn.linearize import LayerList, get_or_memoize, linearize
 from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.world_step import WorldStep
@@ -45,7 +45,7 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
     if not rows or options.get("stages") is not None:
         return 0.0
-    require_enough_layers(memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
+    require_enough_layers(get_or_memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
     split = pipe.width > 1 and any(action.op == "W" for action in pipe.get_schedule(m).ranks[0])
     home, (model, layers) = pipe.get_stage_ranks(m), _run_layers_and_list_costs(step, rows, split)
     starts = split_into_stages(model, len(home), None, options.get("costs"), pipe.explain_stage_count(home))
@@ -55,7 +55,7 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     times = step.make_step_times(machine)
 
     def sum_seconds(costs: Iterable[ActionCost]) -> float:
-        own, moving = times.price_action(_sum_costs(costs))
+        own, moving = times.predict_action_seconds(_sum_costs(costs))
         return own + sum(moving.values())
 
     stages = [[sum_seconds(part) for part in stage] for stage in each]
@@ -97,7 +97,7 @@ def _run_layers_and_list_costs(
         return made, costs
 
     key = "layers", step.model, step.options["loss"], mesh.shape, grid, rows, recompute, str(options["precision"])
-    return memoize(key, run_on_shapes)
+    return get_or_memoize(key, run_on_shapes)
 
 
 def _sum_costs(costs: Iterable[ActionCost]) -> ActionCost:

@@ -26,13 +26,13 @@ from fsdpx.core.base.messages import ProgressCallback
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
-from fsdpx.ext.gpu.cupy_devices import import_cupy, list_gpus
+from fsdpx.ext.gpu.cupy_devices import import_cupy, list_gpu_pci_addresses
 from fsdpx.ext.offload.disk import get_or_measure_disk_rates
 from fsdpx.nn.gradient_accumulation import matmul_in_dtype
 from fsdpx.plan import probes
 from fsdpx.plan.kernels import LONG, SHORT, WEIGHTS, KernelRates, count_weight_bytes, get_product_grid_point
 from fsdpx.plan.machine import Compute, DiskSpeed, Machine, NetworkLevel
-from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
+from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 
 __all__ = ["format_machine_file", "measure_this_machine"]
 
@@ -100,7 +100,7 @@ class Gpus(Processors):
     large, small, block = 8192, 512, 1 << 28
 
     def __init__(self) -> None:
-        list_gpus()
+        list_gpu_pci_addresses()
         self.xp = import_cupy()
         self.capacity = float(self.xp.cuda.runtime.memGetInfo()[1])
 
@@ -195,7 +195,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         products[name] = grids
     known, name = KernelRates({}, products), KERNELS[0]
     for work, call in _iterate_calls_with_work(
-        probes.iterate_weight_heavy_calls(device.xp, name), probes.iterate_weight_heavy_calls(shapes, name)
+        probes.iterate_weight_heavy_convolution_calls(device.xp, name),
+        probes.iterate_weight_heavy_convolution_calls(shapes, name),
     ):
         (kernel,) = {one.kernel for one in work.products}
         whole, nbytes = time_kernel(call), sum(count_weight_bytes(one) * times for one, times in work.products.items())
@@ -232,11 +233,11 @@ def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, ba
         )  # fmt: skip
         x = device.xp.ones((4, 16), np.float32)
         shape = ((4, 16), "float32")
-        dry = dry_run_classes(model, (shape, shape), 1, device.gpu, group_bytes=0)
+        dry = dry_run_one_rank_per_group(model, (shape, shape), 1, device.gpu, group_bytes=0)
         one = Machine(
             "one", (NetworkLevel("host", 0.0, 1.0),), Compute(bare.flops, bare.memory, launch=1.0, gpu=device.gpu)
         )
-        kernels = round(predict_from_runs(dry, one).seconds)
+        kernels = round(predict_from_dry_runs(dry, one).seconds)
         found.append((kernels, _average_call_seconds(comm, partial(trainer.step, x, x), device)))
         trainer.close()
     (few, quick), (many, slow) = found

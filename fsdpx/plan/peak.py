@@ -155,16 +155,16 @@ def find_memory_peak(engine: Engine, watch: HeapRecorder) -> MemoryPeak:
     action = program.actions[watch.action_at_peak]
     alive = [life for life in find_buffer_lifetimes(state, program) if life.start <= watch.action_at_peak <= life.stop]
     found = [
-        *_iterate_persistent_holdings(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
-        *_iterate_slab_holdings(state, alive),
-        *_iterate_activation_holdings(state, watch),
+        *_iterate_persistent_memory_at_peak(state, watch.peak_heap_bytes - watch.peak_activation_bytes),
+        *_iterate_buffers_at_peak(state, alive),
+        *_iterate_activations_at_peak(state, watch),
     ]
     target, number = describe_action_target(engine.placement, action, program.kind), watch.action_at_peak + 1
     holdings = tuple(one for one in found if one.nbytes)
     return MemoryPeak(str(action), target, number, len(program.actions), holdings)
 
 
-def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
+def _iterate_activations_at_peak(state: TrainState, watch: HeapRecorder) -> Iterator[Holding]:
     """Yield the activations that are alive at the peak, grouped by purpose, with the units that produced them."""
     units = state.placement.layout.units
     makers = {value: unit.index for unit in units for value in unit.outputs}
@@ -186,7 +186,7 @@ def _iterate_activation_holdings(state: TrainState, watch: HeapRecorder) -> Iter
     )
 
 
-def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Holding]:
+def _iterate_persistent_memory_at_peak(state: TrainState, parts: int) -> Iterator[Holding]:
     """Yield the memory that is kept from step to step, such as parameters and optimizer state, and the gradient sums
     of the step, which take `parts` bytes at the peak."""
     found = Counter[tuple[str, str]]()
@@ -199,7 +199,7 @@ def _iterate_persistent_holdings(state: TrainState, parts: int) -> Iterator[Hold
     yield from (Holding(kind, what, nbytes) for (kind, what), nbytes in found.items())
 
 
-def _iterate_slab_holdings(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
+def _iterate_buffers_at_peak(state: TrainState, alive: Iterable[BufferLifetime]) -> Iterator[Holding]:
     """Yield the temporary buffers that are in use at the peak, grouped by purpose, and the unused rest of the memory
     block (slab) that holds them."""
     units = state.placement.layout.units

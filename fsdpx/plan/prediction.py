@@ -23,7 +23,14 @@ from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_lowering_changes
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
-__all__ = ["Prediction", "disabling_gc", "dry_run_classes", "predict", "predict_from_runs", "predict_step"]
+__all__ = [
+    "Prediction",
+    "disabling_gc",
+    "dry_run_one_rank_per_group",
+    "predict",
+    "predict_from_dry_runs",
+    "predict_step",
+]
 
 PROCESS_BYTES = 66 << 20
 """Bytes that interpreter, libraries and MPI take in a process before it trains anything, as measured with CPython
@@ -170,8 +177,8 @@ def predict(
     where = Machine.load(machine)
     step = make_world_step(model, batch, ranks, where.compute.gpu, options)
     found = predict_step(step, where)
-    if step.empty_microbatch_text:
-        warn(step.empty_microbatch_text)
+    if step.empty_microbatch_warning:
+        warn(step.empty_microbatch_warning)
     return found
 
 
@@ -188,13 +195,15 @@ def disabling_gc() -> Iterator[None]:
             gc.enable()
 
 
-def dry_run_classes(model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any) -> StepDryRuns:
+def dry_run_one_rank_per_group(
+    model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any
+) -> StepDryRuns:
     """Run the step on shape-only arrays, on one rank of each group of ranks that do the same work. Return the runs,
-    from which `predict_from_runs` can predict the step on any machine.
+    from which `predict_from_dry_runs` can predict the step on any machine.
 
     `gpu` says whether ranks are GPUs; `options` are those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)
-    return StepDryRuns.from_step(step, step.count_simulated_microbatches()[0])
+    return StepDryRuns.from_step(step, step.count_simulated_microbatches_and_period()[0])
 
 
 def predict_step(step: WorldStep, machine: Machine) -> Prediction:
@@ -202,12 +211,18 @@ def predict_step(step: WorldStep, machine: Machine) -> Prediction:
     ranks."""
     step.make_step_times(machine)  # raises an error before the costly dry runs if the machine has too few ranks
     with memoizing(), disabling_gc():
-        return predict_from_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
+        return predict_from_dry_runs(StepDryRuns.from_step(step, step.count_dry_run_microbatches()), machine)
 
 
-def predict_from_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
+def predict_from_dry_runs(dry: StepDryRuns, machine: Machine) -> Prediction:
     """Predict a step on a machine from existing dry runs of the step."""
     step, overhead = dry.step, machine.compute.overhead
     seconds, parts, events = dry.extrapolate_step(step.make_step_times(machine))
-    found = seconds + overhead, {"overhead": overhead, **parts}, dry.make_rank_classes(), step.mesh, step.microbatches
+    found = (
+        seconds + overhead,
+        {"overhead": overhead, **parts},
+        dry.extrapolate_traffic_and_memory(),
+        step.mesh,
+        step.microbatches,
+    )
     return Prediction(*found, machine, step, events)

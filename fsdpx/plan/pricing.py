@@ -45,7 +45,7 @@ class StepClock:
         self._stage = next(iter(runs[0].programs.values())).stage
         self._known = cache(self._compute_price)
 
-    def price_action(self, rank: int, action: Action) -> ActionPrice:
+    def predict_action_seconds(self, rank: int, action: Action) -> ActionPrice:
         """Return the time that an action takes on a pipeline rank. The action may belong to a microbatch that did not
         run."""
         return self._known(rank, find_representative_action(action, self._few))
@@ -61,14 +61,14 @@ class StepClock:
             sender, receiver = (self.runs[at].found.rank for at in (edge.sender, edge.receiver))
             nbytes = sum(nbytes for _, _, _, nbytes in cost.calls)
             return ActionPrice(0.0, {"pipe": self._timing.compute_message_seconds(sender, receiver, nbytes)})
-        return ActionPrice(*self._timing.price_action(cost))
+        return ActionPrice(*self._timing.predict_action_seconds(cost))
 
-    def time_programs(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
+    def simulate_step_timeline(self, microbatches: int) -> tuple[float, list[list[ActionEvent]]]:
         """Simulate the step with the given number of microbatches. Return its time in seconds, and the start and end
         of each action on each pipeline rank."""
         rows = simulate_programs_by_rank(
             [one.get_program(microbatches) for one in self.runs],
-            lambda rank, action: self.price_action(rank, action).total_seconds,
+            lambda rank, action: self.predict_action_seconds(rank, action).total_seconds,
         )
         return max(event.end for row in rows for event in row), rows
 
@@ -76,21 +76,22 @@ class StepClock:
         """Return the step time in seconds by cause ("compute", "bubble", mesh axes, ...), averaged over the pipeline
         ranks. `rows` are the simulated events of each rank."""
         ways = [
-            (partial(self.price_action, rank), partial(self._get_seconds_in_flight, rank)) for rank in range(len(rows))
+            (partial(self.predict_action_seconds, rank), partial(self._get_transfer_seconds, rank))
+            for rank in range(len(rows))
         ]
         shares = [_split_seconds_by_cause(row, step_seconds, *both) for row, both in zip(rows, ways, strict=True)]
         names = dict.fromkeys(name for share in shares for name in share)
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
-    def _get_seconds_in_flight(self, rank: int, action: Action) -> Any:
+    def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
         """Return the transfer time of an action's data in seconds, without the wait until the sender is ready.
 
         Return inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]
         if not verb.is_receive:
-            return self.price_action(rank, action).total_seconds if verb.is_synchronizing else inf
+            return self.predict_action_seconds(rank, action).total_seconds if verb.is_synchronizing else inf
         sent = Action(get_partner_verb(action.op), action.unit, action.mb)
-        return self.price_action(self._stage.edge_of(sent).sender, sent).total_seconds
+        return self.predict_action_seconds(self._stage.edge_of(sent).sender, sent).total_seconds
 
 
 def _split_seconds_by_cause(
@@ -100,7 +101,7 @@ def _split_seconds_by_cause(
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
     """Split the step time of one rank by what the rank did or waited for, and return the seconds of each cause.
-    `transfer_seconds` is `StepClock._get_seconds_in_flight` of this rank."""
+    `transfer_seconds` is `StepClock._get_transfer_seconds` of this rank."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

@@ -6,18 +6,20 @@ from collections.abc import Iterator
 
 from fsdpx.core.base.messages import COLUMNS
 
-__all__ = ["wrap_python_call"]
+__all__ = ["wrap_call_into_lines"]
 
 DEEPER = "    "
 
 
-def wrap_python_call(code: str, indent: int = 0, end: str = "") -> str:
+def wrap_call_into_lines(code: str, indent: int = 0, end: str = "") -> str:
     """Wrap a Python call: return it with one argument per line if it does not fit into one line of 80 characters."""
     line = " " * indent + code + end
     if len(line) <= COLUMNS or "(" not in code:
         return line
     start, stop = code.index("("), code.rindex(")")
-    inside = [wrap_python_call(one, indent + len(DEEPER), ",") for one in _split_arguments_text(code[start + 1 : stop])]
+    inside = [
+        wrap_call_into_lines(one, indent + len(DEEPER), ",") for one in _split_arguments_text(code[start + 1 : stop])
+    ]
     return "\n".join([" " * indent + code[: start + 1], *inside, " " * indent + code[stop:] + end])
 
 

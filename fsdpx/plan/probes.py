@@ -19,7 +19,7 @@ from fsdpx.ext.fields.kernels import WindowStrides
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.optim import ShardSegment, ShardSegments
 
-__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_calls", "list_memory_bound_calls"]
+__all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "list_memory_bound_calls"]
 
 Call = Callable[[], Any]
 
@@ -165,7 +165,7 @@ MANY = 256
 products."""
 
 
-def iterate_weight_heavy_calls(xp: Any, name: str) -> Iterator[Call]:
+def iterate_weight_heavy_convolution_calls(xp: Any, name: str) -> Iterator[Call]:
     """Yield calls of convolutions with few cells and many weights. Their time shows how long it takes to reorder the
     weights."""
     for window, cells, few in ((CUBE, (2, 2, 2), 8), (IMAGE, (4, 4), 512)):

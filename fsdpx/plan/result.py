@@ -11,11 +11,11 @@ from typing import Any
 from fsdpx.core.base.messages import format_bytes, format_count, format_table, wrap_lines
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.ext.fields.grid import LETTERS
-from fsdpx.plan.grounds import list_unmeasured
+from fsdpx.plan.grounds import describe_unmeasured_figures
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import format_mesh_arguments, format_option, format_options
 from fsdpx.plan.prediction import Prediction
-from fsdpx.plan.printed import wrap_python_call
+from fsdpx.plan.printed import wrap_call_into_lines
 
 __all__ = ["MAX_SHOWN", "Candidate", "Plan", "can_split_evenly"]
 
@@ -207,7 +207,7 @@ class Plan:
         close = [one.label for one in self._list_fastest_of_each_kind() if self._is_as_fast_as_best(one)]
         first = [
             self.answer_text,
-            *(f"not measured: {why}" for why in list_unmeasured(self.best_candidate.prediction)),
+            *(f"not measured: {why}" for why in describe_unmeasured_figures(self.best_candidate.prediction)),
             *([f"as fast within {CLOSE_TIME_FACTOR - 1:.0%}: {', '.join(close)}"] if close else []),
         ]
         samples, ranks = format_count(self.samples, "sample"), format_count(self.rank_count, "rank")
@@ -216,7 +216,7 @@ class Plan:
         tables = (format_table([HEAD, *(one.format_row(self.memory) for one in some)], text=True) for some in rows)
         fastest, kinds = tables
         parts = [
-            wrap_lines("\n".join(first)), wrap_python_call(self.python_line), self.distribute_section_text,
+            wrap_lines("\n".join(first)), wrap_call_into_lines(self.python_line), self.distribute_section_text,
             wrap_lines(what), f"the fastest, with what a rank holds and sends\n{fastest}",
             f"the fastest of each kind\n{kinds}", self._format_largest_that_fit(),
             f"on other numbers of ranks, with the same global batch\n{self._format_scaling_table()}",
@@ -317,7 +317,7 @@ class Plan:
             "toml": self.distribute_section_text,
             "found": [_candidate_to_dict(one) for one in self.candidates],
             "answer": self.answer_text,
-            "not_measured": list_unmeasured(self.best_candidate.prediction),
+            "not_measured": describe_unmeasured_figures(self.best_candidate.prediction),
             "refused": [list(one) for one in self.rejected],
             "slow": [list(one) for one in self.slow],
         }

@@ -21,7 +21,7 @@ from fsdpx.core.program import SCHEDULES
 from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_model
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.ext.offload.choice import OffloadConfig
-from fsdpx.nn.linearize import linearize, memoize, memoizing
+from fsdpx.nn.linearize import get_or_memoize, linearize, memoizing
 from fsdpx.plan.lower_bound import compute_lower_bound_seconds
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.max_depth import count_blocks, count_parameters, with_block_count
@@ -31,9 +31,9 @@ from fsdpx.plan.result import MAX_SHOWN, Candidate, Plan, can_split_evenly
 from fsdpx.plan.world_step import (
     Batch,
     WorldStep,
-    get_grid_dims,
     make_world_step,
     parse_batch,
+    parse_grid_dims,
     require_no_arrays,
     require_positive_int,
 )
@@ -133,7 +133,7 @@ def search(
             f"domain={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells"
         )
     if space != ANY_GRID:
-        get_grid_dims(space)
+        parse_grid_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
     Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error if `mesh` is invalid
@@ -202,7 +202,7 @@ class _Search:
         formats = self._list_values_to_try("precision", "bf16" if self.machine.compute.gpu else None)
         placed = [
             {"strategy": strategy, "mesh": mesh, "domain": space, "precision": precision}
-            for strategy, mesh, space in self._iterate_placements()
+            for strategy, mesh, space in self._iterate_strategies_meshes_and_grids()
             for precision in formats
         ]
         recomputes = self._list_values_to_try("recompute", *RECOMPUTE_CHOICES)
@@ -212,14 +212,15 @@ class _Search:
         if not self.found and "offload" not in self.fixed:
             self._try_with_offload()
         for options in sorted(
-            (other for chosen in placed for other in self._iterate_variants(chosen)), key=self._compute_lower_bound
+            (other for chosen in placed for other in self._iterate_option_combinations(chosen)),
+            key=self._compute_lower_bound,
         ):
             self.try_options(options, all_kinds=True)
         spread = [one for one in sorted(self.found, key=_make_sort_key) if one.prediction.mesh.width_of("data") > 1]
         for one in spread[:MAX_REFINED]:
-            self._try_fine_options(one)
+            self._try_candidate_variants(one)
 
-    def _iterate_variants(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _iterate_option_combinations(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the options of a strategy and mesh, combined with every choice of recomputation, microbatches and
         schedule."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
@@ -237,7 +238,7 @@ class _Search:
                 return compute_lower_bound_seconds(self._make_world_step(self.batch, self.ranks, options), self.machine)
             return 0.0
 
-        return memoize(("least", _make_options_key(options)), compute_least)
+        return get_or_memoize(("least", _make_options_key(options)), compute_least)
 
     def _try_with_offload(self) -> None:
         """Retry the configurations that need the least memory, with state offloaded to disk. For each configuration,
@@ -247,7 +248,7 @@ class _Search:
                 if self.try_options({**one.options, "offload": OffloadConfig(OFFLOAD_FOLDER, what)}) is not None:
                     break
 
-    def _try_fine_options(self, candidate: Candidate) -> None:
+    def _try_candidate_variants(self, candidate: Candidate) -> None:
         """Try variants of a good configuration: with sequence parallelism, with each allowed codec, and with other
         values of `group_bytes`."""
         if candidate.prediction.mesh.width_of("tensor") > 1 and "sequence" not in self.fixed:
@@ -263,7 +264,7 @@ class _Search:
         """Return the values of an option to try: only the user's value if the user has set it, else `values`."""
         return (self.fixed[name],) if name in self.fixed else values
 
-    def _iterate_placements(self) -> Iterator[tuple[str, Mesh | None, Any]]:
+    def _iterate_strategies_meshes_and_grids(self) -> Iterator[tuple[str, Mesh | None, Any]]:
         """Yield all combinations of strategy, mesh and grid that use all ranks, the simplest first. The grid is that
         of the ranks that split a field, or None if fields are not split."""
         if "mesh" in self.fixed:
@@ -296,7 +297,7 @@ class _Search:
         ranks that share a field. None stands for fields that are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
-            return [space] if tensor == 1 and data % prod(get_grid_dims(space)) == 0 else []
+            return [space] if tensor == 1 and data % prod(parse_grid_dims(space)) == 0 else []
         found: list[Any] = [None] if data <= self.sample_count else []
         if space is None or tensor > 1:
             return found
@@ -304,7 +305,7 @@ class _Search:
         for ranks in _list_divisors(data, data):
             if ranks > 1 and data // ranks <= self.sample_count:
                 grids = [dims for dims in _iterate_factorizations(ranks, len(cells)) if can_split_evenly(dims, cells)]
-                found += sorted(grids, key=lambda dims: _compute_surface_ratio(dims, cells))[:GRIDS_PER_SIZE]
+                found += sorted(grids, key=lambda dims: _compute_halo_to_cell_ratio(dims, cells))[:GRIDS_PER_SIZE]
         return found
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
@@ -325,7 +326,7 @@ class _Search:
         """Return the width of the pipeline axis, and the number of samples per data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
-        data = self.ranks // pipe // (mesh.tensor or 1) // prod(get_grid_dims(space))
+        data = self.ranks // pipe // (mesh.tensor or 1) // prod(parse_grid_dims(space))
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
@@ -340,9 +341,11 @@ class _Search:
         self.seen[words] = False
         try:
             step = self._make_world_step(self.batch, self.ranks, options)
-            if step.empty_microbatch_text:
-                raise ConfigError(step.empty_microbatch_text)
-            if least > self._find_max_shown_seconds(None if all_kinds else _make_summary(step.mesh, options)):
+            if step.empty_microbatch_warning:
+                raise ConfigError(step.empty_microbatch_warning)
+            if least > self._find_max_shown_seconds(
+                None if all_kinds else _format_parallelism_kinds(step.mesh, options)
+            ):
                 self.slow[words] = least
                 return None
             if self.predicted_count >= self.most:
@@ -354,7 +357,7 @@ class _Search:
         self.seen[words] = True
         if self.say is not None:
             self.say(f"{format_count(self.predicted_count, 'configuration')} predicted, {len(self.found)} fit")
-        one = Candidate(_make_summary(made.mesh, options), _drop_none(options), made)
+        one = Candidate(_format_parallelism_kinds(made.mesh, options), _drop_none(options), made)
         if self.limit is not None and made.memory > self.limit:
             self.refused[words] = f"more memory than {format_bytes(self.limit)} of a rank"
             self.large.append(one)
@@ -391,8 +394,8 @@ class _Search:
         loss = self.fixed["loss"] or (nn.CrossEntropyLoss() if "int" in str(self.batch[-1][1]) else nn.MSELoss())
         cells, best = self.batch[0][0][2:], found[0]
         about = self.machine, self.limit, self.sample_count, f"nn.{loss!r}", cells
-        frugal = self._list_frugal_options(best)
-        largest, longest = self._find_largest_batch(frugal), self._find_longest_sample(frugal)
+        frugal = self._list_memory_saving_options(best)
+        largest, longest = self._find_largest_batch(frugal), self._find_largest_sample_shape(frugal)
         deepest = self._find_deepest_model(frugal, best)
         by = {"batch": largest[1], "size": longest[1], "depth": deepest[1]}
         limits = {name: format_options(options) for name, options in by.items() if options is not None}
@@ -400,7 +403,7 @@ class _Search:
         most, scaling = (deepest[0], limits), self._predict_other_rank_counts(best)
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
-    def _list_frugal_options(self, best: Candidate) -> list[dict[str, Any]]:
+    def _list_memory_saving_options(self, best: Candidate) -> list[dict[str, Any]]:
         """Return the options with which to look for the largest problem that fits: first the options of the fastest
         configuration, then options that need the least memory.
 
@@ -423,7 +426,9 @@ class _Search:
         times, options = self._find_max_growth_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
-    def _find_longest_sample(self, frugal: Sequence[dict[str, Any]]) -> tuple[tuple[int, ...], dict[str, Any] | None]:
+    def _find_largest_sample_shape(
+        self, frugal: Sequence[dict[str, Any]]
+    ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
         """Return the size of the longest sequence (in positions) or of the largest field (in cells) that fits, and the
         options that it needs.
 
@@ -537,7 +542,7 @@ class _Search:
         does. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]
         grids = [dims for dims in _iterate_factorizations(data // members, len(cells)) if can_split_evenly(dims, cells)]
-        return min(grids, key=lambda dims: _compute_surface_ratio(dims, cells))
+        return min(grids, key=lambda dims: _compute_halo_to_cell_ratio(dims, cells))
 
     def _explain_nothing_found(self) -> str:
         """Return the error message for a search in which no configuration fits or can run."""
@@ -591,7 +596,7 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _iterate_factorizations(ranks // first, dims - 1))
 
 
-def _compute_surface_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
+def _compute_halo_to_cell_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
     """Return a number proportional to the ratio of halo cells to own cells in one rank's part of a field. It is a
     measure of how much the rank communicates. Only dims that are split count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
@@ -614,7 +619,7 @@ def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) 
     )
 
 
-def _make_summary(mesh: Mesh, options: Mapping[str, Any]) -> str:
+def _format_parallelism_kinds(mesh: Mesh, options: Mapping[str, Any]) -> str:
     """Return the kinds of parallelism that a configuration combines as text, such as "fsdp + tensor"."""
     name = options["strategy"] if mesh.width_of("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width_of("replica") > 1 else name

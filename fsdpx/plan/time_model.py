@@ -43,7 +43,7 @@ def _compute_memory_bound_seconds(kernel_pass: KernelPass, compute: Compute, hal
     """Return the time in seconds of one call of a memory-bound kernel. For a kernel that contains matrix products with
     measured rates, return only the time of its remaining work."""
     name = FORMAT_BY_ITEMSIZE.get(kernel_pass.itemsize, "float32" if kernel_pass.itemsize > 2 else half)
-    beside = compute.kernels.compute_extra_memory_seconds(kernel_pass, name)
+    beside = compute.kernels.compute_memory_seconds_beyond_products(kernel_pass, name)
     if beside is not None:
         return beside
     rate = compute.kernels.get_bytes_per_second(kernel_pass, name)
@@ -123,7 +123,7 @@ class MeshOnMachine:
             stride *= self.mesh.width_of(axis)
         return found
 
-    def find_crossings(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
+    def find_crossed_network_levels(self, axes: tuple[str, ...]) -> list[LevelCrossing]:
         """Return the network levels across which a group of ranks along these mesh axes communicates, the lowest level
         first."""
         found, before, unit, size = list[LevelCrossing](), 1.0, 1.0, self.mesh.size
@@ -148,12 +148,12 @@ class MeshOnMachine:
             )
 
     @cached_property
-    def crossings_by_axis(self) -> dict[str, list[LevelCrossing]]:
+    def crossed_network_levels_by_axis(self) -> dict[str, list[LevelCrossing]]:
         """The network levels across which ranks communicate along each axis. The keys are the axis names of the
         traffic counters."""
         groups = {axis: (axis,) for axis in AXES} | {"world": AXES, "group": AXES, "data": ("replica", "shard")}
         groups |= {"peers": ("pipe",), "domain": ("replica", "shard")}
-        return {name: self.find_crossings(axes) for name, axes in groups.items()}
+        return {name: self.find_crossed_network_levels(axes) for name, axes in groups.items()}
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class StepTimes:
     lines: MeshOnMachine
     half: str
 
-    def compute_call_seconds(self, axis: str, verb: str, nbytes: float) -> float:
+    def compute_communication_seconds(self, axis: str, verb: str, nbytes: float) -> float:
         """Return the time in seconds of a communication call in which this rank sends `nbytes` bytes. A collective
         takes the time of the fastest of three algorithms.
 
@@ -177,11 +177,11 @@ class StepTimes:
         if axis == "disk":
             disk = self.lines.machine.disk or DiskSpeed(inf, inf)
             return nbytes / min(getattr(disk, verb), disk.total / self.rank_count)
-        reaches = self.lines.crossings_by_axis.get(axis, [])
+        reaches = self.lines.crossed_network_levels_by_axis.get(axis, [])
         if not reaches or verb == "recv":
             return 0.0
         if verb == "send":
-            return self._compute_neighbor_seconds(axis, reaches, nbytes)
+            return self._compute_neighbor_message_seconds(axis, reaches, nbytes)
         # an all-reduce is a reduce-scatter and an all-gather, each of which sends the bytes once
         times = 2 if verb == "all_reduce" else 1
         ranks = prod(r.width for r in reaches)
@@ -200,7 +200,7 @@ class StepTimes:
             tree = sum(ceil(log2(r.width)) * r.level.latency for r in reaches) + nbytes / slowest
         return min(ring, tree, levels)
 
-    def _compute_neighbor_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
+    def _compute_neighbor_message_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
         """Return the time in seconds of a message to the most distant neighbor, for which all ranks wait. For fields,
         return the mean over dims, weighted by the halo bytes along each dim."""
         if axis != "domain":
@@ -233,7 +233,7 @@ class StepTimes:
         """Number of ranks of the job."""
         return self.lines.mesh.size
 
-    def price_action(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
+    def predict_action_seconds(self, cost: ActionCost) -> tuple[float, dict[str, float]]:
         """Return the computing time of an action in seconds, and the seconds of its communication by axis.
 
         On a GPU, the host launches the next kernels during computing, so the action takes the longer of the computing
@@ -242,7 +242,9 @@ class StepTimes:
         moving: dict[str, float] = {}
         launches = _count_launched_kernels(cost.work)
         for axis, verb, calls, nbytes in cost.calls:
-            moving[axis] = moving.get(axis, 0.0) + calls * self.compute_call_seconds(axis, verb, nbytes / calls)
+            moving[axis] = moving.get(axis, 0.0) + calls * self.compute_communication_seconds(
+                axis, verb, nbytes / calls
+            )
             launches += calls
         compute = self.lines.machine.compute
         seconds, host = compute_work_seconds(cost.work, compute, self.half), launches * compute.launch

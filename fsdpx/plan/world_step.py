@@ -23,7 +23,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshCoordinates
 from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
 from fsdpx.core.state.accumulation import choose_microbatch_count
-from fsdpx.core.state.gradients import count_rows_of_rank
+from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign_model
@@ -42,9 +42,9 @@ __all__ = [
     "RankDryRun",
     "WorldStep",
     "find_representative_action",
-    "get_grid_dims",
     "make_world_step",
     "parse_batch",
+    "parse_grid_dims",
     "require_no_arrays",
     "require_positive_int",
 ]  # fmt: skip
@@ -172,7 +172,7 @@ class WorldStep:
         return *((grid.local_array_shape(x, ghosts=True), a) for x, a in inputs), (grid.local_array_shape(y), b)
 
     @property
-    def face_shares(self) -> tuple[float, ...]:
+    def halo_byte_shares_by_dim(self) -> tuple[float, ...]:
         """For each dim of the grid, the share of the halo bytes that a rank exchanges along it; () without a grid."""
         if self.grid is None:
             return ()
@@ -184,10 +184,10 @@ class WorldStep:
         """Return the number of samples of group number `group` (see `sample_group_count`). The last group has the most
         samples."""
         chunks = self.options.get("reproducible_chunks")
-        return count_rows_of_rank(self.sample_count, group, self.sample_group_count, chunks)
+        return count_samples_of_rank(self.sample_count, group, self.sample_group_count, chunks)
 
     @property
-    def empty_microbatch_text(self) -> str:
+    def empty_microbatch_warning(self) -> str:
         """A warning if there are more microbatches than samples on a data rank, else ""."""
         most, m = self.count_samples_of_group(self.sample_group_count - 1), self.microbatches
         words = f"microbatches={m}: a data rank has {most} samples at most, and the others take their time without any"
@@ -208,7 +208,7 @@ class WorldStep:
         equal = rest == 0 and rows % self.microbatches == 0
         return known and equal and self.options.get("reproducible_chunks") is None
 
-    def count_simulated_microbatches(self) -> tuple[int, int]:
+    def count_simulated_microbatches_and_period(self) -> tuple[int, int]:
         """Return (simulated, period): it is enough to simulate `simulated` microbatches, because every `period`
         further ones add the same time.
 
@@ -225,7 +225,7 @@ class WorldStep:
         Usually, this is slightly more than the number of microbatches that a pipeline rank begins before it completes
         the first one. With an interleaved schedule, it is a multiple of the pipeline's width. With offload, all
         simulated microbatches run."""
-        most, pipe = self.count_simulated_microbatches()[0], self.mesh.width_of("pipe")
+        most, pipe = self.count_simulated_microbatches_and_period()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
@@ -238,7 +238,9 @@ class WorldStep:
             rows = rows // self.microbatches * microbatches
         for place in self._iterate_pipe_coordinates(group, representative_index):
             found = self._dry_run_rank(place, rows, microbatches, representative_index)
-            self._add_control_traffic(found.costs, max(self.count_simulated_microbatches()[0] - microbatches, 0))
+            self._add_step_end_message_costs(
+                found.costs, max(self.count_simulated_microbatches_and_period()[0] - microbatches, 0)
+            )
             yield found
 
     def _iterate_pipe_coordinates(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
@@ -252,11 +254,11 @@ class WorldStep:
     def make_step_times(self, machine: Machine) -> StepTimes:
         """Return the time model of this step on a machine. Raise ConfigError if the machine has fewer ranks than the
         mesh."""
-        lines = MeshOnMachine(self.mesh, machine, self.face_shares)
+        lines = MeshOnMachine(self.mesh, machine, self.halo_byte_shares_by_dim)
         lines.require_room_for_ranks()
         return StepTimes(lines, normalize_half_name(formats_of(self.options["precision"]).compute))
 
-    def _add_control_traffic(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
+    def _add_step_end_message_costs(self, costs: dict[Action, ActionCost], microbatches: int) -> None:
         """Add to `costs` the small messages that additional microbatches cause: at the end of a step, each rank sends
         two float64 numbers per microbatch to all other ranks."""
         more = microbatches * 2 * 8 * (self.mesh.size - 1)
@@ -336,7 +338,7 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
 def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
     """Return the grid of ranks that splits the first field of the batch, or None. Raise ConfigError unless the number
     of ranks of the grid divides the width of the data axis."""
-    if not get_grid_dims(space):
+    if not parse_grid_dims(space):
         return None
     if not isinstance(space, Grid):
         cells = batch[0][0][2:]
@@ -390,7 +392,7 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r}: no option of a plan is an array")
 
 
-def get_grid_dims(space: Any) -> tuple[int, ...]:
+def parse_grid_dims(space: Any) -> tuple[int, ...]:
     """Return the value `space` of the option `domain` as the number of ranks along each dim of a field, or () if the
     field is not split. Raise ConfigError if `space` is neither a `Grid` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)

@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import Layer, LayerContext
-from fsdpx.nn.linearize import resolve_dtype_words
+from fsdpx.nn.linearize import resolve_input_dtypes
 from fsdpx.nn.losses import Loss
 from fsdpx.testing.threads import run_interleaved
 
@@ -240,7 +240,7 @@ class LayerContract(GradientContract):
     def test_integer_inputs_are_declared(self) -> None:
         """Check that `Layer.takes` declares integer inputs, because a trainer converts all other inputs to floats."""
         layer, x, _ = self._make_test_case()
-        takes = resolve_dtype_words(layer, len(x), [frozenset()] * layer.n_outputs)
+        takes = resolve_input_dtypes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
         assert not wrong, f'inputs {wrong} are whole numbers: the class must say so, takes = "indices" or "given"'
 

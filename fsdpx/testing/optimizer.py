@@ -62,7 +62,7 @@ class OptimizerContract:
                 self._assert_same_arrays(whole, self._train_shards(dtype, [1, 1, 3, 2499, 4097, TOTAL_SIZE - 2]))
 
     def test_update_is_in_place_and_keeps_gradient(self) -> None:
-        p, g, slots = self._make_state("float32", slice(None))
+        p, g, slots = self._make_parameters_gradients_and_slots("float32", slice(None))
         before = {"p": p.copy(), "g": g.copy()}
         padded = np.pad(p, 8, constant_values=7.0)
         view = padded[8:-8]
@@ -74,8 +74,8 @@ class OptimizerContract:
         assert view.dtype == p.dtype
 
     def test_scale_multiplies_the_gradient(self) -> None:
-        p, g, slots = self._make_state("float64", slice(None))
-        q, h, others = self._make_state("float64", slice(None))
+        p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None))
+        q, h, others = self._make_parameters_gradients_and_slots("float64", slice(None))
         h *= 8.0
         for step in (1, 2):
             self._update(p, g, slots, step=step)
@@ -85,14 +85,14 @@ class OptimizerContract:
     def test_lr_function_gives_learning_rate(self) -> None:
         scheduled = self.make(lr=lambda step: 0.5 / step)
         assert [get_learning_rate(scheduled, step) for step in (1, 2, 4)] == [0.5, 0.25, 0.125]
-        p, g, slots = self._make_state("float64", slice(None))
-        q, _, others = self._make_state("float64", slice(None))
+        p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None))
+        q, _, others = self._make_parameters_gradients_and_slots("float64", slice(None))
         self._update(p, g, slots, optimizer=scheduled, lr=get_learning_rate(scheduled, 50))
         self._update(q, g, others, lr=0.01)
         self._assert_same_arrays({"p": p, **slots}, {"p": q, **others})
 
     def test_zero_learning_rate_changes_no_parameter(self) -> None:
-        p, g, slots = self._make_state("float64", slice(None))
+        p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None))
         before = p.copy()
         self._update(p, g, slots, lr=0.0)
         assert np.array_equal(p, before)
@@ -101,7 +101,7 @@ class OptimizerContract:
         """Check that two threads that share an optimizer get the same bits as a thread with its own optimizer."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
-            p, g, slots = self._make_state("float32", slice(None), optimizer)
+            p, g, slots = self._make_parameters_gradients_and_slots("float32", slice(None), optimizer)
             for step in (1, 2, 3):
                 self._update(p, g, slots, optimizer=optimizer, lr=get_learning_rate(optimizer, step), step=step)
             return {"p": p, **slots}
@@ -125,8 +125,11 @@ class OptimizerContract:
         parameters get their third."""
         # test the inner optimizer, because the wrapper that averages parameters counts the trainer's steps
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
-        p, g, slots = self._make_state("float64", slice(None), optimizer)
-        alone = {n: self._make_state("float64", at, optimizer) for n, at in _compute_parameter_ranges().items()}
+        p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None), optimizer)
+        alone = {
+            n: self._make_parameters_gradients_and_slots("float64", at, optimizer)
+            for n, at in _compute_parameter_ranges().items()
+        }
         for step in (1, 2, 3):
             before = [(a, a.copy()) for a in (p, *slots.values())]
             segments = _make_segments(0, TOTAL_SIZE).with_missed_updates(dict.fromkeys(late, 2 if step == 3 else 0))
@@ -150,16 +153,16 @@ class OptimizerContract:
             "a.weight": (0.5, 0.0), "a.bias": (0.5, 0.0), "norm.weight": (0.0, 0.01), "b.weight": (0.5, 0.01),
             "b.bias": (0.5, 1.0),
         }  # fmt: skip
-        p, g, slots = self._make_state("float64", slice(None), optimizer)
+        p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None), optimizer)
         self._update(p, g, slots, optimizer=optimizer)
         for name, at in _compute_parameter_ranges().items():
             decay, lr = parts[name]
             optimizer = self.make(lr=0.01, weight_decay=decay)
-            q, h, others = self._make_state("float64", at, optimizer)
+            q, h, others = self._make_parameters_gradients_and_slots("float64", at, optimizer)
             optimizer.update(np, q, h, others, lr=lr, step=1, segments=_make_segments(at.start, at.stop))
             assert np.array_equal(p[at], q), name
 
-    def _make_state(
+    def _make_parameters_gradients_and_slots(
         self, dtype: str, part: slice, optimizer: Optimizer | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
         """Return the slice `part` of the test parameters and gradients, which are the same in every run, and zeroed
@@ -182,7 +185,7 @@ class OptimizerContract:
 
         def train(comm: Communicator) -> dict[str, Any]:
             low, high = bounds[comm.rank : comm.rank + 2]
-            p, g, slots = self._make_state(dtype, slice(low, high))
+            p, g, slots = self._make_parameters_gradients_and_slots(dtype, slice(low, high))
             segments = _make_segments(low, high, _make_exchange_function(comm), _make_shard_peers(comm, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)

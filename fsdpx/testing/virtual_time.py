@@ -111,7 +111,7 @@ class VirtualTime:
         rank : rank that has just changed something
         """
         with self._changed:
-            for other in [other for other, ready in self._waiting.items() if _is_ready(ready)]:
+            for other in [other for other, ready in self._waiting.items() if _is_ready_or_failed(ready)]:
                 del self._waiting[other]
                 self._times[other] = max(self._times[other], self._times[rank])
             self._changed.notify_all()
@@ -228,7 +228,7 @@ class _TimedWindow(Window):
         self.window.close()
 
 
-def _is_ready(ready: Callable[[], bool]) -> bool:
+def _is_ready_or_failed(ready: Callable[[], bool]) -> bool:
     """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank calls `ready` again
     and gets the error itself."""
     try:

@@ -12,7 +12,7 @@ import pytest
 
 import fsdpx
 from fsdpx.errors import ConfigError, install_hint, page_hint
-from fsdpx.ext.observe.plots import require_drawable
+from fsdpx.ext.observe.plots import require_writable_picture
 
 ROOT = Path(fsdpx.__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="there is no folder docs beside fsdpx")
@@ -60,8 +60,8 @@ def test_install_lines_of_pages_are_of_the_folder_of_fsdpx() -> None:
 
 def test_a_picture_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    require_drawable("--png", tmp_path / "step.png")
+    require_writable_picture("--png", tmp_path / "step.png")
     with pytest.raises(ConfigError, match=r"^--png .*step\.xyz: xyz is no format of pictures; use .*png"):
-        require_drawable("--png", tmp_path / "step.xyz")
+        require_writable_picture("--png", tmp_path / "step.xyz")
     with pytest.raises(ConfigError, match=r"^--png .*: there is no folder .*none; make it first"):
-        require_drawable("--png", tmp_path / "none" / "step.png")
+        require_writable_picture("--png", tmp_path / "none" / "step.png")

@@ -37,7 +37,7 @@ trainer.close()
 
 
 @pytest.mark.jobs
-@pytest.mark.skipif(not code_cache.can_keep_code(), reason="machine code is not kept here")
+@pytest.mark.skipif(not code_cache.can_store_machine_code(), reason="machine code is not kept here")
 def test_a_job_compiles_nothing_more(tmp_path: Path) -> None:
     """Also what ranks run that meet in shared memory."""
     (tmp_path / "mine.py").write_text(MINE)

@@ -15,7 +15,7 @@ from stand_in import Cupy, Device
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
-from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_level_communicators, measure_verbs
+from fsdpx.launch.bench import TIMED_VERBS, _format_report, _iterate_measured_communicators, measure_verbs
 from fsdpx.launch.doctor import RankFacts, diagnose_ranks, list_warnings
 from fsdpx.launch.launchers import FoundLauncher
 
@@ -202,7 +202,7 @@ def test_the_levels_are_those_of_the_machine() -> None:
         def sizes(comm: Any) -> list[tuple[str, int]]:
             return [
                 (name, group.size if group is not None else 0)
-                for name, group in _iterate_level_communicators(comm, hosts)
+                for name, group in _iterate_measured_communicators(comm, hosts)
             ]
 
         return spawn(sizes, sum(map(len, hosts.values())))

@@ -34,7 +34,7 @@ from fsdpx.core.comm.mesh import AXES
 from fsdpx.errors import ConfigError, FsdpxError, LaunchError, MeshError
 from fsdpx.launch.options import NodeRank
 from fsdpx.launch.show import format_mesh, parse_recompute, require_axes_for_options
-from fsdpx.launch.verify import fill_mesh
+from fsdpx.launch.verify import fill_in_mesh_widths
 
 
 @pytest.mark.parametrize(
@@ -410,10 +410,12 @@ def test_filled_as_the_engine_fills_it(text: str, strategy: str) -> None:
 
 
 def test_strategies_without_shards_have_all_data_ranks_as_replicas() -> None:
-    assert fill_mesh(Mesh.parse("shard=2,pipe=2,tensor=2"), "ddp", 8) == Mesh(replica=2, shard=1, pipe=2, tensor=2)
-    assert fill_mesh(Mesh.parse("shard=2,pipe=2,tensor=2"), "zero2", 8) == Mesh(shard=2, pipe=2, tensor=2)
-    assert fill_mesh(Mesh.parse("pipe=2"), "hybrid", 8) == Mesh(replica=2, shard=2, pipe=2)
-    assert format_mesh(fill_mesh(Mesh.parse("pipe=2"), "ddp", 8)) == "pipe=2 x replica=4"
+    assert fill_in_mesh_widths(Mesh.parse("shard=2,pipe=2,tensor=2"), "ddp", 8) == Mesh(
+        replica=2, shard=1, pipe=2, tensor=2
+    )
+    assert fill_in_mesh_widths(Mesh.parse("shard=2,pipe=2,tensor=2"), "zero2", 8) == Mesh(shard=2, pipe=2, tensor=2)
+    assert fill_in_mesh_widths(Mesh.parse("pipe=2"), "hybrid", 8) == Mesh(replica=2, shard=2, pipe=2)
+    assert format_mesh(fill_in_mesh_widths(Mesh.parse("pipe=2"), "ddp", 8)) == "pipe=2 x replica=4"
     assert format_mesh(Mesh(shard=1)) == "one rank"
 
 

@@ -252,14 +252,17 @@ def test_a_further_start_is_on_the_hosts_that_answer(
     config = LaunchConfig(5, nodes=2, hostfile=Path("hosts"), min_ranks=3)
     job = run.LaunchedJob(launchers.find_launcher(config), config, ["train.py"], {})
     plan = run.RestartPlan(5, 3, 3)
-    assert run._choose_job_and_rank_count_of_start(job, plan, site) == (job, 5)  # the first start takes what it is told
+    assert run._choose_job_and_rank_count_of_attempt(job, plan, site) == (
+        job,
+        5,
+    )  # the first start takes what it is told
     plan.endings.append(run.JobEnding("died", 1))
-    fewer, ranks = run._choose_job_and_rank_count_of_start(job, plan, site)
+    fewer, ranks = run._choose_job_and_rank_count_of_attempt(job, plan, site)
     assert ranks == 3
     assert "--host n1:2,n3:1 " in " ".join(fewer.make_command(ranks))
     assert capsys.readouterr().err == "fsdpx run: n2 cannot be reached: 3 ranks on n1, n3\n"
     plan.min_ranks = 4  # too few: then all are tried again, and perhaps it is back
-    assert run._choose_job_and_rank_count_of_start(job, plan, site) == (job, 5)
+    assert run._choose_job_and_rank_count_of_attempt(job, plan, site) == (job, 5)
 
 
 def test_nobody_can_join_what_does_not_run_or_has_no_place(
@@ -274,11 +277,11 @@ def test_nobody_can_join_what_does_not_run_or_has_no_place(
         raise LaunchError("ranks=6: few has 4 slots")
 
     guests = elastic_join.JoinRequests(site, full)
-    monkeypatch.setattr(elastic_join, "_find_listening_process", lambda notes: 1)
+    monkeypatch.setattr(elastic_join, "_find_process_handling_save_signal", lambda notes: 1)
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.answer_and_request_save(site))
     with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
         elastic_join.request_join(site, 2, 5.0)
-    assert guests.pop_joined_rank_count() == 0
+    assert guests.pop_accepted_rank_count() == 0
     monkeypatch.setattr(elastic_join.time, "sleep", lambda seconds: guests.refuse_open_requests())
     with pytest.raises(LaunchError, match="the job has ended"):
         elastic_join.request_join(site, 2, 5.0)

@@ -87,7 +87,7 @@ def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatc
         (path / "owner").unlink()
         return True
 
-    monkeypatch.setattr(safe_files, "is_own_folder", late)
+    monkeypatch.setattr(safe_files, "is_user_owned_folder", late)
     assert (_make_temporary_folder_and_remove_dead(tmp_path) / "owner").read_text() == identify_process()
 
 

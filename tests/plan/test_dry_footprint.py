@@ -98,20 +98,22 @@ def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatc
     asked = []
     answer = module.ProcessBaseline(1, 2, 3, 4)
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_measure_in_child", lambda *how: asked.append(how) or answer)
+    monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda *how: asked.append(how) or answer)
     for _ in range(2):
-        module.measure_or_load_baseline.cache_clear()
-        assert module.measure_or_load_baseline(True, "openblas", 2) == answer
+        module.measure_or_load_baseline_memory.cache_clear()
+        assert module.measure_or_load_baseline_memory(True, "openblas", 2) == answer
     assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
     assert [file.name.startswith("measured-process-") for file in Path(tmp_path).iterdir()] == [True]
-    module.measure_or_load_baseline.cache_clear()
+    module.measure_or_load_baseline_memory.cache_clear()
 
 
 @pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
 def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
     from fsdpx.plan import dry_run as module
 
-    monkeypatch.setattr(module, "measure_or_load_baseline", lambda *_: ProcessBaseline(MIB, MIB, workspace=3 * MIB))
+    monkeypatch.setattr(
+        module, "measure_or_load_baseline_memory", lambda *_: ProcessBaseline(MIB, MIB, workspace=3 * MIB)
+    )
     batch = ((32, width), "float32")
     run = fsdpx.dry_run(
         nn.Sequential(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSELoss(), optimizer=optim.SGD()
@@ -125,10 +127,12 @@ def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
     from fsdpx.plan import dry_run as module
 
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_measure_in_child", lambda mpi, *_: "no MPI" if mpi else module.ProcessBaseline(1, 2))
-    module.measure_or_load_baseline.cache_clear()
-    assert module.measure_or_load_baseline(True, "openblas", 2) == module.ProcessBaseline(1, 2)
-    monkeypatch.setattr(module, "_measure_in_child", lambda *_: "SyntaxError: wrong")
+    monkeypatch.setattr(
+        module, "_measure_baseline_memory_in_child", lambda mpi, *_: "no MPI" if mpi else module.ProcessBaseline(1, 2)
+    )
+    module.measure_or_load_baseline_memory.cache_clear()
+    assert module.measure_or_load_baseline_memory(True, "openblas", 2) == module.ProcessBaseline(1, 2)
+    monkeypatch.setattr(module, "_measure_baseline_memory_in_child", lambda *_: "SyntaxError: wrong")
     with pytest.raises(ConfigError, match="the memory of a process cannot be measured here: SyntaxError: wrong"):
-        module.measure_or_load_baseline(False, "mkl", 3)
-    module.measure_or_load_baseline.cache_clear()
+        module.measure_or_load_baseline_memory(False, "mkl", 3)
+    module.measure_or_load_baseline_memory.cache_clear()

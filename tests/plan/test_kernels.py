@@ -17,7 +17,7 @@ from fsdpx.ext.fields import kernels as windows
 from fsdpx.plan import Compute, Machine, NetworkLevel, measuring, predict, probes
 from fsdpx.plan.kernels import LONG, SHORT, KernelRates
 from fsdpx.plan.measuring import format_machine_file
-from fsdpx.plan.prediction import dry_run_classes
+from fsdpx.plan.prediction import dry_run_one_rank_per_group
 from fsdpx.plan.time_model import compute_work_seconds
 
 GRID = [[a, b, 3, n, 1e9 * a * b * (1 + (n > 64))] for a in (1, 16) for b in (1, 16) for n in (64, 4096)]
@@ -76,12 +76,15 @@ def test_the_pass_of_a_kernel_is_a_part_of_its_products() -> None:
 
 def test_products_beyond_the_caches_take_as_much_longer_as_a_copy() -> None:
     """In 16 bits of twice the bytes, and with the casts to float32 and back."""
-    times = {n: RATES.compute_extra_memory_seconds(KernelPass("correlate", 4, n), "float32") for n in (1, SHORT, LONG)}
+    times = {
+        n: RATES.compute_memory_seconds_beyond_products(KernelPass("correlate", 4, n), "float32")
+        for n in (1, SHORT, LONG)
+    }
     assert times == pytest.approx({1: 0.0, SHORT: 0.0, LONG: LONG / 2e9 - LONG / 8e9})
-    half = RATES.compute_extra_memory_seconds(KernelPass("correlate", 2, LONG // 2), "bf16")
+    half = RATES.compute_memory_seconds_beyond_products(KernelPass("correlate", 2, LONG // 2), "bf16")
     assert half == pytest.approx(times[LONG] + 1.5 * LONG / 2e9)
-    assert RATES.compute_extra_memory_seconds(KernelPass("relu", 4, LONG), "float32") is None
-    assert RATES.compute_extra_memory_seconds(KernelPass("relu", 2, LONG), "bf16") is None
+    assert RATES.compute_memory_seconds_beyond_products(KernelPass("relu", 4, LONG), "float32") is None
+    assert RATES.compute_memory_seconds_beyond_products(KernelPass("relu", 2, LONG), "bf16") is None
 
 
 def test_weights_that_meet_few_cells_count() -> None:
@@ -139,7 +142,7 @@ def test_each_kernel_that_models_use_is_measured(name: str) -> None:
                 call()
             known |= {one.kernel for one in (*work.passes, *work.products)}
     for model, batch in models():
-        (run,) = dry_run_classes(model, batch, 1, False, precision=None if name == "float32" else name).runs
+        (run,) = dry_run_one_rank_per_group(model, batch, 1, False, precision=None if name == "float32" else name).runs
         used = {one.kernel for cost in run.costs.values() for one in (*cost.work.passes, *cost.work.products)}
         assert used - {""} - FEW <= known | {"update"}, model  # the update is of float32
 

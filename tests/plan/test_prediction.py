@@ -22,11 +22,11 @@ from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.comm import Communicator
 from fsdpx.core.program import VERBS, Action, compile_and_check_pipe, compiler, passes
 from fsdpx.core.program.pipeline import Stage
-from fsdpx.core.state.gradients import count_rows_of_rank
+from fsdpx.core.state.gradients import count_samples_of_rank
 from fsdpx.errors import ConfigError
-from fsdpx.nn.linearize import memoize
+from fsdpx.nn.linearize import get_or_memoize
 from fsdpx.plan import Compute, Machine, NetworkLevel, costing, predict
-from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
+from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
 from fsdpx.plan.time_model import MeshOnMachine, StepTimes
 
 TOKENS = "int64"
@@ -150,7 +150,9 @@ def test_of_many_microbatches_few_run(schedule: str, recompute: Any, monkeypatch
     options = {"mesh": fsdpx.Mesh(replica=1, pipe=2), "microbatches": 24, "schedule": schedule, "recompute": recompute}
     machine = replace(FLAT, levels=(NetworkLevel("host", 1e-9, 1e9),))
     few = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
-    monkeypatch.setattr(prediction.WorldStep, "count_simulated_microbatches", lambda step: (step.microbatches, 0))
+    monkeypatch.setattr(
+        prediction.WorldStep, "count_simulated_microbatches_and_period", lambda step: (step.microbatches, 0)
+    )
     every = predict(gpt(), batch(24), ranks=2, machine=machine, **options)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.parts == pytest.approx(every.parts, rel=1e-6, abs=1e-15)
@@ -227,7 +229,7 @@ def test_a_few_numbers_of_all_ranks_take_a_step_for_each_doubling() -> None:
         fsdpx.Mesh(replica=1 << 20, shard=1), replace(FLAT, levels=(NetworkLevel("host", 1e-6, 1e12),))
     )
     seconds = {
-        axis: StepTimes(lines, "").compute_call_seconds(axis, "all_gather", (1 << 20) - 1.0)
+        axis: StepTimes(lines, "").compute_communication_seconds(axis, "all_gather", (1 << 20) - 1.0)
         for axis in ("world", "replica")
     }
     assert seconds == {"world": pytest.approx(20e-6 + 1e-6, rel=0.01), "replica": pytest.approx(1.0486, rel=1e-3)}
@@ -282,7 +284,7 @@ def test_neighbors_are_one_sum_of_squares() -> None:
     """Of a tensor axis, too: parameters of all ranks and those of each lie between each other on the first of them."""
     for tensor in (1, 2):
         mesh = fsdpx.Mesh(replica=2 // tensor, tensor=tensor)
-        (run,) = dry_run_classes(gpt(), batch(2), 2, True, precision="fp16", mesh=mesh).runs
+        (run,) = dry_run_one_rank_per_group(gpt(), batch(2), 2, True, precision="fp16", mesh=mesh).runs
         (norm,) = [cost for action, cost in run.costs.items() if action.op == "NORM"]
         pages = sum(action.op == "UPDATE" for action in run.costs)
         assert norm.work.kernel_count == (pages if run.found.coordinates.replica == 0 else 0)
@@ -360,7 +362,7 @@ def test_chunks_are_dealt_as_ranks_take_them(ranks: int, chunks: int) -> None:
 
     def run(comm: Communicator) -> Any:
         made = gpt().as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.AdamW(), comm=comm, **options)
-        own = count_rows_of_rank(24, comm.rank, ranks, chunks)
+        own = count_samples_of_rank(24, comm.rank, ranks, chunks)
         return observed(made, np.zeros((own, 8), TOKENS), np.zeros((own, 8), TOKENS))
 
     demand_equal(found, fsdpx.spawn(run, ranks))
@@ -378,8 +380,8 @@ def test_many_ranks() -> None:
 
 def held(strategy: str, **options: Any) -> dict[str, list[int]]:
     """Kind -> bytes of rank 0 over a step of four equal layers with a batch of 8 KiB on two ranks."""
-    dry = dry_run_classes(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
-    found = dry.make_memory_timelines(predict_from_runs(dry, FLAT).events)[0]
+    dry = dry_run_one_rank_per_group(mlp(), rows(32), 2, gpu=False, strategy=strategy, group_bytes=0, **options)
+    found = dry.make_memory_timelines(predict_from_dry_runs(dry, FLAT).events)[0]
     assert all([time for time, _ in points] == sorted({time for time, _ in points}) for points in found.values())
     return {kind: [nbytes for _, nbytes in points] for kind, points in found.items()}
 
@@ -419,7 +421,9 @@ def test_few_microbatches_of_a_pipe_show_all(schedule: str, strategy: str) -> No
     options = {"strategy": strategy, "schedule": schedule, "mesh": fsdpx.Mesh(pipe=2), "recompute": "attention"}
     for microbatches in (8, 24):
         options |= {"microbatches": microbatches}
-        whole = predict_from_runs(dry_run_classes(gpt(), batch(microbatches * 4), 4, False, **options), FLAT)
+        whole = predict_from_dry_runs(
+            dry_run_one_rank_per_group(gpt(), batch(microbatches * 4), 4, False, **options), FLAT
+        )
         few = predict(gpt(), batch(microbatches * 4), ranks=4, machine=FLAT, **options)
         assert (few.seconds, few.parts, few.bytes_sent) == (whole.seconds, whole.parts, whole.bytes_sent)
         assert few.events == whole.events
@@ -483,7 +487,7 @@ def test_ranks_of_a_pipe_share_what_follows_from_the_model(monkeypatch: pytest.M
         monkeypatch.setattr(module, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
     predict(gpt(), batch(8), ranks=4, machine=FLAT, mesh=fsdpx.Mesh(pipe=4), microbatches=4)
     assert (calls.count("linearize"), calls.count("_infer_shapes")) == (2, 2)  # of the batch, and of a microbatch
-    assert memoize(("one",), lambda: 1) + memoize(("one",), lambda: 2) == 3
+    assert get_or_memoize(("one",), lambda: 1) + get_or_memoize(("one",), lambda: 2) == 3
     assert gc.isenabled()
 
 

@@ -19,10 +19,10 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.observe import plots
 from fsdpx.launch.show import make_step_lanes
 from fsdpx.plan import Machine, Plan, predict
-from fsdpx.plan.grounds import list_unmeasured
+from fsdpx.plan.grounds import describe_unmeasured_figures
 from fsdpx.plan.kernels import KernelRates
-from fsdpx.plan.prediction import dry_run_classes, predict_from_runs
-from fsdpx.plan.printed import wrap_python_call
+from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_runs
+from fsdpx.plan.printed import wrap_call_into_lines
 
 X = ((16, 8), "int64")
 FIELD = ((8, 3, 16, 16), "float32")
@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
 
 def test_the_line_of_python_is_the_same_in_several_lines(plans: list[Plan]) -> None:
     for plan in plans:
-        assert ast.dump(ast.parse(wrap_python_call(plan.python_line))) == ast.dump(ast.parse(plan.python_line))
-        assert wrap_python_call(plan.python_line) in str(plan)
+        assert ast.dump(ast.parse(wrap_call_into_lines(plan.python_line))) == ast.dump(ast.parse(plan.python_line))
+        assert wrap_call_into_lines(plan.python_line) in str(plan)
 
 
 def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
@@ -118,7 +118,7 @@ def test_words_of_a_table_go_below_rows_where_they_are_too_long() -> None:
 
 
 def grounds(machine: Machine | str, ranks: int = 2, **options: Any) -> str:
-    return " | ".join(list_unmeasured(predict(gpt(), (X, X), ranks=ranks, machine=machine, **options)))
+    return " | ".join(describe_unmeasured_figures(predict(gpt(), (X, X), ranks=ranks, machine=machine, **options)))
 
 
 def test_what_nothing_measured_supports_is_said() -> None:
@@ -153,7 +153,7 @@ def test_a_machine_file_from_before_kernels_were_measured_says_so() -> None:
 
 def test_a_plan_says_it_in_its_first_lines(plans: list[Plan]) -> None:
     for plan in plans:
-        said = list_unmeasured(plan.best_candidate.prediction)
+        said = describe_unmeasured_figures(plan.best_candidate.prediction)
         assert said
         first = " ".join(str(plan).split("\n\n")[0].split())
         assert all(f"not measured: {one}" in first for one in said)
@@ -220,8 +220,8 @@ def test_pictures_are_asked_for_before_the_search(
 
 def test_pictures_have_the_line_of_the_memory_that_there_is() -> None:
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
-    dry = dry_run_classes(gpt(), (X, X), 2, False, strategy="fsdp")
-    found = predict_from_runs(dry, Machine.load("laptop"))
+    dry = dry_run_one_rank_per_group(gpt(), (X, X), 2, False, strategy="fsdp")
+    found = predict_from_dry_runs(dry, Machine.load("laptop"))
     for limit, lines in ((2 * found.memory, 1), (found.memory // 2, 1), (10**12, 0)):
         (axes,) = plots.make_figure([make_step_lanes(dry, found, "fsdp: a GPT", limit)]).axes
         assert [line.get_gid() for line in axes.lines].count(plots.LIMIT_COLOR) == lines

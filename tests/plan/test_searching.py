@@ -25,7 +25,7 @@ from fsdpx.plan.machine import DiskSpeed
 from fsdpx.plan.max_depth import with_block_count
 from fsdpx.plan.measuring import format_machine_file
 from fsdpx.plan.prediction import predict_step
-from fsdpx.plan.printed import wrap_python_call
+from fsdpx.plan.printed import wrap_call_into_lines
 from fsdpx.plan.result import MAX_SHOWN
 from fsdpx.plan.searching import CLOSE_FACTOR
 from fsdpx.plan.world_step import make_world_step
@@ -96,7 +96,7 @@ def test_what_it_prints(found: Plan) -> None:
         "\nsearched ",
     ):
         assert part in text
-    assert wrap_python_call(found.python_line) in text
+    assert wrap_call_into_lines(found.python_line) in text
     assert {"ddp", "fsdp", "ddp + tensor", "ddp + pipe", "pipe"} <= found.best_by_kind.keys()
     real = best.prediction
     assert real.memory + (66 << 20) <= real.process_bytes < real.memory * 17 // 16 + (67 << 20)

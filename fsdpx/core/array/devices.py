@@ -28,11 +28,11 @@ class Device:
     ----------
     name : name that `distribute(device=...)` accepts
     holds_data : whether arrays have values; False for shape-only arrays
-    sums_by_kernel : whether the device has its own kernels for sums over rows and channels. They take per-channel
+    has_sum_kernels : whether the device has its own kernels for sums over rows and channels. They take per-channel
         values in float64
     """
 
-    name, holds_data, sums_by_kernel = "cpu", True, False
+    name, holds_data, has_sum_kernels = "cpu", True, False
 
     @property
     def xp(self) -> Any:
@@ -42,7 +42,7 @@ class Device:
     def require_usable(self) -> None:
         """Raise ConfigError if this process cannot compute on the device."""
 
-    def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+    def select_gpu_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Select the GPU of this rank if the host has several, and return messages for the user. Collective."""
         return []
 
@@ -90,22 +90,22 @@ class Device:
         as plain array code or as Numba code."""
         return None
 
-    def multiply_matrices(self, a: Any, b: Any) -> Any | None:
+    def try_multiply_matrices(self, a: Any, b: Any) -> Any | None:
         """Return the product of two matrices, or of two stacks of matrices. Return None if this device has no
         implementation of its own."""
         return None
 
-    def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
+    def try_multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
         """Write the product of two matrices to `out`, or add it to `out` if `add` is true. Return False if this device
         has no implementation of its own."""
         return False
 
-    def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+    def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
         """Run the update formula of an optimizer as a kernel of this device. Return False if the device has no kernel
         of this name."""
         return False
 
-    def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
+    def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         """Call `run` to update a shard of parameters p with gradients g. If the arrays have no values, return False
         without calling it."""
         run()

@@ -187,7 +187,7 @@ class CompiledFunction:
         import numba
 
         options = {"nogil": True, "error_model": "numpy", "fastmath": self.fastmath, **entries}
-        compiled: Any = numba.njit(**options)(lazy_numba.bind_library_objects(self.function))
+        compiled: Any = numba.njit(**options)(lazy_numba.resolve_lazy_objects(self.function))
         if (store := _load_code_store()) is not None:
             store.enable_disk_cache(compiled, self.function, self.fastmath, bool(entries))
         return compiled

@@ -1,7 +1,7 @@
 """Stand-ins for objects of Numba and llvmlite. The objects are looked up when a function is compiled, not when a file
 is imported.
 
-Files of compiled code import the stand-ins, so importing such a file loads neither library. `bind_library_objects`
+Files of compiled code import the stand-ins, so importing such a file loads neither library. `resolve_lazy_objects`
 copies a function that is to be compiled, and replaces the stand-ins in the copy by the libraries' own objects.
 """
 
@@ -17,8 +17,16 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "BARE", "LazyObject", "bind_library_objects", "cgutils", "hash_function", "intrinsic", "ir", "overload_function",
-    "register_jitable", "types",
+    "BARE",
+    "LazyObject",
+    "cgutils",
+    "hash_function",
+    "intrinsic",
+    "ir",
+    "overload_function",
+    "register_jitable",
+    "resolve_lazy_objects",
+    "types",
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
@@ -48,7 +56,7 @@ class LazyObject:
         value: Any = importlib.import_module(module)
         for name in path:
             value = getattr(value, name)
-        return value if given is None else value(*_bind_value(given))
+        return value if given is None else value(*_resolve_lazy_value(given))
 
 
 class LazyIntrinsic:
@@ -87,7 +95,7 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
     return register_overload
 
 
-def bind_library_objects(function: Any) -> Any:
+def resolve_lazy_objects(function: Any) -> Any:
     """Return a copy of the function in whose globals and closure all stand-ins are replaced by objects of Numba and
     llvmlite."""
     bound_copy = _copies.get(function)
@@ -102,10 +110,10 @@ def bind_library_objects(function: Any) -> Any:
         from numba import extending
 
         body, options = _overloads[function]
-        extending.overload(bound_copy, jit_options=BARE, **options)(bind_library_objects(body))
-    names |= {name: _bind_value(value) for name, value in _list_globals(function)}
+        extending.overload(bound_copy, jit_options=BARE, **options)(resolve_lazy_objects(body))
+    names |= {name: _resolve_lazy_value(value) for name, value in _list_globals(function)}
     for cell, known in zip(cells, function.__closure__ or (), strict=True):
-        cell.cell_contents = _bind_value(known.cell_contents)
+        cell.cell_contents = _resolve_lazy_value(known.cell_contents)
     if function in _jitable:
         from numba import extending
 
@@ -113,7 +121,7 @@ def bind_library_objects(function: Any) -> Any:
     return bound_copy
 
 
-def _bind_value(value: Any) -> Any:
+def _resolve_lazy_value(value: Any) -> Any:
     if isinstance(value, LazyObject):
         return value.import_object()
     if isinstance(value, LazyIntrinsic):
@@ -121,20 +129,20 @@ def _bind_value(value: Any) -> Any:
     if hasattr(value, "get_bare_dispatcher"):
         return value.get_bare_dispatcher()
     if isinstance(value, tuple | list):
-        return type(value)(map(_bind_value, value))
+        return type(value)(map(_resolve_lazy_value, value))
     if isinstance(value, dict):
-        return {_bind_value(key): _bind_value(one) for key, one in value.items()}
-    return bind_library_objects(value) if _may_use_late_names(value) else value
+        return {_resolve_lazy_value(key): _resolve_lazy_value(one) for key, one in value.items()}
+    return resolve_lazy_objects(value) if _may_use_lazy_names(value) else value
 
 
 @functools.cache
 def _make_intrinsic(value: LazyIntrinsic) -> Any:
     from numba import extending
 
-    return extending.intrinsic(bind_library_objects(value.function))
+    return extending.intrinsic(resolve_lazy_objects(value.function))
 
 
-def _may_use_late_names(value: Any) -> bool:
+def _may_use_lazy_names(value: Any) -> bool:
     """Return whether `value` is a function in which names must be replaced. Functions of NumPy, Numba and llvmlite
     contain none."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
@@ -167,7 +175,7 @@ def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[Fu
     """Return text with everything on which the machine code of a function may depend, and the functions that it calls.
     The text is the same in every process."""
     reached: list[FunctionType] = []
-    if not _may_use_late_names(function):
+    if not _may_use_lazy_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached
 
     def describe_value(value: Any) -> Any:

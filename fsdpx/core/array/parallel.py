@@ -38,16 +38,16 @@ class flush_denormals:  # noqa: N801
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        control = _load_control_register()
+        control = _load_control_register_module()
         self._before = None if control is None else control.flush_denormals()
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
-            _load_control_register().restore_control_register(self._before)
+            _load_control_register_module().restore_control_register(self._before)
 
 
 @functools.cache
-def _load_control_register() -> Any:
+def _load_control_register_module() -> Any:
     if importlib.util.find_spec("numba") is None:
         return None
     from fsdpx.core.array.kernels.compiled import scalar as register
@@ -174,7 +174,9 @@ class _ParallelCall:
     def __init__(self, function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
         self.function = function
         self.pieces = deque(pieces)
-        self.control = None if _load_control_register() is None else _load_control_register().read_control_register()
+        self.control = (
+            None if _load_control_register_module() is None else _load_control_register_module().read_control_register()
+        )
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def run_pieces(self) -> Iterator[BaseException | None]:
@@ -189,7 +191,7 @@ class _ParallelCall:
     def run_as_worker(self) -> None:
         """Run pieces in a worker thread, and report each finished piece."""
         if self.control is not None:
-            _load_control_register().restore_control_register(self.control)
+            _load_control_register_module().restore_control_register(self.control)
         for result in self.run_pieces():
             self.finished.put(result)
 

@@ -41,7 +41,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "asynchronous": "fsdpx.ext.asynchronous.local:VERBS",
         "offload": "fsdpx.ext.offload.verbs:VERBS",
     },
-    "planner": {"auto": "fsdpx.plan.auto:plan_recipe"},
+    "planner": {"auto": "fsdpx.plan.auto:fill_in_fastest_configuration"},
     "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRunner"},
     "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
     "library": {"torch": "fsdpx.ext.interop.torch:adapt_torch"},

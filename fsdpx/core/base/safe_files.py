@@ -26,11 +26,35 @@ from typing import Any, BinaryIO
 from fsdpx.errors import ConfigError, warn
 
 __all__ = [
-    "MAX_RECORD_BYTES", "READABLE", "TEMPORARY_PREFIX", "Untrusted", "can_write_folder", "create_file",
-    "create_marker", "describe_json_error", "describe_read_error", "expanduser", "is_own_folder", "is_owned_by_user",
-    "make_folder", "make_temporary_path", "open_file", "open_for_append", "open_lock_file", "open_unnamed_file",
-    "parse_json", "read_file", "read_if_trusted", "read_json", "remove_own_folder", "require_json_fields",
-    "require_private_folder", "resolve_open_file", "warn_file_ignored", "write_file", "write_lock_text",
+    "MAX_RECORD_BYTES",
+    "READABLE",
+    "TEMPORARY_PREFIX",
+    "Untrusted",
+    "can_write_folder",
+    "create_file",
+    "describe_json_error",
+    "describe_read_error",
+    "expanduser",
+    "get_path_of_open_file",
+    "is_owned_by_user",
+    "is_user_owned_folder",
+    "make_folder",
+    "make_temporary_path",
+    "open_file",
+    "open_for_append",
+    "open_lock_file",
+    "open_unnamed_file",
+    "parse_json",
+    "read_file",
+    "read_if_trusted",
+    "read_json",
+    "remove_user_owned_folder",
+    "require_json_fields",
+    "require_private_folder",
+    "try_create_marker",
+    "warn_file_ignored",
+    "write_file",
+    "write_lock_text",
 ]  # fmt: skip
 
 MAX_RECORD_BYTES = 1 << 20
@@ -91,7 +115,7 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
         raise
 
 
-def resolve_open_file(file: BinaryIO, path: Path) -> Path:
+def get_path_of_open_file(file: BinaryIO, path: Path) -> Path:
     """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, the path
     with which the file was opened."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
@@ -283,7 +307,7 @@ def require_private_folder(path: Path) -> None:
     _require_owner_and_mode(path, status, stat.S_IRWXG | stat.S_IRWXO, allow_root=False)
 
 
-def is_own_folder(path: Path) -> bool:
+def is_user_owned_folder(path: Path) -> bool:
     """Return whether `path` is a folder that this user owns. A link to a folder does not count."""
     with suppress(OSError):
         return stat.S_ISDIR(os.lstat(path).st_mode) and is_owned_by_user(path)
@@ -297,10 +321,10 @@ def is_owned_by_user(path: Path) -> bool:
     return False
 
 
-def remove_own_folder(path: Path) -> None:
+def remove_user_owned_folder(path: Path) -> None:
     """Remove a folder that this user owns, with everything in it, without following links. Do nothing if `path` is
     anything else."""
-    if is_own_folder(path):
+    if is_user_owned_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -331,7 +355,7 @@ def make_temporary_path(folder: str | os.PathLike[str]) -> Path:
     return Path(folder, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}")
 
 
-def create_marker(path: Path) -> bool:
+def try_create_marker(path: Path) -> bool:
     """Create an empty marker file and return True; return False if `path` already exists."""
     with suppress(FileExistsError):
         os.close(create_file(path))
@@ -361,7 +385,7 @@ def open_lock_file(path: Path) -> int:
     Other users can neither write the file nor hold its lock, because they cannot open it. `write_lock_text` records
     the holder.
     """
-    file = _open_own_file(path, os.O_RDWR, PRIVATE)
+    file = _open_user_owned_file(path, os.O_RDWR, PRIVATE)
     if _POSIX:
         os.fchmod(file, PRIVATE)
     return file
@@ -370,20 +394,20 @@ def open_lock_file(path: Path) -> int:
 def open_for_append(path: Path) -> int:
     """Open a file for appending lines, and return its file descriptor; create the file if it is missing. Raise
     `Untrusted` if this user does not own it."""
-    return _open_own_file(path, os.O_WRONLY | os.O_APPEND, READABLE)
+    return _open_user_owned_file(path, os.O_WRONLY | os.O_APPEND, READABLE)
 
 
-def _open_own_file(path: Path, flags: int, mode: int) -> int:
+def _open_user_owned_file(path: Path, flags: int, mode: int) -> int:
     """Open a file for writing; raise `Untrusted` unless it is a regular file that this user owns and that has no other
     hard links."""
     for _ in range(100):  # another process of this user may create or remove the file at the same time
         with suppress(FileExistsError):
             return os.open(path, flags | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):
-            _require_own_file(path, os.lstat(path))
+            _require_user_owned_file(path, os.lstat(path))
             file = os.open(path, flags | _SAFELY | _NO_LINK)
             try:
-                _require_own_file(path, os.fstat(file))
+                _require_user_owned_file(path, os.fstat(file))
             except BaseException:
                 os.close(file)
                 raise
@@ -391,7 +415,7 @@ def _open_own_file(path: Path, flags: int, mode: int) -> int:
     raise Untrusted(f"{path} is created and removed repeatedly, so it cannot be opened")
 
 
-def _require_own_file(path: Path, status: os.stat_result) -> None:
+def _require_user_owned_file(path: Path, status: os.stat_result) -> None:
     _require_safe_file(path, status, None, ours=False)
     _require_owner_and_mode(path, status, 0, allow_root=False)
     if status.st_nlink > 1:

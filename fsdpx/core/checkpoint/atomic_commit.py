@@ -34,21 +34,21 @@ __all__ = [
     "PARTIAL",
     "SaveTarget",
     "agree_on_choices",
+    "agree_on_equal_choices",
     "agree_on_path",
     "error_to_text",
+    "expand_checkpoint_path",
     "explaining_rename_errors",
+    "get_path_and_working_folder",
     "iterate_checkpoints",
-    "list_path_facts",
     "lock_file",
     "make_sibling_path",
     "prune_checkpoints",
-    "require_equal_choices",
     "resolve_checkpoint",
     "resolve_checkpoint_name",
     "resolve_replaceable_folder",
     "run_on_all_ranks",
     "run_on_rank0",
-    "to_named_path",
     "write_header_and_sync",
 ]  # fmt: skip
 
@@ -83,7 +83,7 @@ def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
-def require_equal_choices(world: Communicator, where: str, **choices: str) -> None:
+def agree_on_equal_choices(world: Communicator, where: str, **choices: str) -> None:
     """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error names two ranks that
     differ. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
@@ -93,10 +93,14 @@ def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> 
     """Return `path` as a Path, after checking that all ranks pass the same path and the same `choices`. If they do
     not, or if the path is invalid on some rank, raise CheckpointError on all ranks. The error text begins with `call`,
     the name of the public method. Collective."""
-    return Path(agree_on_choices(world, call, lambda: {**list_path_facts(to_named_path(path)), **choices})["path"])
+    return Path(
+        agree_on_choices(world, call, lambda: {**get_path_and_working_folder(expand_checkpoint_path(path)), **choices})[
+            "path"
+        ]
+    )
 
 
-def list_path_facts(path: Path) -> dict[str, str]:
+def get_path_and_working_folder(path: Path) -> dict[str, str]:
     """Return what ranks compare to check that they pass the same path: its text, and for a relative path also the host
     and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
@@ -252,7 +256,7 @@ def resolve_checkpoint_name(name: str) -> str | None:
     return of if kind == PREVIOUS else None
 
 
-def to_named_path(path: Any) -> Path:
+def expand_checkpoint_path(path: Any) -> Path:
     """Return `path` as a Path with `~` expanded. Its last part is a name (not `..`), so that files can be created next
     to it. Raise CheckpointError if `path` is not a valid str or PathLike, or has no such name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
@@ -282,7 +286,7 @@ def follow_link(path: Path) -> Path:
     given = path
     for _ in range(MAX_LINKS):
         if not path.is_symlink():
-            return to_named_path(path)
+            return expand_checkpoint_path(path)
         path = path.parent / os.readlink(path)
     raise CheckpointError(f"{given} is a circular link: choose another path")
 

@@ -36,11 +36,11 @@ __all__ = [
     "advise_read_ahead",
     "cast_array",
     "code_to_dtype",
-    "combine_crc",
+    "compute_crc_from_xor",
     "create_file",
     "dtype_to_code",
-    "lay_out_file",
     "lay_out_files",
+    "make_file_header",
     "make_index_json",
     "open_regular_file",
     "parse_header",
@@ -101,11 +101,11 @@ class PartialCrc:
 
     def get_crc_share(self, nbytes: int) -> int:
         """Return what the added bytes contribute to the CRC-32 of a tensor of `nbytes` bytes, for use in
-        `combine_crc`."""
+        `compute_crc_from_xor`."""
         return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 
-def combine_crc(sums: int, nbytes: int) -> int:
+def compute_crc_from_xor(sums: int, nbytes: int) -> int:
     """Return the CRC-32 of a tensor of `nbytes` bytes. `sums` is the xor of what `PartialCrc.get_crc_share` returned
     on all ranks."""
     return sums ^ _append_zeros_to_crc(ONES, nbytes) ^ ONES
@@ -223,7 +223,7 @@ def code_to_dtype(code: str) -> np.dtype:
     return parse_dtype(DTYPE_NAMES[code])
 
 
-def lay_out_file(
+def make_file_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
     """Make the header of a file with these tensors, byte for byte as the `safetensors` library would write it.
@@ -281,7 +281,7 @@ def parse_header(read: Any, size: int, where: str) -> FileHeader:
         raise make_error("__metadata__ must map texts to texts")
     entries = {name: _parse_entry(name, row, LENGTH_BYTES + length, make_error) for name, row in table.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
-    _require_tiling(ordered, LENGTH_BYTES + length, size, make_error)
+    _require_no_gaps_or_overlaps(ordered, LENGTH_BYTES + length, size, make_error)
     return FileHeader(ordered, metadata, head, size)
 
 
@@ -304,7 +304,7 @@ def _is_list_of_counts(values: Any, max_length: int) -> bool:
     return fits and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _require_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, make_error: Any) -> None:
+def _require_no_gaps_or_overlaps(entries: Mapping[str, TensorEntry], base: int, size: int, make_error: Any) -> None:
     offset = base
     for name, entry in entries.items():
         if entry.start != offset:
@@ -462,10 +462,10 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     names = [WEIGHTS_FILE_NAME] if count == 1 else numbered
-    files = {name: lay_out_file(group) for name, group in zip(names, groups, strict=True)}
+    files = {name: make_file_header(group) for name, group in zip(names, groups, strict=True)}
     texts = {INDEX_FILE_NAME: make_index_json(files)} if len(files) > 1 else {}
     if state is not None:
-        files[STATE_FILE_NAME] = lay_out_file(slots or {}, {STATE_KEY: state})
+        files[STATE_FILE_NAME] = make_file_header(slots or {}, {STATE_KEY: state})
     return FileLayout(files, texts)
 
 

@@ -20,10 +20,10 @@ from fsdpx.core.base.name_hints import require_pattern_matches
 from fsdpx.core.checkpoint.atomic_commit import (
     agree_on_choices,
     agree_on_path,
-    list_path_facts,
+    expand_checkpoint_path,
+    get_path_and_working_folder,
     run_on_all_ranks,
     run_on_rank0,
-    to_named_path,
 )
 from fsdpx.core.checkpoint.format import STATE_FILE_NAME, STATE_KEY, Tensors, code_to_dtype, dtype_to_code
 from fsdpx.core.checkpoint.local_shards import (
@@ -32,7 +32,7 @@ from fsdpx.core.checkpoint.local_shards import (
     LocalShard,
     iterate_and_add_to_targets,
     iterate_local_shards,
-    plan_reads_and_zero_missing,
+    iterate_reads_and_zero_missing,
 )
 from fsdpx.core.checkpoint.read import (
     CheckpointSource,
@@ -61,8 +61,8 @@ __all__ = [
     "load",
     "load_parameters",
     "require_device_holds_data",
-    "require_intact",
     "require_shapes_and_dtypes",
+    "verify_checksums_on_all_ranks",
 ]  # fmt: skip
 
 Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
@@ -93,7 +93,9 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     scalars = RunScalars.parse(
         source.files[STATE_FILE_NAME].metadata.get(STATE_KEY), str(source.folder / STATE_FILE_NAME)
     )
-    _require_same_tensors(get_dtypes_and_shapes(state), source.filter_files(state=False).tensors, where, convert)
+    _require_same_tensors(
+        get_dtypes_and_shapes(state), source.select_state_or_weights(state=False).tensors, where, convert
+    )
     policy, local = state.placement.sync_policy, scalars.local
     if (policy.about is None) != (local is None):
         there, here = ("not ", "") if local is None else ("", "not ")
@@ -103,17 +105,17 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
         )
     if local is not None:
         policy.require_resumable(local, where)
-    _require_slots(state, scalars, source, where, convert)
+    _require_matching_slots(state, scalars, source, where, convert)
     if loader is not None:
         run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))
     if verify:
-        require_intact(world, source, where)
+        verify_checksums_on_all_ranks(world, source, where)
     if loader is not None:  # restore the loader first: if it rejects its state, nothing else has changed yet
         run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
     def read_saved_shards(pieces: Iterable[LocalShard]) -> None:
-        codec_shards = iterate_and_add_to_targets(plan_reads_and_zero_missing(state, shapes))
+        codec_shards = iterate_and_add_to_targets(iterate_reads_and_zero_missing(state, shapes))
         read_shards(source, chain(count.iterate_and_count(pieces), codec_shards), state.placement.xp)
 
     fill_state(state, where, read_saved_shards, scalars.replica_count)
@@ -128,7 +130,7 @@ def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> l
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
 
-def require_intact(world: Communicator, source: CheckpointSource, where: str) -> None:
+def verify_checksums_on_all_ranks(world: Communicator, source: CheckpointSource, where: str) -> None:
     """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each
     rank reads an equal number of bytes. Collective."""
     parts: list[np.ndarray] = []
@@ -175,7 +177,9 @@ def get_dtypes_and_shapes(state: TrainState) -> Wanted:
     return {name: (get_state_dtype(place, name), spec.shape) for name, spec in place.layout.specs.items()}
 
 
-def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSource, where: str, convert: bool) -> None:
+def _require_matching_slots(
+    state: TrainState, scalars: RunScalars, source: CheckpointSource, where: str, convert: bool
+) -> None:
     place, slots = state.placement, tuple(state.placement.optimizer.slots)
     if slots != scalars.slots:
         raise CheckpointError(
@@ -185,7 +189,7 @@ def _require_slots(state: TrainState, scalars: RunScalars, source: CheckpointSou
         )
     known = list_saved_tensors(place, scalars.replica_count).items()
     rest = {n: (get_state_dtype(place, n), s.shape) for n, s in known if n not in place.layout.specs}
-    slot_entries = source.filter_files(state=True).tensors
+    slot_entries = source.select_state_or_weights(state=True).tensors
     codecs = {name: slot_entries[name] for name in slot_entries if CodecMemoryName.parse(name) is not None}
     _require_same_tensors(rest, {n: slot_entries[n] for n in slot_entries.keys() - codecs.keys()}, where, convert)
     in_gradient_dtype = {n: (place.formats.gradients, shape) for n, (_, shape) in codecs.items()}
@@ -274,14 +278,14 @@ class WeightsSource:
     where : name of the source, for error messages
     tensors : tensor name -> (dtype code, shape)
     read : function (shards, array module) that fills shards; their names are those of the source
-    require_intact : collective function that raises CheckpointError if checksums do not match; it does nothing if the
-        source has no checksums
+    verify_checksums_on_all_ranks : collective function that raises CheckpointError if checksums do not match; it does
+        nothing if the source has no checksums
     """
 
     where: str
     tensors: Tensors
     read: Callable[[Iterable[LocalShard], Any], None]
-    require_intact: Callable[[], None]
+    verify_checksums_on_all_ranks: Callable[[], None]
 
 
 def load_parameters(
@@ -320,7 +324,7 @@ def load_parameters(
     wanted = get_dtypes_and_shapes(state)
     found = {n: given.tensors[theirs] for n, theirs in origin.items()}
     require_shapes_and_dtypes({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEAVE_OUT_HINT)
-    given.require_intact()
+    given.verify_checksums_on_all_ranks()
 
     def named(pieces: Iterable[LocalShard]) -> Iterator[LocalShard]:
         return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
@@ -336,7 +340,7 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
             if hasattr(given, "state_dict"):
                 raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of full arrays, which every rank passes")
-        return {**list_path_facts(to_named_path(given)), "options": options}
+        return {**get_path_and_working_folder(expand_checkpoint_path(given)), "options": options}
 
     path = Path(agree_on_choices(world, call, describe_path)["path"])
     where = f"{call} {path}"
@@ -344,7 +348,7 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
     def check_intact() -> None:
         if source.manifest is not None:
-            require_intact(world, source, where)
+            verify_checksums_on_all_ranks(world, source, where)
 
     return WeightsSource(where, source.tensors, lambda pieces, xp: read_shards(source, pieces, xp), check_intact)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.state.flat_parameters import Interval, Page
-from fsdpx.core.state.ledger import LedgerKey, LedgerRow, get_saved_name_prefix, get_tensor_name
+from fsdpx.core.state.ledger import LedgerKey, LedgerRow, get_saved_name_prefix, make_checkpoint_name
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.nn.layer import ParameterSpec
@@ -30,8 +30,8 @@ __all__ = [
     "iterate_codec_memory",
     "iterate_codec_memory_to_write",
     "iterate_local_shards",
+    "iterate_reads_and_zero_missing",
     "iterate_shards_to_write",
-    "plan_reads_and_zero_missing",
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
@@ -82,7 +82,7 @@ class LocalShard:
     rank: int
     width: int
 
-    def take_part(self, index: int, count: int) -> LocalShard:
+    def get_equal_part(self, index: int, count: int) -> LocalShard:
         """Split this shard into `count` parts, as equal as possible, and return part number `index`."""
         first, last = shard_bounds(int(self.array.size), index, count)
         return LocalShard(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
@@ -143,7 +143,7 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
             if row.key.page is None:
                 yield from [shard] if (placement.statistic_ranks[shard.name], 0, 0, 0) == place else []
             elif shard.spec.cut is not None or place.tensor == 0:
-                yield shard.take_part(place.replica, axes.replica.size) if row.owner == "shard" else shard
+                yield shard.get_equal_part(place.replica, axes.replica.size) if row.owner == "shard" else shard
 
 
 def _iterate_shards_of_row(
@@ -157,8 +157,8 @@ def _iterate_shards_of_row(
         return
     replica = placement.axes.coordinates.replica
     before = get_saved_name_prefix(row, replica if replicas is None else replica % replicas)
-    for field, start, part in layout.pages[p].iterate_fields(array, row.span):
-        name, spec = get_tensor_name(before, field.source), layout.specs[field.source]
+    for field, start, part in layout.pages[p].iterate_fields_in_range(array, row.span):
+        name, spec = make_checkpoint_name(before, field.source), layout.specs[field.source]
         yield LocalShard(name, part, start, spec, layout.spread.rank, layout.spread.width)
 
 
@@ -215,7 +215,7 @@ def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
     return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
-def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
+def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
     """Yield the shards to read from a checkpoint for this rank's codec arrays, as (shard, target). `target` is the
     array to which the shard must be added after it was read, or None if it is read directly into its final array.
     Arrays that the checkpoint lacks are set to zero.
@@ -230,7 +230,7 @@ def plan_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int
     for row in _iterate_codec_rows(state, {}):
         for part in row.iterate_saved_parts():
             fitting = [n for n in known[part.name.memory, part.name.tensor] if found[str(n)] == part.held.spec.shape]
-            sources, target = row.find_sources(part, fitting), part.held.array
+            sources, target = row.find_saved_summands(part, fitting), part.held.array
             if not sources:
                 target[...] = 0
             for i, source in enumerate(sources):
@@ -282,13 +282,16 @@ class CodecMemory:
                 name, LocalShard(str(name), self.array, 0, ParameterSpec((int(self.array.size),)), 0, 1), along == 0
             )
             return
-        for field, start, own_array in page.iterate_fields(self.array, self.row.span):
-            spec, (number, _) = layout.specs[field.source], self._get_rank_and_count(axis, layout.specs[field.source])
+        for field, start, own_array in page.iterate_fields_in_range(self.array, self.row.span):
+            spec, (number, _) = (
+                layout.specs[field.source],
+                self._get_saved_index_and_count(axis, layout.specs[field.source]),
+            )
             name = CodecMemoryName(axis, memory, number, field.name)
             part = LocalShard(str(name), own_array, start, spec, layout.spread.rank, layout.spread.width)
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
-    def find_sources(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
+    def find_saved_summands(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
         """Return the names of the saved tensors that must be added to get `part`; usually there is only one. `names`
         holds the saved tensors with the same codec array, the same parameter (or page) and the same shape."""
         if not self.is_summed:
@@ -296,7 +299,7 @@ class CodecMemory:
         place, name = self.placement, part.name
         here = place.axes.reduction_axes
         wanted = [n for n in names if (n.axis if n.axis in here else here[0]) == name.axis]
-        _, count = self._get_rank_and_count(self._axis_and_name[0], part.held.spec)
+        _, count = self._get_saved_index_and_count(self._axis_and_name[0], part.held.spec)
         return [n for n in wanted if n.rank_number % count == name.rank_number]
 
     @property
@@ -305,7 +308,7 @@ class CodecMemory:
         axis, _, memory = self.row.key.name.partition("/")
         return axis, memory
 
-    def _get_rank_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
+    def _get_saved_index_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
         """Return the index of the saved tensor that this rank uses for a parameter, and the number of such tensors.
 
         Tensor ranks share one saved tensor for an unsharded parameter, unless each of them computes only a summand of

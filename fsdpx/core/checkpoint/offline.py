@@ -28,7 +28,7 @@ from fsdpx.core.checkpoint.format import (
 from fsdpx.core.checkpoint.load import FLOATS, list_damaged_tensors
 from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard
 from fsdpx.core.checkpoint.read import CheckpointSource, open_checkpoint, open_weights
-from fsdpx.core.checkpoint.save import read_note
+from fsdpx.core.checkpoint.save import read_run_description
 from fsdpx.core.checkpoint.scalars import RunScalars
 from fsdpx.core.checkpoint.write import Manifest, write_shards
 from fsdpx.errors import CheckpointError
@@ -39,7 +39,7 @@ __all__ = [
     "compare_sources",
     "convert_weights",
     "open_and_list_damaged_tensors",
-    "open_source",
+    "open_checkpoint_source",
     "read_state",
     "read_state_text",
 ]
@@ -61,7 +61,7 @@ class TensorDifference:
     largest: float | None = None
 
 
-def open_source(path: Path) -> CheckpointSource:
+def open_checkpoint_source(path: Path) -> CheckpointSource:
     """Open a checkpoint with its training state, or safetensors files from elsewhere, which have only weights. Check
     the headers of all files."""
     source = open_weights(path)
@@ -83,7 +83,7 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
     """Open a checkpoint or other safetensors files. Return them, and the names of the tensors whose checksums do not
     match. Files without a manifest have no checksums, so their list is empty."""
-    source = open_source(path)
+    source = open_checkpoint_source(path)
     if source.manifest is None:
         return source, []
     with reporting_if_slow(True, f"checking blocks of {path}", None) as count:
@@ -129,14 +129,17 @@ def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: 
         raise CheckpointError(f"{verified.folder}: damaged: the digest of {', '.join(wrong[:5])} does not fit")
     text = read_state_text(verified)
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
-    floats, rest = verified.filter_files(state=False).locations, verified.filter_files(state=True).locations
+    floats, rest = (
+        verified.select_state_or_weights(state=False).locations,
+        verified.select_state_or_weights(state=True).locations,
+    )
     layout = lay_out_files(
         {n: (code if code and e.code in FLOATS else e.code, e.shape) for n, (_, e) in floats.items()},
         {n: (e.code, e.shape) for n, (_, e) in rest.items()},
         text,
         shard_bytes,
     )
-    layout = replace(layout, note=read_note(verified))
+    layout = replace(layout, note=read_run_description(verified))
     opened = SaveTarget.lock_and_create_files(target, secrets.token_hex(4), layout)
     try:
         with reporting_if_slow(True, "writing tensors", None) as count:

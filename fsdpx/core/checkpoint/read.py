@@ -79,7 +79,7 @@ class CheckpointSource:
         """Tensor name -> (dtype code, shape), in the order of the files."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
-    def filter_files(self, state: bool) -> CheckpointSource:
+    def select_state_or_weights(self, state: bool) -> CheckpointSource:
         """Return a source with only the training state (`state=True`) or only the weights (`state=False`)."""
         return CheckpointSource(
             self.folder, {n: c for n, c in self.files.items() if (n == STATE_FILE_NAME) is state}, self.manifest
@@ -129,7 +129,7 @@ def open_weights(path: Path) -> CheckpointSource:
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no such file or folder" + _describe_nearest_folder(path))
     if is_checkpoint(folder):
-        return open_checkpoint(folder).filter_files(state=False)
+        return open_checkpoint(folder).select_state_or_weights(state=False)
     if (folder / INDEX_FILE_NAME).exists():
         return _open_indexed_files(folder / INDEX_FILE_NAME)
     if (folder / WEIGHTS_FILE_NAME).exists():
@@ -246,7 +246,7 @@ def compute_partial_crcs(
     """Read this rank's part of all bytes, and return its contribution to the CRC-32 of each tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
-    all ranks is what `combine_crc` needs."""
+    all ranks is what `compute_crc_from_xor` needs."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))

@@ -27,10 +27,10 @@ from fsdpx.core.base.safe_files import parse_json, read_json
 from fsdpx.core.base.version import __version__
 from fsdpx.core.checkpoint.atomic_commit import (
     SaveTarget,
+    agree_on_equal_choices,
     agree_on_path,
     error_to_text,
     prune_checkpoints,
-    require_equal_choices,
     run_on_all_ranks,
     run_on_rank0,
     strip_trailing_number,
@@ -63,12 +63,12 @@ __all__ = [
     "BackgroundSave",
     "PreparedSave",
     "SaveChoices",
-    "format_note",
+    "format_run_description",
     "gather_xor_of_checksums",
     "make_file_layout",
-    "make_run_note",
+    "make_run_description",
     "prepare_save",
-    "read_note",
+    "read_run_description",
     "save",
 ]
 
@@ -76,7 +76,7 @@ MAX_NOTE_BYTES = 1 << 20
 UNKNOWN = "unknown software"
 
 
-def make_run_note(placement: Placement) -> bytes:
+def make_run_description(placement: Placement) -> bytes:
     """Return a JSON description of this run for the file `NOTE_FILE_NAME`: strategy, mesh, precision and software
     versions."""
     options, axes, precision = placement.options, placement.axes, placement.formats.precision
@@ -98,7 +98,7 @@ def make_run_note(placement: Placement) -> bytes:
     return (json.dumps(known, ensure_ascii=False, indent=1) + "\n").encode()
 
 
-def read_note(source: CheckpointSource) -> bytes | None:
+def read_run_description(source: CheckpointSource) -> bytes | None:
     """Return the description of the run (file `NOTE_FILE_NAME`) from a checkpoint; None if `source` is not a
     checkpoint or the file cannot be read."""
     if source.manifest is None:
@@ -112,7 +112,7 @@ def read_note(source: CheckpointSource) -> bytes | None:
     return bytes(data)
 
 
-def format_note(note: bytes | None) -> str:
+def format_run_description(note: bytes | None) -> str:
     """Format the description of a run as one line of text. It is only informative, so no error is raised if it is
     malformed."""
     if note is None:
@@ -249,12 +249,12 @@ def prepare_save(
     all_scalars = run_on_all_ranks(
         world, where, lambda: _require_savable(state, path, choices, collect_scalars(state, loader, fit, local))
     )
-    require_equal_choices(world, where, state=all_scalars[world.rank].to_json())
+    agree_on_equal_choices(world, where, state=all_scalars[world.rank].to_json())
     everyone = world.all_gather_data({piece.name: piece.spec.shape for piece in iterate_codec_memory_to_write(state)})
     layout = make_file_layout(
         state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()}
     )
-    require_equal_choices(world, where, layout=str({name: contents.size for name, contents in layout.files.items()}))
+    agree_on_equal_choices(world, where, layout=str({name: contents.size for name, contents in layout.files.items()}))
     opened: list[SaveTarget] = []
 
     def open_target() -> Path:
@@ -292,7 +292,7 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
     rest |= {n: (dtype_to_code(placement.formats.gradients), shape) for n, shape in memory.items()}
     state = scalars.to_json() if choices.weights == "parameters" else None
     layout = lay_out_files(weights, rest, state, choices.shard_bytes)
-    return replace(layout, note=make_run_note(placement))
+    return replace(layout, note=make_run_description(placement))
 
 
 def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:

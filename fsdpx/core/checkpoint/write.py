@@ -91,7 +91,7 @@ class Manifest:
         ranks, in the order of `layout.iterate_tensors()`."""
         records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in layout.files.items()}
         for (file, name, entry), value in zip(layout.iterate_tensors(), sums, strict=True):
-            records[file].tensors[name] = format.combine_crc(int(value), entry.nbytes)
+            records[file].tensors[name] = format.compute_crc_from_xor(int(value), entry.nbytes)
         records |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in layout.texts.items()}
         return cls(records)
 
@@ -147,7 +147,7 @@ class Manifest:
         xor of the partial CRCs of all ranks, in the order of `FileLayout.iterate_tensors`."""
         problems = []
         for (file, name, entry), value in zip(FileLayout(dict(files)).iterate_tensors(), sums, strict=True):
-            if self.files[file].tensors.get(name) != format.combine_crc(int(value), entry.nbytes):
+            if self.files[file].tensors.get(name) != format.compute_crc_from_xor(int(value), entry.nbytes):
                 problems.append(name)
         return problems
 

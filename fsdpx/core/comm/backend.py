@@ -150,7 +150,7 @@ def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
     if verb.partitioned:
         _resolve_partitions(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:
-        require_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
+        require_own_piece_size(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
     if verb.reduces:
         check_and_resolve_operation(comm, call)
     if verb.peer in ("dest", "source") and not 0 <= call.tag < USER_TAG_LIMIT:
@@ -175,7 +175,7 @@ def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here:
             raise_call_error(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
     elif counts is not None:
         index = 1 - verb.arrays.index(verb.partitioned[0])
-        require_piece_size(comm, call, verb.arrays[index], call.arrays[index], counts[comm.rank])
+        require_own_piece_size(comm, call, verb.arrays[index], call.arrays[index], counts[comm.rank])
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
@@ -224,7 +224,7 @@ def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...])
         raise_call_error(ShapeError, comm, call, f"{len(counts)} counts for {comm.size} ranks")
 
 
-def require_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
+def require_own_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
     """Raise ShapeError unless `array` has exactly `count` elements, which is the number that belongs to this rank."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
@@ -386,8 +386,8 @@ class FakeNodeCommunicator(FakeCommunicator):
         self.hosts, self.xp = tuple(hosts), shapes
         self.ranks_by_host = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
         self.ranks_on_host = next(ranks for ranks in self.ranks_by_host if rank in ranks)
-        self.can_share = len({len(ranks) for ranks in self.ranks_by_host}) == 1 and len(self.ranks_on_host) > 1
-        self.is_single_host = self.can_share and len(self.ranks_by_host) == 1
+        self.is_sharing_useful = len({len(ranks) for ranks in self.ranks_by_host}) == 1 and len(self.ranks_on_host) > 1
+        self.is_single_host = self.is_sharing_useful and len(self.ranks_by_host) == 1
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         require_valid_subgroup(self, ranks)

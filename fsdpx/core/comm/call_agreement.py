@@ -94,14 +94,14 @@ class CallAgreement:
             stage = self._start_comparison(number, call)
             stage.wait()
             stage.test()
-        self.pass_turn_to_next_call()
+        self.allow_next_comparison()
         if board is None or not few:
             return None
         return [
             board.view_payload(rank, number + 1)[: payload.nbytes].view(payload.dtype) for rank in range(board.size)
         ]
 
-    def pass_turn_to_next_call(self) -> None:
+    def allow_next_comparison(self) -> None:
         """Allow the next call to be compared."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
@@ -128,7 +128,7 @@ class CallAgreement:
             try:
                 begun = begin()
             finally:
-                self.pass_turn_to_next_call()
+                self.allow_next_comparison()
             yield begun
 
         handle = GeneratorHandle(issue_in_turn(), self.progress)
@@ -178,7 +178,7 @@ class AgreementStage(ABC):
         if alike is False:
             self.asking = True
             self.error = self.agreement.gather_desync_error(self.call)
-            self.agreement.pass_turn_to_next_call()
+            self.agreement.allow_next_comparison()
             raise self.error
         return alike is True
 

@@ -31,7 +31,7 @@ from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.calls import POLLS_BEFORE_YIELD, get_stack_frames
 from fsdpx.core.comm.communicator import Communicator, unwrap_communicator
 from fsdpx.core.comm.default_communicator import get_compared_arguments
-from fsdpx.core.comm.desync_check import require_same_settings
+from fsdpx.core.comm.desync_check import agree_on_settings
 from fsdpx.core.comm.local import LocalCommunicator, RankDied, ThreadGroup, ThreadWorld, make_single_rank_communicator
 from fsdpx.core.comm.message_backend import DEFAULT_TIMEOUT_SECONDS, MessageBackend
 from fsdpx.errors import Aborted, CommError, ConfigError, DesyncError, FsdpxError, OutOfMemory, install_hint
@@ -381,7 +381,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
     hooks.install_hooks_for_owner(carrier, carrier)
     if carrier.size > 1:
-        require_same_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
+        agree_on_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = world_comm.all_gather_data(platform.node()).count(platform.node())
     world_comm.progress.polls_before_yield = (

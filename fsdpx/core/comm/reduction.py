@@ -14,8 +14,13 @@ from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "explain_undefined_reduction", "get_dtype_kind", "get_ufunc", "is_half", "is_reduction_compilable",
-    "is_summed_in_rank_order", "reduce_in_rank_order_into",
+    "explain_undefined_reduction",
+    "get_dtype_kind",
+    "get_ufunc",
+    "is_half",
+    "is_reduced_in_rank_order",
+    "is_reduction_compilable",
+    "reduce_in_rank_order_into",
 ]  # fmt: skip
 
 _KINDS = {
@@ -47,7 +52,7 @@ def is_half(dtype: np.dtype) -> bool:
     return get_dtype_kind(dtype) == "half"
 
 
-def is_summed_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
+def is_reduced_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
     """Return whether fsdpx combines the values itself, in rank order, because communication libraries might compute a
     different result.
 

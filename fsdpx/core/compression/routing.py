@@ -162,7 +162,7 @@ class CodecRules:
         return [pattern for pattern, _ in self.rules[:-1]]  # the last rule is for all other parameters
 
     @property
-    def rounding_codec(self) -> str:
+    def rounding_codec_description(self) -> str:
         """Phrase for error messages that names the first codec that rounds or compresses gradients; "" if there is
         none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")

@@ -30,7 +30,7 @@ from fsdpx.core.engine.run import (
     Workspace,
     format_action_label,
     get_action_target,
-    require_same_schedule_values,
+    require_same_scheduled_values,
 )
 from fsdpx.core.program import VERBS, Action, ProgramRequest, Slot, check, compile
 from fsdpx.core.state.flat_parameters import ElementRange
@@ -138,12 +138,15 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
     mean loss waits for it."""
     return (
         run.placement.start_all_gather_numbers(
-            _pack_loss_and_schedule(run, taken, read), "MEAN (loss)", partial(_combine_losses, run), run.sync_group
+            _pack_loss_and_scheduled_values(run, taken, read),
+            "MEAN (loss)",
+            partial(_combine_losses, run),
+            run.sync_group,
         ),
     )
 
 
-def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
+def _pack_loss_and_scheduled_values(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
     """Return the numbers that this rank sends to average the loss: the weight of its gradients, the summed loss and
     the weight of each microbatch, and the scheduled values, such as the learning rate, which must be the same on all
     ranks."""
@@ -157,7 +160,7 @@ def _pack_loss_and_schedule(run: ProgramRun, pairs: Values, weight: Values) -> l
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
     that count; a single replica that trains independently may have none."""
-    require_same_schedule_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
+    require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
     lr = rows[run.sync_group.rank % len(rows)][-2]  # % because asynchronous training has only this rank's row
     if math.isnan(lr):
         # NaN marks an invalid rate: this call raises the same error on all ranks
@@ -263,7 +266,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
 
 def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
     """All-gather the gradients of all copies of a tied parameter, and return them in the order of `tie.pages`."""
-    n, held = totals[0].size, tie.pages_per_rank
+    n, held = totals[0].size, tie.page_counts_by_rank
     first = n * sum(held[: comm.rank])
     own_part = every[first : first + n * held[comm.rank]]
     for i, total in enumerate(totals):
@@ -281,7 +284,7 @@ def compute_loss_and_gradient_scale(
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
-    losses = _pack_loss_and_schedule(run, taken[:-1], taken[-1:])
+    losses = _pack_loss_and_scheduled_values(run, taken[:-1], taken[-1:])
     rows = place.all_gather_numbers([*here, *losses], "NORM (squares, loss)", run.sync_group)
     squares = sum_exactly([number for row in rows for number in row[:n]])
     mean = _combine_losses(run, [row[n:] for row in rows])
@@ -365,7 +368,7 @@ def call_commit_callback(run: ProgramRun, action: Action, taken: Values, read: V
 def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute the mean loss and the gradient factor from this rank's batch alone, without communication."""
     place, clip = run.placement, run.placement.options.clip_norm
-    mean = _combine_losses(run, [_pack_loss_and_schedule(run, taken[:-1], taken[-1:])])
+    mean = _combine_losses(run, [_pack_loss_and_scheduled_values(run, taken[:-1], taken[-1:])])
     require_finite_loss(run, mean)
     factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
     totals = tuple([gradient.get_microbatch_buffer(0) for gradient in read])

@@ -42,7 +42,7 @@ __all__ = [
     "format_action_label",
     "get_action_target",
     "get_microbatch_number",
-    "require_same_schedule_values",
+    "require_same_scheduled_values",
 ]  # fmt: skip
 
 
@@ -66,7 +66,10 @@ class BufferViews:
         self._params: dict[tuple[int, ...], tuple[Any, list[Parameters]]] = {}
         self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
         self._names = [
-            [[(local, layout.page_name(join_path(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
+            [
+                [(local, layout.get_name_in_page(join_path(n.path, local))) for local in n.layer.specs()]
+                for n in unit.nodes
+            ]
             for unit in layout.units
         ]
 
@@ -373,7 +376,7 @@ def get_action_target(action: Action) -> int:
     return action.unit
 
 
-def require_same_schedule_values(
+def require_same_scheduled_values(
     run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
 ) -> None:
     """Raise ConfigError on all ranks of `comm` if their scheduled values for this step, such as the learning rate,

@@ -28,9 +28,9 @@ def list_warm_up_calls(
     `runs` names the kernels of a model and its loss. `dtypes` holds the dtypes of computation, of gradients, and of
     the parameters that optimizers update. `norm` says whether the gradient norm is needed."""
     dtype, gradients, master = map(np.dtype, dtypes)
-    calls = list_kernel_calls([*runs, "add"], dtype)
+    calls = list_kernel_warm_up_calls([*runs, "add"], dtype)
     if norm:
-        calls += list_kernel_calls(["square_sum", "square_sums"], gradients)
+        calls += list_kernel_warm_up_calls(["square_sum", "square_sums"], gradients)
     return calls + [partial(_warm_up_optimizer, optimizer, master, gradients) for optimizer in optimizers]
 
 
@@ -82,11 +82,11 @@ def warm_up_kernels(names: Iterable[str], dtype: Any) -> None:
     """Compile or load the named kernels for `dtype`. A name may end in a variant, which becomes the kernel's last
     argument: "gated gelu tanh" is kernel "gated" with variant "gelu tanh". Unknown names, and kernels that run as NumPy
     code, are skipped."""
-    for call in list_kernel_calls(names, dtype):
+    for call in list_kernel_warm_up_calls(names, dtype):
         call()
 
 
-def list_kernel_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
+def list_kernel_warm_up_calls(names: Iterable[str], dtype: Any) -> list[Callable[[], Any]]:
     """Return the calls that `warm_up_kernels` makes, one per kernel."""
     dtype = np.dtype(dtype)
     half_float = dtype.itemsize == 2

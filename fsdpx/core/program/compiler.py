@@ -230,10 +230,10 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     given = (
         kind.updates and "NORM" in request.scales
     ) or kind.compile_without_peers is not None  # true if another operation computes the mean loss
-    return _insert_mean(actions, stage, kind.loss) if kind.loss and not given else actions
+    return _insert_loss_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
-def _insert_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
+def _insert_loss_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
     """Insert the action MEAN, which averages the loss over ranks, right after the last loss, so that its communication
     overlaps with the backward.
 

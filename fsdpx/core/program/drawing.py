@@ -36,7 +36,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
     if not events:
         return "(nothing is computed)"
-    letters = _assign_letters(events)
+    letters = _assign_stage_letters(events)
     cells = _draw_cells(events, letters)
     wide = max(len(cell) for row in cells.values() for cell in row)
     lead = len(f"rank {max(cells)}")
@@ -48,7 +48,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
     return "\n".join([*lines, *_format_legend(letters)])
 
 
-def _assign_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
+def _assign_stage_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
     """Map each stage to a letter that distinguishes the stages of one rank: its nth stage gets the nth letter. Return
     {} if every rank has one stage."""
     there: dict[int, set[int]] = defaultdict(set)

@@ -176,9 +176,11 @@ class Stage:
         """Numbers of the units that run a backward: those with trainable parameters, or with an input that depends on
         trainable parameters."""
         units = enumerate(self.units)
-        return frozenset(u for u, unit in units if self.has_trainable(u) or not self.constant.issuperset(unit.inputs))
+        return frozenset(
+            u for u, unit in units if self.is_unit_trainable(u) or not self.constant.issuperset(unit.inputs)
+        )
 
-    def has_trainable(self, unit: int) -> bool:
+    def is_unit_trainable(self, unit: int) -> bool:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
     def get_unit_verb(self, op: str, unit: int) -> str | None:
@@ -195,7 +197,7 @@ class Stage:
             return op
         if self.constant.issuperset(self.units[unit].inputs):
             return "B" if op == "W" else None
-        if not self.has_trainable(unit):
+        if not self.is_unit_trainable(unit):
             return "B" if op == "I" else None
         return op
 

@@ -287,7 +287,7 @@ def make_schedule(
     except (OSError, ValueError) as error:
         raise ConfigError(f"schedule={str(choice)!r} cannot be read: {describe_read_error(error, choice)}") from error
     lines = (line.split("#")[0].strip() for line in text.splitlines())
-    return _require_fitting_schedule(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
+    return _convert_and_validate_schedule(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
 
 
 @lru_cache(maxsize=64)
@@ -335,13 +335,13 @@ def _call_schedule_function(
     if not isinstance(drawn, PipelineSchedule | list | tuple):
         wanted = "a PipelineSchedule or a list of actions per rank"
         raise ConfigError(f"schedule {name!r} returned {drawn!r}: {wanted} is needed")
-    return _require_fitting_schedule(name, drawn, ranks, microbatches, per_rank)
+    return _convert_and_validate_schedule(name, drawn, ranks, microbatches, per_rank)
 
 
 Rows = Iterable[str | Sequence[Action | str]]
 
 
-def _require_fitting_schedule(
+def _convert_and_validate_schedule(
     name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
 ) -> PipelineSchedule:
     """Return the schedule as a `PipelineSchedule`. Raise ConfigError if it was made for other numbers of ranks,

@@ -80,7 +80,7 @@ class SequentialAccumulation:
         `rows` holds the number of samples of each data rank."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
-    def count_rows_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
+    def count_samples_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
         """Return the number of samples in the largest microbatch of any rank. `rows` holds the number of samples of
         each data rank."""
         return -(-max(rows) // microbatches)
@@ -90,11 +90,11 @@ class SequentialAccumulation:
         number of samples of each data rank."""
         return True
 
-    def guess_rows_of_all_ranks(self, rows: int) -> tuple[int, ...]:
+    def estimate_sample_counts(self, rows: int) -> tuple[int, ...]:
         """Estimate the number of samples of each data rank from this rank's number of samples."""
         return (rows,) * self.ranks
 
-    def get_rows_of_rank(self, rows: int, rank: int) -> range:
+    def get_sample_indices_of_rank(self, rows: int, rank: int) -> range:
         """Return the indices of the samples that data rank `rank` gets from a global batch of `rows` samples."""
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
@@ -175,7 +175,7 @@ class TreeAccumulation:
             raise DataError(
                 f"a global batch of {total} samples cannot be split into reproducible_chunks={self.total} equal parts"
             )
-        wanted = self._count_rows_by_rank(total)
+        wanted = self._count_samples_by_rank(total)
         if list(rows) != wanted:
             raise DataError(
                 f"reproducible_chunks={self.total} needs {wanted} samples on ranks 0 to {self.ranks - 1}, not "
@@ -185,19 +185,21 @@ class TreeAccumulation:
         each = total // self.total
         return [i * each for i in range(len(self.mine) + 1)]
 
-    def count_rows_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
+    def count_samples_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
         return -(-sum(rows) // self.total)
 
     def can_split_batch(self, rows: Sequence[int]) -> bool:
         total = sum(rows)
-        return bool(total and total % self.total == 0) and list(rows) == self._count_rows_by_rank(total)
+        return bool(total and total % self.total == 0) and list(rows) == self._count_samples_by_rank(total)
 
-    def guess_rows_of_all_ranks(self, rows: int) -> tuple[int, ...]:
+    def estimate_sample_counts(self, rows: int) -> tuple[int, ...]:
         return (
-            tuple(self._count_rows_by_rank(rows // len(self.mine) * self.total)) if self.mine else (rows,) * self.ranks
+            tuple(self._count_samples_by_rank(rows // len(self.mine) * self.total))
+            if self.mine
+            else (rows,) * self.ranks
         )
 
-    def get_rows_of_rank(self, rows: int, rank: int) -> range:
+    def get_sample_indices_of_rank(self, rows: int, rank: int) -> range:
         if rows % self.total:
             return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
         chunks, each = get_chunks_of_rank(self.total, rank, self.ranks), rows // self.total
@@ -206,7 +208,7 @@ class TreeAccumulation:
     def require_partial_batch_support(self, what: str, why: str) -> None:
         raise ConfigError(f"{what}: with chunks {why}")
 
-    def _count_rows_by_rank(self, total: int) -> list[int]:
+    def _count_samples_by_rank(self, total: int) -> list[int]:
         return [total // self.total * len(get_chunks_of_rank(self.total, r, self.ranks)) for r in range(self.ranks)]
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:

@@ -23,15 +23,15 @@ from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
     "agree_on_sharer_count",
-    "allocate_rows_in_windows",
     "allocate_state",
-    "choose_shared_memory",
     "fill_parameter_shards",
+    "find_shared_memory_allocator",
     "initialize_parameters",
+    "try_allocate_rows_in_windows",
 ]
 
 
-def choose_shared_memory(world: Communicator, xp: Any) -> WindowMemory | None:
+def find_shared_memory_allocator(world: Communicator, xp: Any) -> WindowMemory | None:
     """Return an allocator for memory shared by the ranks of a host, if some host has several ranks and the memory can
     hold arrays of the namespace `xp`. Otherwise return None on all ranks."""
     node = find_node_communicator(world)
@@ -52,7 +52,7 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     fits = (
         node is not None
         and own_format
-        and (node.is_single_host or (node.can_share and placement.keeps_full_parameters))
+        and (node.is_single_host or (node.is_sharing_useful and placement.keeps_full_parameters))
     )
     if not all(placement.axes.world.all_gather_data(fits)):
         return 0
@@ -60,7 +60,7 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     return len(node.ranks_on_host)
 
 
-def allocate_rows_in_windows(
+def try_allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
     """Allocate the arrays of these ledger rows in shared memory. If `together` is True, all ranks of a host share one
@@ -109,7 +109,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
     # no shared memory for asynchronous training, because ranks would wait for each other while they allocate it
-    arena = Arena(xp, choose_shared_memory(world, xp) if placement.sync_policy.is_synchronous else None)
+    arena = Arena(xp, find_shared_memory_allocator(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _list_rows_and_allocate_shared(placement, arena)
     for key, array in common:
         arena.register_buffer(key, array)
@@ -131,11 +131,11 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:
         full = [row for row in rows if row.key.kind == "full"]
-        if not allocate_rows_in_windows(placement, arena, full, "full parameters", together=True):
+        if not try_allocate_rows_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(list_ledger_rows(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
     if arena.memory is not None and placement.keeps_full_gradients and _are_rows_in_memory(placement, "grad"):
-        allocate_rows_in_windows(placement, arena, gradients, "gradients", together=False)
+        try_allocate_rows_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 
 
@@ -204,7 +204,9 @@ def fill_parameter_shards(
     apart. `read_into` is an optional function of (name, start, array) that fills the array itself, or returns False if
     `values` is to be called instead."""
     for p, page in state.placement.pages.items():
-        for field, first, own_array in page.page.iterate_fields(state.ledger.get_array("master", p), page.own_range):
+        for field, first, own_array in page.page.iterate_fields_in_range(
+            state.ledger.get_array("master", p), page.own_range
+        ):
             size = int(own_array.size)
             if read_into is not None and size and read_into(field.source, first, own_array):
                 continue

@@ -137,7 +137,7 @@ class Page:
         the page."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
-    def iterate_fields(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
+    def iterate_fields_in_range(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
         """Yield the parameters that overlap a range of elements of the page, as (field, index of the overlap's first
         element within the parameter, view of the overlap in `flat`). `flat` holds the values of the range."""
         for piece in self.find_field_overlaps(elements):

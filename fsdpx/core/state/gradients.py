@@ -25,7 +25,7 @@ __all__ = [
     "Reduction",
     "TreeNode",
     "count_live_partial_sums",
-    "count_rows_of_rank",
+    "count_samples_of_rank",
     "cover_chunks_with_nodes",
     "get_chunks_of_rank",
     "get_root_node",
@@ -51,7 +51,7 @@ def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
-def count_rows_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
+def count_samples_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
     """Return how many samples of a global batch of `samples` samples data rank `rank` gets from `DataLoader`."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))

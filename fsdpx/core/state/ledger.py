@@ -26,9 +26,9 @@ __all__ = [
     "add_replica_prefix",
     "get_saved_name_prefix",
     "get_state_dtype",
-    "get_tensor_name",
     "list_ledger_rows",
     "list_saved_tensors",
+    "make_checkpoint_name",
     "make_local_gradient_row",
 ]  # fmt: skip
 
@@ -226,7 +226,7 @@ class Ledger:
         allocated at the moment."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
-    def count_bytes_in_slow_level(self) -> dict[str, int]:
+    def count_offloaded_bytes_by_kind(self) -> dict[str, int]:
         """Return a dict from kind of memory, such as "gradients", to the bytes of all arrays that are offloaded, for
         example to disk."""
         total: Counter[str] = Counter()
@@ -243,10 +243,10 @@ class Ledger:
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield one ledger row for each array of this rank. `windows` says whether the ranks of a host share memory, and
     `sharers` is the number of ranks that share one copy of their full parameters (0 if none do)."""
-    return map(placement.options.storage.assign_row_level, _list_memory_rows(placement, windows, sharers))
+    return map(placement.options.storage.assign_row_level, _list_rows_without_offload(placement, windows, sharers))
 
 
-def _list_memory_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
+def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """Yield one ledger row for each array of this rank, as if none were offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
@@ -320,7 +320,7 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
     )
 
 
-def get_tensor_name(slot: str, parameter: str) -> str:
+def make_checkpoint_name(slot: str, parameter: str) -> str:
     """Return the checkpoint name of a tensor: "m/0.weight" for the optimizer slot "m" of "0.weight", or "0.weight" for
     the parameter itself (slot "")."""
     return f"{slot}/{parameter}" if slot else parameter
@@ -347,7 +347,7 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
-        get_tensor_name(slot, name): spec
+        make_checkpoint_name(slot, name): spec
         for slot in placement.sync_policy.list_saved_name_prefixes(replicas)
         for name, spec in trained.items()
     }

@@ -236,10 +236,10 @@ class Placement:
     output_dim: int | None = None
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
-    def list_rows_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
+    def list_sample_counts_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks that comes before this rank's group. The sum of
         these numbers is the index of this rank's first sample. `rows` holds the number of samples of each data rank."""
-        return self.sample_layout.count_rows_per_group(rows)[: self.axes.samples.rank]
+        return self.sample_layout.count_samples_per_group(rows)[: self.axes.samples.rank]
 
     @cached_property
     def stage(self) -> Stage:

@@ -35,7 +35,7 @@ class SampleLayout(Protocol):
     def has_sample_dim(self, given: Any) -> bool:
         """Return whether an array that the caller passed has a sample dimension."""
 
-    def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks that work on the same samples. `rows` holds the
         number of samples of each data rank."""
 
@@ -49,10 +49,10 @@ class SampleLayout(Protocol):
         """Return a warning if the first input `x` looks wrongly split over ranks; "" if no mistake is found. May be
         collective."""
 
-    def full_shape(self, shape: Shape) -> Shape:
+    def compute_full_input_shape(self, shape: Shape) -> Shape:
         """Return the shape of an unsplit input, given the shape of this rank's part."""
 
-    def part_shape(self, shape: Shape) -> Shape:
+    def compute_local_output_shape(self, shape: Shape) -> Shape:
         """Return the shape of this rank's part of an output, given the shape of the unsplit output."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
@@ -66,7 +66,7 @@ class SampleLayout(Protocol):
         """Convert an array of the model to the layout of the caller's arrays. `batched` says whether the caller's
         arrays have a sample dimension."""
 
-    def drop_target_of_other_ranks(self, y: Any) -> Any:
+    def take_local_target(self, y: Any) -> Any:
         """Return this rank's part of the caller's target."""
 
     def bind_loss(self, loss: Loss) -> Loss:
@@ -86,7 +86,7 @@ class CompleteSamples:
     def has_sample_dim(self, given: Any) -> bool:
         return True
 
-    def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return rows
 
     def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
@@ -98,10 +98,10 @@ class CompleteSamples:
     def describe_sharding_mistake(self, x: Any) -> str:
         return ""
 
-    def full_shape(self, shape: Shape) -> Shape:
+    def compute_full_input_shape(self, shape: Shape) -> Shape:
         return shape
 
-    def part_shape(self, shape: Shape) -> Shape:
+    def compute_local_output_shape(self, shape: Shape) -> Shape:
         return tuple(shape)
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
@@ -113,7 +113,7 @@ class CompleteSamples:
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array
 
-    def drop_target_of_other_ranks(self, y: Any) -> Any:
+    def take_local_target(self, y: Any) -> Any:
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:

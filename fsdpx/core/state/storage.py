@@ -26,7 +26,7 @@ class StateStorage:
 
     busy_seconds: float | None = None
 
-    def fill_slots(self, state: Any) -> None:
+    def fill_slots_with_placeholders(self, state: Any) -> None:
         """Put placeholders for offloaded arrays into the store of a new `TrainState`."""
 
     def reset_counters(self) -> None:

@@ -108,7 +108,7 @@ class SyncPolicy:
         """Return the rules that say what ranks synchronize in step `step`. The first step is 1."""
         return EVERY_STEP
 
-    def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
+    def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
         """Return the kinds of steps in one round, as (rules, number of such steps). A round is all steps up to and
         including the next one in which all ranks synchronize, and that step comes last."""
         return [(EVERY_STEP, 1)]
@@ -189,7 +189,9 @@ class SyncPolicy:
         None."""
         return None
 
-    def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_common_state_and_get_setter(
+        self, state: Any, kinds: Sequence[str]
+    ) -> Callable[[], Callable[[], None]] | None:
         """Read the state that all ranks have in common, for the given kinds of arrays. Return None if ranks have no
         other state than this.
 
@@ -197,7 +199,7 @@ class SyncPolicy:
         returns a function that restores the rank's own state."""
         return None
 
-    def copy_parameters_to_restore(self) -> Callable[[], None] | None:
+    def copy_parameters_and_get_restorer(self) -> Callable[[], None] | None:
         """If other ranks can change this rank's parameters, copy them and return a function that restores them.
         Otherwise return None."""
         return None

@@ -95,7 +95,7 @@ class TieGroup:
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
-    def pages_per_rank(self) -> list[int]:
+    def page_counts_by_rank(self) -> list[int]:
         """The number of pages on each pipeline rank, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
@@ -204,7 +204,7 @@ class TrainState:
         for unit, names in place.statistics.items():
             store[Slot("stats", unit)] = {name: self.view_running_statistic(name) for name in names}
         place.sync_policy.on_created(self)
-        self.storage.fill_slots(self)
+        self.storage.fill_slots_with_placeholders(self)
 
     def view_running_statistic(self, name: str) -> Any:
         """Return a view of a running statistic in its original shape."""

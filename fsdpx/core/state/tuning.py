@@ -30,7 +30,7 @@ __all__ = [
     "Measurement",
     "Tuning",
     "agree_on_tuning",
-    "describe_cache",
+    "describe_cache_location",
     "load_blas_measurement",
     "load_record",
     "write_record",
@@ -87,7 +87,7 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
         _warn_cannot_cache(file.parent, error)
 
 
-def describe_cache() -> str:
+def describe_cache_location() -> str:
     """Return a phrase that says where measurements are cached, to append to a message; "" if they cannot be cached."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; the result is kept in {folder}"

@@ -131,7 +131,7 @@ class ModelLayout:
     def canonical_name(self, name: str) -> str:
         return self.aliases.get(name, name)
 
-    def page_name(self, name: str) -> str:
+    def get_name_in_page(self, name: str) -> str:
         """Return the name under which pages (flat buffers) store the parameter `name`."""
         return self.ties.get(name, name)
 
@@ -147,7 +147,7 @@ class ModelLayout:
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
-    def list_trainable_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
+    def list_trainable_page_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
         """Return, for each page (flat parameter buffer), whether any of its parameters is trained. `frozen` holds the
         canonical names of the parameters that are frozen now."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)

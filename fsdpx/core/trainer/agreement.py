@@ -55,7 +55,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
         "tensor plan": (recipe.distribution.sequence, sorted(layout.spread.partial)),
         "optimizer": training.optimizer,
         "loss": training.loss,
-        "arrays": _checksum_arrays_of_layers(training.model) + _checksum_arrays_of_layers(training.loss)
+        "arrays": _describe_array_checksums(training.model) + _describe_array_checksums(training.loss)
         if placement.sample_layout.has_complete_samples
         else "",
         "compression": placement.codecs,
@@ -70,14 +70,14 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     }
 
 
-def _checksum_arrays_of_layers(layer_or_loss: Any) -> str:
+def _describe_array_checksums(layer_or_loss: Any) -> str:
     """Return a line of text for each layer or loss that has array attributes, such as masks. The line has a checksum
     of these arrays, because their values do not appear in the repr."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
     inside = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else ()
-    return "\n".join([*lines, *filter(None, map(_checksum_arrays_of_layers, inside))])
+    return "\n".join([*lines, *filter(None, map(_describe_array_checksums, inside))])
 
 
 def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:

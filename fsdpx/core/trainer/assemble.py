@@ -41,7 +41,7 @@ from fsdpx.core.state.placement import (
 from fsdpx.core.state.sample_layout import SampleLayout
 from fsdpx.core.state.storage import StorageLevelChoice
 from fsdpx.core.state.sync_policy import SyncChoice
-from fsdpx.core.state.tuning import Tuning, agree_on_tuning, describe_cache
+from fsdpx.core.state.tuning import Tuning, agree_on_tuning, describe_cache_location
 from fsdpx.core.state.units import (
     ModelLayout,
     ModelSpread,
@@ -51,13 +51,18 @@ from fsdpx.core.state.units import (
     split_into_stages,
 )
 from fsdpx.core.trainer.agreement import agree_on_choices, list_choices_to_compare
-from fsdpx.core.trainer.batch import sharing_errors
-from fsdpx.core.trainer.option_rules import CHUNKS, ChoiceContext, require_compatible, require_tensor_axis_support
+from fsdpx.core.trainer.batch import raising_errors_on_all_ranks
+from fsdpx.core.trainer.option_rules import (
+    CHUNKS,
+    ChoiceContext,
+    require_compatible_options,
+    require_tensor_axis_support,
+)
 from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn
 from fsdpx.nn.layer import Layer, list_kernels
-from fsdpx.nn.linearize import LayerList, insert_number_casts, linearize, memoize
+from fsdpx.nn.linearize import LayerList, get_or_memoize, insert_integer_casts, linearize
 from fsdpx.nn.losses import TensorParallelModel
 from fsdpx.optim import no_decay
 
@@ -118,9 +123,9 @@ def assemble_session(
 def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerList:
     """Return the unsharded model, as it would run on a single process, as a list of layers in execution order."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, placement.formats.compute
-    return memoize(
+    return get_or_memoize(
         ("ordered", model, samples.joined_partition, dtype),
-        lambda: linearize(samples.make_unsharded_model(insert_number_casts(model, dtype))),
+        lambda: linearize(samples.make_unsharded_model(insert_integer_casts(model, dtype))),
     )
 
 
@@ -193,7 +198,7 @@ def assemble_placement_and_model(
     The placement is made in this order: ranks, number formats, model, gradient reduction, flat parameter buffers
     (pages). Then all ranks compare their choices, before they exchange any other data."""
     ranks = _set_up_device_and_mesh(recipe, world, tuning)
-    with sharing_errors(world, "distribute", agree_at_end=True):
+    with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
         model = _shard_and_linearize_model(recipe, ranks, formats)
         reducing = _choose_gradient_reduction(recipe, ranks, formats)
@@ -228,7 +233,7 @@ def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning 
     distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()
     xp = _select_device_and_get_namespace(runtime, world)
     guard = settings.check and not isinstance(world, CheckedCommunicator) if runtime.check is None else runtime.check
-    with reporting_if_slow(_is_printing_rank(world), "measuring", describe_cache) as count:
+    with reporting_if_slow(_is_printing_rank(world), "measuring", describe_cache_location) as count:
         tuning = tuning or agree_on_tuning(world, settings.tune if runtime.tune is None else runtime.tune, xp, count)
     axes, sharding = _connect_axes_and_resolve_sharding(recipe, world, guard)
     return TrainingRanks(xp, axes, sharding, tuning, distribution.sync_choice)
@@ -237,7 +242,7 @@ def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning 
 def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicator) -> Any:
     """Select this rank's device and return the array module for it, such as `numpy` or `cupy`. Collective."""
     device = load_device(runtime.device)
-    for remark in device.select_for_rank(world, runtime.device_map):
+    for remark in device.select_gpu_for_rank(world, runtime.device_map):
         log_on_rank0(world, remark)
     device.require_usable()
     return device.xp
@@ -246,7 +251,7 @@ def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicato
 def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, check: bool) -> tuple[MeshAxes, Sharding]:
     """Create the communicators of this rank's mesh axes; return the axes and the sharding. Collective."""
     distribution, ahead = recipe.distribution, recipe.runtime.prefetch
-    with sharing_errors(world, "distribute", agree_at_end=True):
+    with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         strategy = distribution.strategy_within_replica(world.size)
         mesh = (distribution.mesh or Mesh()).fill_from_strategy(strategy, world.size)
         named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
@@ -255,7 +260,7 @@ def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, chec
         width = mesh.width_of("replica") * mesh.width_of("shard")
         lifetimes = named if isinstance(named, Sharding) else config.resolve_sharding(strategy, width)
         ahead = lifetimes.prefetch if ahead is None else ahead
-        require_compatible(distribution.sample_partition.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
+        require_compatible_options(distribution.sample_partition.excluded, ChoiceContext(recipe, mesh=mesh), "domain: ")
     samples = distribution.sample_partition.all_gather_sample_groups(mesh, world)
     axes = connect_axes(mesh, world, check=check, local=distribution.sync_choice.replicas, samples=samples)
     return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, prefetch=ahead)
@@ -282,8 +287,8 @@ def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Pr
     samples = distribution.sample_partition.make_sample_layout(training.model, axes)
     cut = distribution.tensor_plan, distribution.sequence, distribution.sample_partition
     key = "planned", training.model, training.loss, axes.tensor.size, *cut, dtype
-    planned = memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
-    ordered = memoize(("sorted", planned.model), lambda: linearize(planned.model))
+    planned = get_or_memoize(key, lambda: _shard_model(training, axes, distribution, dtype, samples))
+    ordered = get_or_memoize(("sorted", planned.model), lambda: linearize(planned.model))
     for optimizer in (training.optimizer, *ranks.sync_choice.optimizers):
         require_tensor_axis_support(optimizer, axes.tensor.size)
     return RankModel(planned, ordered, samples)
@@ -294,7 +299,7 @@ def _shard_model(
 ) -> TensorParallelModel:
     """Return the model that this rank runs, sharded over the tensor axis if there is one, with casts to the compute
     dtype `dtype`."""
-    model, _ = distribution.sample_partition.shard_model(insert_number_casts(training.model, dtype))
+    model, _ = distribution.sample_partition.shard_model(insert_integer_casts(training.model, dtype))
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
@@ -384,11 +389,11 @@ def _make_step_options(
     if every > count:
         raise ConfigError(f"recompute={every}: the model has {count} units; take a number up to that")
     distribution.storage_choice.require_something_to_store(training.optimizer, training.average)
-    mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.rounding_codec
+    mesh, state, rounding = ranks.axes.mesh, pages.layout.statistic_specs, reducing.codecs.rounding_codec_description
     chosen = ChoiceContext(recipe, model, formats, mesh, state, ranks.xp, rounding)
-    require_compatible(ranks.sync_choice.excluded, chosen, ranks.sync_choice.message_prefix)
+    require_compatible_options(ranks.sync_choice.excluded, chosen, ranks.sync_choice.message_prefix)
     if training.reproducible_chunks is not None:
-        require_compatible(CHUNKS, chosen, f"reproducible_chunks={training.reproducible_chunks}: ")
+        require_compatible_options(CHUNKS, chosen, f"reproducible_chunks={training.reproducible_chunks}: ")
     return StepOptions(
         **get_field_values(StepChoices, training),
         check_finite=runtime.check_finite,
@@ -425,7 +430,7 @@ def _make_pipeline_stages(
     pages = {page.index: page.trainable for page in layout.pages}
     return make_stages(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
-        layout.list_trainable_flags(),
+        layout.list_trainable_page_flags(),
         range(len(layout.inputs)),
         layout.outputs,
         [unit.stage for unit in layout.units],

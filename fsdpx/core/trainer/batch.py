@@ -18,7 +18,7 @@ from fsdpx.core.array.devices import CPU, get_device_of_array
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
-from fsdpx.core.comm.desync_check import format_calls_by_rank, require_same_settings
+from fsdpx.core.comm.desync_check import agree_on_settings, format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import Microbatch
@@ -36,17 +36,17 @@ __all__ = [
     "agree_on_batch",
     "agree_on_call",
     "all_gather_and_check_call_records",
-    "all_gather_row",
+    "all_gather_call_numbers",
     "all_reduce_max",
     "checksum_arrays",
     "describe_different_calls",
     "hash_text",
     "list_inputs_in_order",
-    "make_largest_microbatch_shapes",
+    "make_shape_only_microbatch",
     "prepare_inputs",
     "prepare_target",
+    "raising_errors_on_all_ranks",
     "require_batch_usable_on_device",
-    "sharing_errors",
     "split_into_microbatches",
     "to_device_array",
 ]  # fmt: skip
@@ -68,7 +68,7 @@ class CallRecord(NamedTuple):
     text: str = ""
 
 
-def all_gather_row(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+def all_gather_call_numbers(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     """Gather four integers from each rank, and return them as an int64 array of shape (ranks, 4). Collective: one
     all-gather of 32 bytes per rank; none if there is only one rank."""
     if not comm.has_peers:
@@ -86,11 +86,11 @@ def agree_on_call(comm: Communicator, call: str, values: Mapping[str, str] | Non
     values_number = 0 if values is None else hash_text(str(sorted(values.items())))
     table = _all_gather_rows_of_call(comm, call, [values_number] * VALUE_COUNT)
     if values is not None and (table[:, 0] != values_number).any():
-        require_same_settings(comm, values)
+        agree_on_settings(comm, values)
 
 
 @contextmanager
-def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
+def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: bool = False) -> Iterator[None]:
     """Raise an FsdpxError on all ranks if any rank raises one in the block. The block must not communicate.
     Collective.
 
@@ -103,7 +103,7 @@ def sharing_errors(comm: Communicator, call: str, agree_at_end: bool = False) ->
     try:
         yield
     except FsdpxError as error:
-        all_gather_row(comm, [0, 0, hash_text(f"{call}: an error"), 0], call)
+        all_gather_call_numbers(comm, [0, 0, hash_text(f"{call}: an error"), 0], call)
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
@@ -131,7 +131,7 @@ def all_reduce_max(comm: Communicator, call: str, values: np.ndarray) -> np.ndar
 def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int]) -> np.ndarray:
     """Gather the integers `values` of all ranks, together with a hash of `call`. Raise DesyncError on all ranks if
     some ranks have made a different call."""
-    table = all_gather_row(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
+    table = all_gather_call_numbers(comm, [*values[:CALL], hash_text(call), *values[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
         all_gather_and_check_call_records(comm, CallRecord(call))
     return table
@@ -284,7 +284,7 @@ def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
     """Return the target on this rank's device, partitioned like the model's output. Raise DataError unless it has
     `samples` samples, the same number as the inputs."""
     layout = placement.sample_layout
-    target = layout.to_model_output(layout.drop_target_of_other_ranks(to_device_array(placement, y, TARGET)), TARGET)
+    target = layout.to_model_output(layout.take_local_target(to_device_array(placement, y, TARGET)), TARGET)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")
@@ -379,7 +379,9 @@ def agree_on_batch(
     if not comm.has_peers:
         return (rows,) * axes.data.size, True
     kind, _, digest = features.partition(DIGEST_SEPARATOR)
-    table = all_gather_row(comm, (error is None, rows, hash_text(f"{call} {kind}"), hash_text(digest)), "the batch")
+    table = all_gather_call_numbers(
+        comm, (error is None, rows, hash_text(f"{call} {kind}"), hash_text(digest)), "the batch"
+    )
     alone = comm.size < axes.world.size
     ranks = axes.mesh.ranks_along(axes.coordinates, AXES_OF_ONE_REPLICA) if alone else range(comm.size)
     lines = list(map(axes.mesh.data_rank_of, ranks))
@@ -431,10 +433,10 @@ def split_into_microbatches(
     return own_microbatches + [None] * (microbatches - len(own_microbatches))
 
 
-def make_largest_microbatch_shapes(
+def make_shape_only_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
     """Return a microbatch of arrays that have a shape but no data, with as many samples as the largest microbatch of
     any rank."""
-    most = placement.accumulation.count_rows_of_largest_microbatch(rows, microbatches)
+    most = placement.accumulation.count_samples_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

@@ -107,7 +107,7 @@ def raise_argument_errors_on_all_ranks(
 
     @wraps(method)
     def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
-        with self.call_runner.sharing_errors(name):
+        with self.call_runner.raising_errors_on_all_ranks(name):
             require_known_options(name, options, known)
             if hints:
                 named = {**dict(zip(positional, given, strict=False)), **options}
@@ -310,7 +310,7 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
+    def copy_weights_and_get_restorer(self, trainer: Any) -> Callable[[], None]:
         """Copy the trainer's weights and running statistics, and return a function that restores them. The optimizer
         state is neither copied nor restored.
 
@@ -337,16 +337,20 @@ class CallRunner(ABC):
         if self.closed:
             raise ConfigError(f"{call}: this trainer is closed")
 
-    def sharing_errors(self, call: str) -> AbstractContextManager[None]:
+    def raising_errors_on_all_ranks(self, call: str) -> AbstractContextManager[None]:
         """Return a context manager for checks of arguments: if a check fails on one rank, all ranks raise the error,
-        as in `batch.sharing_errors`. With elastic ranks, or if each rank steps at its own speed, the context manager
-        does nothing.
+        as in `batch.raising_errors_on_all_ranks`. With elastic ranks, or if each rank steps at its own speed, the
+        context manager does nothing.
 
         Parameters
         ----------
         call : name of the collective call that follows
         """
-        return batches.sharing_errors(self.world, call) if self.fixed and not self.has_own_speed else nullcontext()
+        return (
+            batches.raising_errors_on_all_ranks(self.world, call)
+            if self.fixed and not self.has_own_speed
+            else nullcontext()
+        )
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks if ranks pass different arguments. Collective, but does nothing with elastic
@@ -543,12 +547,12 @@ class FixedRanks(CallRunner):
         if not self.has_own_speed:
             batches.agree_on_batch(self.placement.axes, "step", batches.LOADER_ENDED, 0, None)
 
-    def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
-        from fsdpx.core.trainer.gather_full import copy_weights_to_restore
+    def copy_weights_and_get_restorer(self, trainer: Any) -> Callable[[], None]:
+        from fsdpx.core.trainer.gather_full import copy_weights_and_get_restorer
 
-        self.require_open("copy_weights_to_restore")
-        put_back = self.placement.sync_policy.copy_parameters_to_restore()
-        put_back = put_back or copy_weights_to_restore(self.session.state)
+        self.require_open("copy_weights_and_get_restorer")
+        put_back = self.placement.sync_policy.copy_parameters_and_get_restorer()
+        put_back = put_back or copy_weights_and_get_restorer(self.session.state)
 
         def restore_weights() -> None:
             self.agree_on_call("restore the copied weights")

@@ -47,7 +47,7 @@ class MetricSums:
         """Add the metrics of one batch. If a metric raises an error, keep the error; `all_gather_means` raises it on
         all ranks. Collective if a metric is a loss and fields are partitioned (option `domain`)."""
         if not self._layout.has_complete_samples:
-            target = self._layout.drop_target_of_other_ranks(np.asarray(to_host(target)))
+            target = self._layout.take_local_target(np.asarray(to_host(target)))
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
@@ -145,7 +145,7 @@ class CallbackList:
 
     def __init__(self, trainer: Any, history: FitHistory, own: Sequence[Any], given: Any) -> None:
         self.trainer, self.history = trainer, history
-        self._listeners = [*own, *map(_check_callback, given if isinstance(given, Iterable) else [given])]
+        self._listeners = [*own, *map(_convert_callback, given if isinstance(given, Iterable) else [given])]
         self._ends = ExitStack()
 
     def __enter__(self) -> CallbackList:
@@ -172,7 +172,7 @@ class CallbackList:
             method(self.trainer, self.history)
 
 
-def _check_callback(callback: Any) -> Any:
+def _convert_callback(callback: Any) -> Any:
     """Return the user's callback as an object with methods; a function becomes the method `on_step_end`. Raise
     ConfigError if the callback would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]

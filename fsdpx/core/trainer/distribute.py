@@ -35,11 +35,11 @@ from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.assemble import assemble_session
-from fsdpx.core.trainer.batch import agree_on_call, sharing_errors
+from fsdpx.core.trainer.batch import agree_on_call, raising_errors_on_all_ranks
 from fsdpx.core.trainer.call_runner import FixedRanks
-from fsdpx.core.trainer.given_values import broadcast_given_values, release_given_values
+from fsdpx.core.trainer.given_values import broadcast_foreign_values, release_foreign_values
 from fsdpx.core.trainer.initialize import default_communicator
-from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible
+from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible_options
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign_model
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
@@ -140,7 +140,7 @@ def distribute(
     comm = getattr(domain, "comm", None) if comm is None else comm
     defaults.require_valid_intracomm(comm)
     before = _find_open_communicator(comm)
-    with nullcontext() if before is None else sharing_errors(before, "distribute"):
+    with nullcontext() if before is None else raising_errors_on_all_ranks(before, "distribute"):
         choice, plan = ElasticConfig.from_argument(elastic), _find_planner(strategy)
         chosen = _merge_runtime_options(runtime, others)
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
@@ -149,7 +149,7 @@ def distribute(
     with comparing_arguments(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
         world: Any = _open_world_and_agree_on_arguments(comm, before, *where, choice is not None, words)
-    with nullcontext() if choice is not None else sharing_errors(world, "distribute", agree_at_end=True):
+    with nullcontext() if choice is not None else raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
         options["model"], options["loss"] = adapt_foreign_model(model, loss)
         training = TrainingChoices(**_select_options(TrainingChoices, options))
@@ -197,11 +197,11 @@ def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
     """Return a trainer for ranks that stay the same during the whole run. Collective."""
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
-        broadcast_given_values(recipe.training.model, world)
+        broadcast_foreign_values(recipe.training.model, world)
     session = make_session(recipe, world, watch=start_watching_axes)
     if has_values:
         _add_observers(session.engine, recipe.runtime)
-        release_given_values(recipe.training.model, world)
+        release_foreign_values(recipe.training.model, world)
     return _end_all_ranks_on_exception(Trainer(FixedRanks(session)), world)
 
 
@@ -251,7 +251,7 @@ def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
 def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> Trainer:
     """Return a trainer whose ranks may die, leave and join during training. Collective."""
     run_calls = load_extension("ranks", "elastic")
-    require_compatible(ELASTIC, ChoiceContext(recipe))
+    require_compatible_options(ELASTIC, ChoiceContext(recipe))
     trainer = Trainer(run_calls(recipe, world, choice))
     if (opened := defaults.get_default()) is not None:
         # a watchdog over all ranks that were started would end the job when one of them dies

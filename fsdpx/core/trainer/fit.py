@@ -19,7 +19,7 @@ from fsdpx.core.state.placement import Placement
 from fsdpx.core.trainer.call_runner import CallRunner, raise_option_name_errors_on_all_ranks
 from fsdpx.core.trainer.callbacks import EPOCHS, CallbackList, FitLimits, Metric, MetricSums
 from fsdpx.core.trainer.fit_checkpoints import CheckpointConfig, FitCheckpointer, FitHistory
-from fsdpx.core.trainer.loader_sharding import ShardingLoader, require_same_sharding
+from fsdpx.core.trainer.loader_sharding import ShardingLoader, agree_on_loader_sharding
 from fsdpx.core.trainer.recipe import require_loss_and_optimizer
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.nn.layer import iterate_layers
@@ -123,7 +123,7 @@ def fit(
     if preempt is None and checkpoints is not None:
         react = load_extension("fit", "preemption")
         asked = react(signals=(*STOP_SIGNALS, "INT"))  # also save a checkpoint on Ctrl-C
-    require_same_sharding(call_runner, loader, validation)
+    agree_on_loader_sharding(call_runner, loader, validation)
     history = FitHistory()
     best = patience is not None if restore_best is None else restore_best
     saves = FitCheckpointer(trainer, loader, saved, history, best)
@@ -136,7 +136,7 @@ def fit(
     if log is not None:
         columns = (*(metrics or ()), *(() if routing is None else routing.metrics))
         listeners.append(load_extension("fit", "log")(log, columns, tensorboard))
-    with call_runner.sharing_errors("fit"):
+    with call_runner.raising_errors_on_all_ranks("fit"):
         events = CallbackList(trainer, history, listeners, callbacks)
     loop = _FitLoop(
         trainer, loader, limits, history, saves,
@@ -150,7 +150,7 @@ def fit(
 def _agree_on_arguments(call_runner: CallRunner, given: Mapping[str, Any]) -> tuple[FitLimits, CheckpointConfig | None]:
     """Check the arguments of `fit` (`given`), and return the stopping criteria and the checkpoint settings. Raise the
     same ConfigError on all ranks if arguments are invalid or differ between ranks. Collective."""
-    with call_runner.sharing_errors("fit"):
+    with call_runner.raising_errors_on_all_ranks("fit"):
         require_valid_arguments(fit, (), {name: given[name] for name in TYPE_CHECKED_ONLY}, "fit")
         require_loss_and_optimizer("fit", call_runner.session.loss, call_runner.placement.optimizer)
         epochs, steps, every, patience = (to_python_number(given[name]) for name in COUNT_ARGUMENTS)
@@ -240,7 +240,7 @@ class _FitLoop:
             self.history.seconds += perf_counter() - begin
             if batch is _END:
                 return
-            with self.trainer.call_runner.sharing_errors("step"):
+            with self.trainer.call_runner.raising_errors_on_all_ranks("step"):
                 pair = _require_xy_pair("", batch)
             yield pair
 
@@ -298,7 +298,7 @@ class _Validation:
         same = self.batches is self.training and isinstance(self.batches, ShardingLoader)
         batches = self.batches.iterate_independently() if same else self.batches
         for batch in batches:
-            with self.trainer.call_runner.sharing_errors("evaluate"):
+            with self.trainer.call_runner.raising_errors_on_all_ranks("evaluate"):
                 x, y = _require_xy_pair("validation ", batch)
             losses.append(self.trainer.evaluate(x, y))
             weights.append(self.trainer.inspect.loss_weight)

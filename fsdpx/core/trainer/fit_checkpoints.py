@@ -234,7 +234,7 @@ class FitCheckpointer:
     checkpoints : settings; None: save no checkpoints
     history : history of this run
     best : True: keep the weights of the best validation, as a checkpoint, or without checkpoints as a copy in RAM
-        (`CallRunner.copy_weights_to_restore`)
+        (`CallRunner.copy_weights_and_get_restorer`)
 
     Attributes
     ----------
@@ -273,7 +273,7 @@ class FitCheckpointer:
         (`better`). Return whether a checkpoint was saved. If `fit` saves no checkpoints, keep a copy of the best
         weights in RAM instead."""
         if better and self.best and self.checkpoints is None:
-            self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_to_restore(self.trainer))
+            self._best_copy = (self.history.steps, self.trainer.call_runner.copy_weights_and_get_restorer(self.trainer))
         if self.checkpoints is None or (self._written or {}).get("done") == self.history.steps:
             return False
         if self.history.steps % self.checkpoints.every and not (better and self.best):

@@ -121,7 +121,7 @@ def all_gather(x: Any) -> np.ndarray:
     array : shape (ranks, *x.shape), in rank order
     """
     x = _as_contiguous_array(x)
-    comm = _get_agreed_comm("all_gather", x)
+    comm = _agree_on_call_and_get_comm("all_gather", x)
     out = _empty_like(x, (comm.size, *x.shape))
     _run_call(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
     return out
@@ -140,7 +140,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     array : on rank r of N, the rows from floor(n r/N) up to, but not including, floor(n (r+1)/N)
     """
     x = _as_contiguous_array(x)
-    comm = _get_agreed_comm("reduce_scatter", x, op)
+    comm = _agree_on_call_and_get_comm("reduce_scatter", x, op)
     rows, cut = _partition_rows_and_elements("reduce_scatter", x.shape, comm.size)
     out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
     _run_call(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
@@ -160,7 +160,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
     array : a new array on every rank
     """
     x = _as_contiguous_array(x)
-    comm, out = _get_agreed_comm("broadcast", x, root=root), x.copy()
+    comm, out = _agree_on_call_and_get_comm("broadcast", x, root=root), x.copy()
     _run_call(comm, "broadcast", (out.reshape(-1),), x, root=root)
     return out
 
@@ -179,7 +179,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarr
     array or None : shape of `x` on rank `root`
     """
     x = _as_contiguous_array(x)
-    comm = _get_agreed_comm("reduce", x, op, root)
+    comm = _agree_on_call_and_get_comm("reduce", x, op, root)
     out = _empty_like(x, x.shape) if comm.rank == root else None
     _run_call(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
     return out
@@ -199,7 +199,7 @@ def gather(x: Any, root: int = 0) -> np.ndarray | None:
     array or None : shape (ranks, *x.shape), in rank order, on rank `root`
     """
     x = _as_contiguous_array(x)
-    comm = _get_agreed_comm("gather", x, root=root)
+    comm = _agree_on_call_and_get_comm("gather", x, root=root)
     out = _empty_like(x, (comm.size, *x.shape)) if comm.rank == root else None
     _run_call(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
     return out
@@ -217,7 +217,7 @@ def scatter(x: Any = None, root: int = 0) -> np.ndarray:
     -------
     array : on rank r of N, the rows from floor(n r/N) up to, but not including, floor(n (r+1)/N)
     """
-    comm = _get_agreed_comm("scatter", root=root)
+    comm = _agree_on_call_and_get_comm("scatter", root=root)
     x = _as_contiguous_array(x) if comm.rank == root else None
     given = comm.all_gather_data((root, None if x is None else (x.shape, x.dtype)))
     if any(other != root for other, _ in given):
@@ -247,7 +247,7 @@ def all_to_all(x: Any) -> np.ndarray:
     ShapeError : if the first dimension is not divisible by the number of ranks
     """
     x = _as_contiguous_array(x)
-    comm = _get_agreed_comm("all_to_all", x)
+    comm = _agree_on_call_and_get_comm("all_to_all", x)
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty_like(x, x.shape)
@@ -324,7 +324,9 @@ NO_ROOT: Any = object()
 """Stands for a call without a root. None cannot, because a caller may pass None by mistake."""
 
 
-def _get_agreed_comm(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT) -> Communicator:
+def _agree_on_call_and_get_comm(
+    verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int = NO_ROOT
+) -> Communicator:
     """Return the default communicator once all ranks have confirmed that they make the same call with matching
     arguments. Otherwise raise the same error on every rank."""
     opened = _record_call_and_get_communicator(verb)

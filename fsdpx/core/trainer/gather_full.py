@@ -28,7 +28,7 @@ __all__ = [
     "all_gather_parameters",
     "all_gather_statistics",
     "all_reduce_input_gradients",
-    "copy_weights_to_restore",
+    "copy_weights_and_get_restorer",
     "replace_parameters_by_averages",
     "take_output_gradient_shard",
 ]  # fmt: skip
@@ -162,7 +162,7 @@ def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
     return state_arrays
 
 
-def copy_weights_to_restore(state: TrainState) -> Callable[[], None]:
+def copy_weights_and_get_restorer(state: TrainState) -> Callable[[], None]:
     """Copy this rank's parameters and running statistics, and return a function that restores them.
 
     The caller must synchronize all ranks before the copy and before the restore, because other ranks may still be
@@ -188,7 +188,7 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
         raise ConfigError("weights='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999))")
     if place.sync_policy.owner == "replica":
         raise ConfigError("weights='average': in local training each replica has its own average; leave weights out")
-    put_back = copy_weights_to_restore(state)
+    put_back = copy_weights_and_get_restorer(state)
     for p in place.stage.trained_pages:
         master, kept = state.ledger.get_array("master", p), state.ledger.get_array("average", p, AVERAGE_SLOT)
         for block in (slice(start, start + BLOCK_ELEMENTS) for start in range(0, master.size, BLOCK_ELEMENTS)):

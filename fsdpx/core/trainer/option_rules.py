@@ -32,12 +32,12 @@ __all__ = [
     "ExcludedPair",
     "format_exclusion_lists",
     "has_dynamic_loss_scale",
-    "is_collective",
+    "is_collective_layer",
     "make_collective_layer_finder",
     "make_condition_finder",
     "make_given_option_finder",
     "make_wide_axis_finder",
-    "require_compatible",
+    "require_compatible_options",
     "require_mesh_for_options",
     "require_tensor_axis_support",
     "require_valid_model_parts",
@@ -72,7 +72,7 @@ class ChoiceContext:
     def collective_layer(self) -> Any:
         """The first node of the model whose layer communicates in each step, such as BatchNorm, or None."""
         nodes = () if self.model is None else self.model.nodes
-        return next((node for node in nodes if is_collective(node.layer)), None)
+        return next((node for node in nodes if is_collective_layer(node.layer)), None)
 
     @property
     def sync_choice(self) -> Any:
@@ -170,7 +170,7 @@ EXCLUSIONS: list[ExcludedPair] = [
 """All excluded pairs of options. Extensions append their own pairs."""
 
 
-def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
+def require_compatible_options(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
     """Raise ConfigError if the user has set an option that cannot be combined with `choice`. The error begins with
     `prefix`, names the first such option in the table, and is the same on all ranks."""
     for row in EXCLUSIONS:
@@ -178,9 +178,9 @@ def require_compatible(choice: str, chosen: ChoiceContext, prefix: str = "") -> 
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")
 
 
-def is_collective(layer: Layer) -> bool:
+def is_collective_layer(layer: Layer) -> bool:
     """Return whether a layer or one of its child layers communicates with all ranks in each step."""
-    return layer.collective or any(map(is_collective, layer.children().values()))
+    return layer.collective or any(map(is_collective_layer, layer.children().values()))
 
 
 def format_exclusion_lists() -> str:

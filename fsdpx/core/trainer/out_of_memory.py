@@ -111,7 +111,7 @@ def explain_memory_error(
 
 def _format_plan_and_remedies(recipe: Recipe, fake: Communicator, feed: StepInputs | None, limit: int | None) -> str:
     """Return a table of the planned bytes by kind, followed by a table of options that need less memory."""
-    bare, batch = recipe.without_data(), _get_batch_shapes(feed)
+    bare, batch = recipe.without_data(), _make_shape_only_batch(feed)
     plan = _count_planned_bytes(bare, fake, feed)
     lines = [("plan of this rank", "bytes"), *((kind, format_bytes(n)) for kind, n in sorted(plan.items()))]
     lines += [("in all", format_bytes(sum(plan.values())))]
@@ -128,7 +128,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
     """Return the planned bytes of this rank by kind of memory, for a step on the batch of `feed`. Without a batch,
     count only what does not depend on the batch."""
     with measuring_memory() as meter:
-        batch = _get_batch_shapes(feed)
+        batch = _make_shape_only_batch(feed)
         session = assemble_session(recipe, fake, initial=False)
         state = session.state
         if batch is not None:
@@ -141,7 +141,7 @@ def _count_planned_bytes(recipe: Recipe, fake: Communicator, feed: StepInputs | 
         return state.count_bytes_by_kind()
 
 
-def _get_batch_shapes(feed: StepInputs | None) -> tuple[Any, Any] | None:
+def _make_shape_only_batch(feed: StepInputs | None) -> tuple[Any, Any] | None:
     """Return the batch of a step as arrays that have shapes but no data; None if the batch is not known."""
     microbatches = [] if feed is None else [batch for batch in feed.batch if batch is not None]
     if not microbatches or microbatches[0].target is None:

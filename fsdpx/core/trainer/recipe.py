@@ -28,7 +28,7 @@ from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.option_rules import (
     STAGES,
     ChoiceContext,
-    require_compatible,
+    require_compatible_options,
     require_mesh_for_options,
     require_valid_model_parts,
 )
@@ -260,7 +260,7 @@ class Recipe:
         t, d = self.training, self.distribution
         require_mesh_for_options(d.mesh, d.stages, self.runtime.costs, d.tensor_plan, d.sequence)
         if d.stages is not None:
-            require_compatible(STAGES, ChoiceContext(self))
+            require_compatible_options(STAGES, ChoiceContext(self))
         if isinstance(t.optimizer, NoOptimizer):
             for name, value in (("average", t.average), ("clip_norm", t.clip_norm), ("compression", d.compression)):
                 if value is not None:

@@ -211,7 +211,7 @@ class Session:
         """Return a context manager for policies in which ranks train different parameters: inside it, each rank has
         the parameters that are common to all ranks. With other policies it does nothing. `kinds` are the kinds of
         arrays to replace, such as "master"."""
-        put = self.placement.sync_policy.read_state_to_swap(self.state, kinds)
+        put = self.placement.sync_policy.read_common_state_and_get_setter(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
     @contextmanager
@@ -247,17 +247,17 @@ class Session:
         """
         begin = perf_counter()
         self.record_call_and_raise_pending_error(kind)
-        comparison = self._choose_comparison(kind)
+        comparison = self._choose_batch_comparison(kind)
         also += ", training=False" * (kind == "forward" and not training)
-        checked = self._check_and_describe(x, y, kind, comparison, also)
-        everyone = self._agree_on_batch_rows(comparison, checked, kind)
+        checked = self._check_and_describe_batch(x, y, kind, comparison, also)
+        everyone = self._agree_on_sample_counts(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
             self._warn_of_wrong_sharding(checked.inputs[0])
         microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
 
-    def _choose_comparison(self, kind: str) -> BatchComparison:
+    def _choose_batch_comparison(self, kind: str) -> BatchComparison:
         """Return how ranks compare their batches before a program of this kind, such as "step" or "predict"."""
         axes, own_speed = self.placement.axes, self.placement.sync_policy.own_speed and kind == "step"
         doubted = (
@@ -272,7 +272,9 @@ class Session:
             self._get_agreement_group(kind), kind == "predict" and self._uncoordinated is not None, digests, doubted
         )
 
-    def _check_and_describe(self, x: Any, y: Any, kind: str, comparison: BatchComparison, also: str) -> CheckedBatch:
+    def _check_and_describe_batch(
+        self, x: Any, y: Any, kind: str, comparison: BatchComparison, also: str
+    ) -> CheckedBatch:
         """Check this rank's batch as far as possible without other ranks. Return the batch, its error if it is
         invalid, and a description (ending with `also`) that must be the same on other ranks."""
         place, checked = self.placement, CheckedBatch()
@@ -295,14 +297,14 @@ class Session:
             checked.error = batches.add_given_dtype_to_error(problem, x, y)
         return checked
 
-    def _agree_on_batch_rows(self, comparison: BatchComparison, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
+    def _agree_on_sample_counts(self, comparison: BatchComparison, checked: CheckedBatch, kind: str) -> tuple[int, ...]:
         """Return the number of samples of each data rank. If the batch of one rank is invalid, raise the same error on
         all ranks that compare batches. Warn if data ranks train on the same samples."""
         place, about = self.placement, (checked.features, checked.rows)
         if comparison.ranks is None:
             if checked.error is not None:
                 raise batches.add_rank_to_error(checked.error, place.axes.world.rank)
-            return place.accumulation.guess_rows_of_all_ranks(checked.rows)
+            return place.accumulation.estimate_sample_counts(checked.rows)
         uncoordinated = self._uncoordinated if comparison.can_start_uncoordinated else None
         if uncoordinated is not None and uncoordinated.try_start_without_agreement(about, checked.error):
             return (checked.rows,) * place.axes.data.size
@@ -335,18 +337,18 @@ class Session:
         holds the number of samples of each data rank."""
         place, state, whole = self.placement, self.state, kind in ("forward", "predict")
         if kind == "predict":
-            return [Microbatch(inputs, None, sum(place.list_rows_of_earlier_groups(rows)))]
+            return [Microbatch(inputs, None, sum(place.list_sample_counts_of_earlier_groups(rows)))]
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in TRAINS and not state.gradient_source else state.samples
-        row = sum(place.list_rows_of_earlier_groups(rows)) + (before if trains else 0)
+        row = sum(place.list_sample_counts_of_earlier_groups(rows)) + (before if trains else 0)
         part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.can_split_batch(rows))
         count = self._choose_microbatch_count(rows)
         microbatches = batches.split_into_microbatches(place, part, 1 if whole else count, evenly)
         if trains:
-            state.samples = before + sum(place.sample_layout.count_rows_per_group(rows))
+            state.samples = before + sum(place.sample_layout.count_samples_per_group(rows))
             if place.options.recompute.budget is not None:
-                self._largest_microbatch = batches.make_largest_microbatch_shapes(place, inputs, rows, count)
+                self._largest_microbatch = batches.make_shape_only_microbatch(place, inputs, rows, count)
         return microbatches
 
     @property
@@ -370,12 +372,14 @@ class Session:
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._output_shapes.get(key)
         if shapes is None:
-            given = [ShapeArray(place.sample_layout.full_shape(a.shape), a.dtype) for a in inputs]
+            given = [ShapeArray(place.sample_layout.compute_full_input_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
             if place.axes.tensor.size > 1:  # raises an error if a dimension cannot be split over the tensor axis
-                largest = batches.make_largest_microbatch_shapes(place, inputs, (inputs[0].shape[0],), 1)
+                largest = batches.make_shape_only_microbatch(place, inputs, (inputs[0].shape[0],), 1)
                 place.value_shapes.shape_of(0, largest)
-            shapes = self._output_shapes[key] = [place.sample_layout.part_shape(o.shape) for o in outputs]
+            shapes = self._output_shapes[key] = [
+                place.sample_layout.compute_local_output_shape(o.shape) for o in outputs
+            ]
         if target is not None:
             self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
@@ -525,7 +529,10 @@ class Session:
         inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not has_integer_dtype(x)))
         if key not in self._stages:
-            trainable, constant = place.layout.list_trainable_flags(frozen), place.layout.find_constant_values(*key)
+            trainable, constant = (
+                place.layout.list_trainable_page_flags(frozen),
+                place.layout.find_constant_values(*key),
+            )
             self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)
         return self._stages[key]
 
@@ -544,7 +551,7 @@ class Session:
         )
         return [
             (compile(replace(request, sync=sync)), times)
-            for sync, times in self.placement.sync_policy.count_steps_of_round()
+            for sync, times in self.placement.sync_policy.count_steps_per_sync_rules()
         ]
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
@@ -569,7 +576,7 @@ class Session:
         it."""
         outputs = self.all_gather_outputs_of_batch(self.run_program("predict", feed), feed)
         if self._uncoordinated is not None:
-            self._uncoordinated.finish_prediction()
+            self._uncoordinated.mark_call_returned()
         (batch,) = feed.batch
         if batch is not None and batch.inputs[0] is x and self.placement.sample_layout.has_complete_samples:
             known = self.engine.direct

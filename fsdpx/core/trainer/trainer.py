@@ -185,7 +185,7 @@ class Trainer:
         """
         session = self._session
         if not isinstance(training, bool):
-            with self._call_runner.sharing_errors("forward"):
+            with self._call_runner.raising_errors_on_all_ranks("forward"):
                 raise ConfigError(f"forward(training={training!r}): True or False is needed")
         session.placement.accumulation.require_partial_batch_support(
             "forward", "the engine cuts the batch itself; use step, or predict for results"
@@ -318,7 +318,7 @@ class Trainer:
         """
         require_loss_and_optimizer("evaluate", self._session.loss)
         if not (isinstance(weights, str) and weights == "parameters"):
-            with self._call_runner.sharing_errors("evaluate"):
+            with self._call_runner.raising_errors_on_all_ranks("evaluate"):
                 require_valid_weights_choice(weights)
         feed = self._call_runner.agree_on_batch_and_split(x, y, "evaluate", training=False)
         with self._call_runner.using_weights(weights), self._session.hiding_accumulated_gradients():
@@ -345,7 +345,7 @@ class Trainer:
         if plain and (outputs := session.try_predict_directly(x)) is not None:
             return unwrap_single(outputs)
         if not plain:
-            with self._call_runner.sharing_errors("predict"):
+            with self._call_runner.raising_errors_on_all_ranks("predict"):
                 require_valid_weights_choice(weights)
         feed = self._call_runner.agree_on_batch_and_split(x, None, "predict", training=False)
         with self._call_runner.using_weights(weights), session.hiding_accumulated_gradients():
@@ -422,7 +422,7 @@ class Trainer:
         dict : maps names to NumPy arrays
         """
         self._call_runner.require_open("parameters")
-        with self._call_runner.sharing_errors("parameters"):
+        with self._call_runner.raising_errors_on_all_ranks("parameters"):
             require_valid_weights_choice(weights)
             if names is not None:
                 names = parse_patterns("names", names)
@@ -491,7 +491,7 @@ class Trainer:
         CheckpointError : the same on all ranks, if the checkpoint cannot be written; an older checkpoint is then
             unchanged
         """
-        with self._call_runner.sharing_errors("save"):
+        with self._call_runner.raising_errors_on_all_ranks("save"):
             require_valid_weights_choice(weights)
             if not isinstance(background, bool):
                 raise ConfigError(f"save(background={background!r}): True or False is needed")

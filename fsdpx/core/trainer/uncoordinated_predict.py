@@ -101,11 +101,11 @@ class UncoordinatedPrediction:
             self._count += 1
             raise self._run_missed_calls_and_get_error(1)
         try:
-            return same or self._agree_that_all_batches_differ(self._window)
+            return same or self._require_all_batches_differ(self._window)
         except CommTimeout as timeout:
             raise error or timeout from timeout
 
-    def finish_prediction(self) -> None:
+    def mark_call_returned(self) -> None:
         """Mark this rank's call as returned. If another rank has reported an error in the meantime, raise it."""
         if self._agreed_kind is None or self._window is None:
             return
@@ -140,7 +140,7 @@ class UncoordinatedPrediction:
         then by call number, then by state."""
         return 4 * (self._epoch * CALLS + self._count) + state
 
-    def _agree_that_all_batches_differ(self, window: Window) -> bool:
+    def _require_all_batches_differ(self, window: Window) -> bool:
         """Wait until the other ranks have begun this call. Return False if every rank's batch differs from its
         previous one, so that ranks can compare their batches; otherwise raise the error that all ranks raise."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)

@@ -26,7 +26,7 @@ from fsdpx.core.engine.run import (
     Values,
     format_action_label,
     get_action_target,
-    require_same_schedule_values,
+    require_same_scheduled_values,
 )
 from fsdpx.core.program import SLOTS, VERBS, Action, ScratchBuffer, Slot, SlotKind, SyncRules, Verb, VerbTransfer
 from fsdpx.core.state.flat_parameters import ElementRange, ShardedPage
@@ -119,7 +119,7 @@ class RoundSchedule:
     delay: int = 0
 
     @property
-    def half_delay(self) -> int:
+    def outer_gradient_delay_steps(self) -> int:
         """Number of steps that the transfer of an outer gradient may take."""
         return self.delay // 2
 
@@ -136,10 +136,10 @@ class RoundSchedule:
             lag = since % self.every if since >= 0 else -1
             for name, now in (
                 ("deltas", lag == 0),
-                ("steps", lag == self.half_delay),
+                ("steps", lag == self.outer_gradient_delay_steps),
                 ("adopts", lag == self.delay),
-                ("summing", 0 < lag <= self.half_delay),
-                ("coming", self.half_delay < lag <= self.delay),
+                ("summing", 0 < lag <= self.outer_gradient_delay_steps),
+                ("coming", self.outer_gradient_delay_steps < lag <= self.delay),
             ):
                 found[name] |= pages if now else set()
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
@@ -148,9 +148,11 @@ class RoundSchedule:
         """Return the number of the fragment to which a page belongs."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
-    def get_outer_step_number(self, page: int, step: int) -> int:
+    def count_outer_steps(self, page: int, step: int) -> int:
         """Return how many outer steps a page has had up to and including step `step`."""
-        return (step - self.half_delay - self.find_first_send_step(self.get_fragment(page))) // self.every + 1
+        return (
+            step - self.outer_gradient_delay_steps - self.find_first_send_step(self.get_fragment(page))
+        ) // self.every + 1
 
 
 @wrap_constructor_with_option_check
@@ -307,7 +309,7 @@ class LocalSyncPolicy(SyncPolicy):
     def get_sync_rules(self, step: int) -> SyncRules:
         return self.rounds.get_outer_step(step).sync_rules
 
-    def count_steps_of_round(self) -> list[tuple[SyncRules, int]]:
+    def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
         every = self.rounds.every
         steps = Counter(self.rounds.get_outer_step(step) for step in range(2 * every, 3 * every))
         last = self.rounds.get_outer_step(3 * every)
@@ -351,7 +353,7 @@ class LocalSyncPolicy(SyncPolicy):
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
         for name in self.outer.slots:
             yield LedgerRow(LedgerKey("velocity", p, name), dtype, part, "data")
-        inside = LedgerKey("part", p) if self.rounds.half_delay == 0 else None
+        inside = LedgerKey("part", p) if self.rounds.outer_gradient_delay_steps == 0 else None
         yield (delta := LedgerRow(LedgerKey("delta", p), dtype, page.own_range, "private", "step", inside=inside))
         if inside is None:
             yield LedgerRow(LedgerKey("sum", p), dtype, part, "data", inside=delta.key)
@@ -364,7 +366,7 @@ class LocalSyncPolicy(SyncPolicy):
         width = self.placement.axes.replica.size if replicas is None else replicas
         found = [add_replica_prefix(slot, r) for r in range(width) for slot in ("", *self.placement.slot_formats)]
         found += [LEDGER_KINDS["velocity"].prefix + name for name in self.outer.slots]
-        return found + [LEDGER_KINDS["sum"].prefix] * bool(self.rounds.half_delay)
+        return found + [LEDGER_KINDS["sum"].prefix] * bool(self.rounds.outer_gradient_delay_steps)
 
     def on_created(self, state: TrainState) -> None:
         for p in self.placement.stage.trained_pages:
@@ -430,7 +432,9 @@ class LocalSyncPolicy(SyncPolicy):
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
 
-    def read_state_to_swap(self, state: TrainState, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_common_state_and_get_setter(
+        self, state: TrainState, kinds: Sequence[str]
+    ) -> Callable[[], Callable[[], None]] | None:
         if "master" not in kinds:
             return None
         rows = [(state.ledger.get_array("master", page), array) for page, array in _iterate_outer_parameters(state)]
@@ -465,19 +469,19 @@ def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundS
     return policy, policy.rounds, policy.rounds.get_outer_step(run.step + 1)
 
 
-def start_all_gather_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start an all-gather of how much data each replica trained on in this round, because outer gradients are weighted
     by it.
 
     Each replica also sends its loss and the learning rates of this step and of the outer step, which must be equal on
     all replicas."""
     (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_and_outer_step(run)
-    number = rounds.get_outer_step_number(min(now.deltas), run.step + 1 + rounds.half_delay)
+    number = rounds.count_outer_steps(min(now.deltas), run.step + 1 + rounds.outer_gradient_delay_steps)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)
     replicas = place.axes.mesh.ranks_along(place.axes.coordinates, ("replica",))
 
     def make_share(rows: list[list[float]]) -> RoundShare:
-        require_same_schedule_values(
+        require_same_scheduled_values(
             run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimizer"}
         )
         trained, total, weight = (sum_exactly([rows[rank][i] for rank in replicas]) for i in range(3))
@@ -522,7 +526,7 @@ def update_and_start_all_gather_outer(
     policy, rounds, _ = _get_policy_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer
     part, first, replica = policy.find_elements_of_outer_step(p), place.pages[p].own_range.start, place.axes.replica
-    own, number = whole[part.start - first : part.stop - first], rounds.get_outer_step_number(p, run.step + 1)
+    own, number = whole[part.start - first : part.stop - first], rounds.count_outer_steps(p, run.step + 1)
     counted = segments.with_missed_updates({name: n // rounds.every for name, n in run.missed.items()})
     with preserving_frozen_parameters(run, segments, own, slots):
         update_parameters(
@@ -556,7 +560,7 @@ def mix_in_outer_parameters(run: ProgramRun, action: Action, taken: Values, read
 
 OPERATIONS.update(
     {
-        "SHARE": start_all_gather_shares,
+        "SHARE": start_all_gather_data_shares,
         "DELTA": start_reduce_scatter_outer_gradient,
         "OUTER": update_and_start_all_gather_outer,
         "ADOPT": mix_in_outer_parameters,

@@ -109,22 +109,22 @@ class CommonMemory:
         ):
             yield words, master, {key.name: array for key, array in zip(keys, slots, strict=True)}
 
-    def read_word(self, rank: int, page: int, index: int) -> int:
+    def read_page_counter(self, rank: int, page: int, index: int) -> int:
         """Read counter number `index` of a page in the part of the window that rank `rank` owns, without a lock."""
-        return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
+        return self.window.read_page_counter(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
-    def list_holder_spans(self, page: int) -> Sequence[Span]:
+    def list_owners_and_ranges(self, page: int) -> Sequence[Span]:
         """Return (rank, range of elements) for all ranks that own a part of a page.
 
         The list begins with this rank, so that the ranks do not all lock the same part first."""
         turned = [(self.rank + i) % self.size for i in range(self.size if self.sharded else 1)]
-        return [(rank, _find_held_elements(self.placement, page, rank, self.sharded)) for rank in turned]
+        return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
         """Return which parameters the elements of a page that rank `rank` owns belong to, as the optimizer needs them.
         """
         if (rank, page) not in self._segments:
-            here, mine = self.placement.pages[page], _find_held_elements(self.placement, page, rank, self.sharded)
+            here, mine = self.placement.pages[page], _find_owned_element_range(self.placement, page, rank, self.sharded)
             others = (
                 ()
                 if mine.size == here.size
@@ -145,7 +145,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     at = CACHE_LINE_BYTES
     for p in placement.pages:
         for key, dtype, elements in _list_page_items(
-            placement, p, _find_held_elements(placement, p, rank, sharded), added
+            placement, p, _find_owned_element_range(placement, p, rank, sharded), added
         ):
             found[key] = item = WindowItem(key, dtype, at, elements)
             at = -(-item.stop // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
@@ -170,7 +170,7 @@ def _list_page_items(
         )
 
 
-def _find_held_elements(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
+def _find_owned_element_range(placement: Placement, page: int, rank: int, sharded: bool) -> ElementRange:
     """Return the range of elements of a page that rank `rank` owns in the window."""
     here = placement.pages[page]
     return here.shards[rank] if sharded else here.own_range
@@ -377,7 +377,7 @@ class OwnSpeedPolicy(SyncPolicy):
         rank, wait for it."""
         self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
-            for rank, span in self.memory.list_holder_spans(page):
+            for rank, span in self.memory.list_owners_and_ranges(page):
                 with self.memory.locked_arrays(
                     rank, LedgerKey("words", page), LedgerKey("master", page), write=False
                 ) as (words, master):
@@ -393,7 +393,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 lambda: [
                     r
                     for r in self._other_ranks
-                    if self.window.read_word(r, CLOCK) < first and not self.window.has_rank_died(r)
+                    if self.window.read_page_counter(r, CLOCK) < first and not self.window.has_rank_died(r)
                 ],
                 f"step {first} of the slowest rank, staleness={bound}",
             )
@@ -405,7 +405,7 @@ class OwnSpeedPolicy(SyncPolicy):
     def push_gradient(self, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Update a page with this rank's gradient, directly in the memory of every rank that owns a part of the page.
         """
-        for rank, span in self.memory.list_holder_spans(page):
+        for rank, span in self.memory.list_owners_and_ranges(page):
             own = gradient[span.start : span.stop]
             if self.choice.staleness == 0:
                 self._add_gradient_in_rank_order(rank, page, own, weight, update)
@@ -452,12 +452,12 @@ class OwnSpeedPolicy(SyncPolicy):
         """Return a list with the rank that is next to add its gradient, or an empty list if that is this rank.
 
         Raises DataError if the rank has stopped taking steps."""
-        turn = self.memory.read_word(rank, page, ADDED)
+        turn = self.memory.read_page_counter(rank, page, ADDED)
         if turn == self.rank:
             return []
-        away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
+        away = self.window.read_page_counter(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
         # read again: the rank may have added its gradient since, as part of its last step
-        if away and self.memory.read_word(rank, page, ADDED) == turn:
+        if away and self.memory.read_page_counter(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [turn]
 
@@ -498,7 +498,7 @@ class OwnSpeedPolicy(SyncPolicy):
     def count_updates(self, name: str, steps: int) -> int:
         pages = self.placement.layout.pages
         page = next(page.index for page in pages if any(f.source == name for f in page.fields))
-        return self.memory.read_word(self.rank, page, UPDATES)
+        return self.memory.read_page_counter(self.rank, page, UPDATES)
 
     def on_parameters_set(self, steps: int) -> None:
         """Reset the counters of all pages after parameters were replaced. All ranks must call this before any rank
@@ -530,7 +530,7 @@ class OwnSpeedPolicy(SyncPolicy):
             lambda: [
                 r
                 for r in self._other_ranks
-                if self.window.read_word(r, SYNC_COUNT) < self._sync_count and not self.window.has_rank_died(r)
+                if self.window.read_page_counter(r, SYNC_COUNT) < self._sync_count and not self.window.has_rank_died(r)
             ],
             "the last steps of the others",
         )
@@ -545,7 +545,7 @@ class OwnSpeedPolicy(SyncPolicy):
             if self.choice.staleness == 0:
                 self._wait_for_staleness_bound()
             full = np.empty(here.size, self.memory.dtype_of(key))
-            for rank, span in self.memory.list_holder_spans(here.page.index):
+            for rank, span in self.memory.list_owners_and_ranges(here.page.index):
                 with self.memory.locked_arrays(rank, key, write=False) as (values,):
                     full[span.start : span.stop] = values
             return full
@@ -567,7 +567,9 @@ class OwnSpeedPolicy(SyncPolicy):
             found |= {f.source: named[f.name] for f in page.fields}
         return found
 
-    def read_state_to_swap(self, state: Any, kinds: Sequence[str]) -> Callable[[], Callable[[], None]] | None:
+    def read_common_state_and_get_setter(
+        self, state: Any, kinds: Sequence[str]
+    ) -> Callable[[], Callable[[], None]] | None:
         if self.choice.sharded:
             return None
         rows = [
@@ -575,7 +577,7 @@ class OwnSpeedPolicy(SyncPolicy):
         ]
         return partial(set_arrays_returning_undo, rows)
 
-    def copy_parameters_to_restore(self) -> Callable[[], Any]:
+    def copy_parameters_and_get_restorer(self) -> Callable[[], Any]:
         keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
         return partial(
             set_arrays_returning_undo,

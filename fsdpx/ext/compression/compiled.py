@@ -15,7 +15,7 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 from fsdpx.core.array.random import NumberRange
 from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY
 
-__all__ = ["dequantize_into", "quantize", "scatter_largest_into", "take_largest", "write_outer_product_into"]
+__all__ = ["dequantize_into", "quantize", "scatter_largest_into", "select_largest_elements", "write_outer_product_into"]
 
 TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
@@ -93,7 +93,7 @@ def quantize(
 ) -> None:
     if not x.size:
         return
-    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.iterate_runs())
+    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.iterate_counter_runs())
     if residual is not None and residual is not x:
         residual[...] = x
     keep, by_chance = residual is not None, numbers is not None
@@ -200,12 +200,12 @@ def _scatter_largest_blocks(first, last, values, positions, block, per_block, re
             out[start + positions[j]] += values[j]
 
 
-def take_largest(
+def select_largest_elements(
     x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
     residual: np.ndarray | None,
 ) -> None:  # fmt: skip
     """Write the elements of each block that are largest in absolute value, and their positions. This is the compiled
-    version of `topk.take_largest`.
+    version of `topk.select_largest_elements`.
 
     `per_block` and `rest` are the numbers of elements to take from each full block and from the remainder."""
     if residual is not None and residual is not x:

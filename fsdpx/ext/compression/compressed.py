@@ -82,7 +82,7 @@ class CompressedCodec(Codec):
         return error
 
     def add_and_clear_kept_error(self, grad: Array, memory: Memory) -> None:
-        grad[...] = self.add_error_feedback(grad, memory, self.take_reduce_number(memory))
+        grad[...] = self.add_error_feedback(grad, memory, self.get_and_advance_reduce_number(memory))
         for name, kept in memory.items():
             if name == "error":
                 kept[...] = 0
@@ -117,12 +117,14 @@ class CompressedCodec(Codec):
         *, what: str,
     ) -> Handle:  # fmt: skip
         require_float_dtype(self, grad.dtype, what)
-        return self._start_reduce(comm, grad, out, counts, scratch, memory, self.take_reduce_number(memory), what)
+        return self._start_reduce(
+            comm, grad, out, counts, scratch, memory, self.get_and_advance_reduce_number(memory), what
+        )
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         require_float_dtype(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
-        step, error = self.take_reduce_number(memory), memory.get("error")
+        step, error = self.get_and_advance_reduce_number(memory), memory.get("error")
         sizes = [self.packed_bytes(n, step) for n in counts]
         first, own = sum(counts[: comm.rank]), counts[comm.rank]
         total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
@@ -179,7 +181,7 @@ class CompressedCodec(Codec):
     def _count_sent_bytes(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.packed_bytes(n) for r, n in enumerate(counts) if r != rank)
 
-    def take_reduce_number(self, memory: Memory) -> int:
+    def get_and_advance_reduce_number(self, memory: Memory) -> int:
         """Return the number of this reduction, which is the same on all ranks, and advance the counter.
 
         Numbers begin at 0 and wrap around at MAX_REDUCES. A dry run always gets the first number after the warm-up."""

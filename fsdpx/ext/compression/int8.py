@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.core.array.random import NumberRange
 from fsdpx.core.comm.calls import Array
 from fsdpx.ext.compression.compressed import MAX_REDUCES, SIZE_MULTIPLE_BYTES, CompressedCodec
-from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY, can_compile
+from fsdpx.ext.compression.implementations import BLOCK_ELEMENTS, LARGEST, LEVELS, TINY, can_run_compiled_kernels
 
 __all__ = ["Int8", "dequantize_into", "quantize"]
 
@@ -22,7 +22,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
     is Inf or NaN. `residual` gets the error x - q * scale, or 0 where that is not finite, and may be x itself.
     `numbers` are random numbers for stochastic rounding: element i is rounded up with a probability equal to its
     fractional part. If None, elements are rounded to nearest."""
-    if can_compile(xp):
+    if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 
         body(x, q, scales, residual, numbers)
@@ -48,7 +48,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
 
 def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
     """Write q * scale, with `q` and `scales` from `quantize`, to `out`, or add it to `out` if `add`."""
-    if can_compile(xp):
+    if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import dequantize_into as body
 
         body(q, scales, out, add)
@@ -84,12 +84,12 @@ class Int8(CompressedCodec):
     def pack_part(
         self, xp: Any, x: Array, wire: Array, residual: Array | None, step: int, numbers: NumberRange
     ) -> None:
-        quantize(xp, x, *self._split_wire(wire, x.size), residual, numbers if self.random else None)
+        quantize(xp, x, *self._split_packed_part(wire, x.size), residual, numbers if self.random else None)
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
-        dequantize_into(xp, *self._split_wire(wire, out.size), out, add)
+        dequantize_into(xp, *self._split_packed_part(wire, out.size), out, add)
 
-    def _split_wire(self, wire: Array, size: int) -> tuple[Array, Array]:
+    def _split_packed_part(self, wire: Array, size: int) -> tuple[Array, Array]:
         """Return views of the int8 numbers and of the scales in a packed part, in which the scales come first."""
         scales = 4 * -(-size // BLOCK_ELEMENTS)
         wire[scales + size :] = 0

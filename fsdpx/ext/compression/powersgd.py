@@ -16,7 +16,7 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.compression.codec import Codec, Memory, ReshardRule, Transfers
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.compressed import require_float_dtype, zero_non_finite
-from fsdpx.ext.compression.implementations import can_compile
+from fsdpx.ext.compression.implementations import can_run_compiled_kernels
 
 __all__ = ["PowerSGD"]
 
@@ -84,7 +84,7 @@ class PowerSGD(Codec):
         write_outer_product_into(np, thin, thin, 0, out)
 
     def memory_sizes(self, size: int) -> Mapping[str, int]:
-        return {"error": size, "basis": self._count_sum_elements(size)[1]}
+        return {"error": size, "basis": self._count_all_reduce_elements(size)[1]}
 
     def scratch_bytes(self, size: int, width: int) -> int:
         """Return the size in bytes of the memory for P, Q and the uncompressed tensors in float32.
@@ -99,7 +99,7 @@ class PowerSGD(Codec):
         Returns
         -------
         int : size in bytes"""
-        return 4 * sum(self._count_sum_elements(size))
+        return 4 * sum(self._count_all_reduce_elements(size))
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
         return self.predict_all_reduce_transfers(sum(counts), len(counts), rank, itemsize)
@@ -107,7 +107,7 @@ class PowerSGD(Codec):
     def predict_all_reduce_transfers(self, size: int, width: int, rank: int, itemsize: int) -> Transfers:
         return tuple(
             ("all_reduce", 2 * (n - split_evenly(n, width)[rank]) * itemsize)
-            for i, n in enumerate(self._count_sum_elements(size))
+            for i, n in enumerate(self._count_all_reduce_elements(size))
             if n or i == 0
         )
 
@@ -218,7 +218,7 @@ class PowerSGD(Codec):
                 left, right = left + rows * self.rank, right + columns * self.rank
         return found
 
-    def _count_sum_elements(self, size: int) -> tuple[int, int]:
+    def _count_all_reduce_elements(self, size: int) -> tuple[int, int]:
         """Return the number of elements in each of the two all-reduces: P with all uncompressed tensors, and Q."""
         thin = self._list_thin_factors(size)
         whole = size - sum(t.rows * t.columns for t in thin)
@@ -235,7 +235,7 @@ class PowerSGD(Codec):
         return found
 
     def _get_scratch_buffers(self, xp: Any, grad: Array, scratch: Array) -> tuple[Array, Array]:
-        left_sums, right_sums = self._count_sum_elements(grad.size)
+        left_sums, right_sums = self._count_all_reduce_elements(grad.size)
         needed = (left_sums + right_sums) * grad.dtype.itemsize
         flat = (
             scratch[:needed].view(grad.dtype)
@@ -251,7 +251,7 @@ def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array
 
     The outer products of columns are added one by one, without matmul, because every rank must get the same result,
     and the last bits of matmul may depend on the alignment of its arrays."""
-    if can_compile(xp):
+    if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 
         body(p, q, start, out, subtract)

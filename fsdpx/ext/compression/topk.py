@@ -13,9 +13,9 @@ from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.calls import Array
 from fsdpx.errors import ConfigError
 from fsdpx.ext.compression.compressed import MAX_REDUCES, SIZE_MULTIPLE_BYTES, CompressedCodec
-from fsdpx.ext.compression.implementations import can_compile
+from fsdpx.ext.compression.implementations import can_run_compiled_kernels
 
-__all__ = ["TopK", "count_chosen_elements", "scatter_largest_into", "take_largest", "to_global_positions"]
+__all__ = ["TopK", "count_chosen_elements", "scatter_largest_into", "select_largest_elements", "to_global_positions"]
 
 MAGNITUDE_MASK = np.uint32(0x7FFFFFFF)
 """Mask of all bits of a float32 except the sign. Masked floats, compared as integers, are ordered by absolute value,
@@ -34,14 +34,16 @@ def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, i
     return ceil(share * block), ceil(share * (size % block))
 
 
-def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None) -> None:
+def select_largest_elements(
+    xp: Any, x: Any, block: int, share: float, values: Any, positions: Any, residual: Any | None
+) -> None:
     """Take the elements of each block of `x` that are largest in absolute value, and store them in the order of `x`.
 
     `x` is flat, float32 or float64. Their values go to `values` (float32), and their indices within the block to
     `positions`. Among equal elements, the first are taken. `residual` gets x minus the values taken, or 0 where x is
     not finite; it may be x itself."""
-    if can_compile(xp):
-        from fsdpx.ext.compression.compiled import take_largest as body
+    if can_run_compiled_kernels(xp):
+        from fsdpx.ext.compression.compiled import select_largest_elements as body
 
         body(x, block, *_count_chosen_per_block(x.size, block, share), values, positions, residual)
         return
@@ -67,11 +69,11 @@ def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, positio
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """Write the elements taken by `take_largest` to their positions in `out` and zeros elsewhere, or add them to `out`
-    if `add`."""
+    """Write the elements taken by `select_largest_elements` to their positions in `out` and zeros elsewhere, or
+    add them to `out` if `add`."""
     if not add:
         out[...] = 0
-    if can_compile(xp):
+    if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import scatter_largest_into as body
 
         body(values, positions, block, *_count_chosen_per_block(out.size, block, share), out)
@@ -138,14 +140,18 @@ class TopK(CompressedCodec):
     ) -> None:
         if x.size:
             share = self.get_share_of_reduce(step)
-            take_largest(xp, x, self.block or x.size, share, *self._split_wire(wire, x.size, share), residual)
+            select_largest_elements(
+                xp, x, self.block or x.size, share, *self._split_packed_part(wire, x.size, share), residual
+            )
 
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:
         if out.size:
             share = self.get_share_of_reduce(step)
-            scatter_largest_into(xp, *self._split_wire(wire, out.size, share), self.block or out.size, share, out, add)
+            scatter_largest_into(
+                xp, *self._split_packed_part(wire, out.size, share), self.block or out.size, share, out, add
+            )
 
-    def _split_wire(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
+    def _split_packed_part(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
         """Return views of the values and of their positions in a packed part. Positions count from the start of the
         block or, without blocks, of the part."""
         if self.block is None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.config import ElasticConfig, Sharding
-from fsdpx.core.checkpoint.local_shards import iterate_local_shards, plan_reads_and_zero_missing
+from fsdpx.core.checkpoint.local_shards import iterate_local_shards, iterate_reads_and_zero_missing
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator
@@ -37,11 +37,12 @@ from fsdpx.ext.elastic.reshard import (
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = [
-    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_widest_mesh", "recv_value", "send_value_to_ranks",
+    "Assembler", "Assembly", "Member", "choose_training_ranks", "find_largest_fitting_mesh", "recv_value",
+    "send_value_to_ranks",
 ]  # fmt: skip
 
 
-def find_widest_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
+def find_largest_fitting_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     """Return the largest mesh that fits on `ranks` ranks. Pipeline and tensor axes keep their widths, and data axes
     become as wide as possible.
 
@@ -204,7 +205,7 @@ class Assembler:
         step, text = newest
         have = [part for g in generations if g.step == step for part in g.parts]
         complete = _find_complete_tensors(everyone, step)
-        arriving = list(plan_reads_and_zero_missing(state, complete)) if built.is_training else []
+        arriving = list(iterate_reads_and_zero_missing(state, complete)) if built.is_training else []
         reshard_arrays(
             control, have, [*iterate_local_shards(state), *(part for part, _ in arriving)] if built.is_training else []
         )
@@ -224,7 +225,7 @@ class Assembler:
         timeout: float | None,
     ) -> Assembly:  # fmt: skip
         where, most = self.recipe.distribution, control.size if ranks is None else min(ranks, control.size)
-        mesh = find_widest_mesh(where.mesh, where.strategy_within_replica(most), most)
+        mesh = find_largest_fitting_mesh(where.mesh, where.strategy_within_replica(most), most)
         training = choose_training_ranks([one.training_rank for one in everyone], mesh.size)
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)

@@ -92,7 +92,7 @@ def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> A
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
             return array  # a scalar is an error, which is raised later, when all batches are checked
-        mine = accumulation.get_rows_of_rank(len(array), rank)
+        mine = accumulation.get_sample_indices_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
     return _map_arrays(value, take_rows)
@@ -224,7 +224,7 @@ class ElasticRunner(CallRunner):
     def agree_on_end_of_batches(self) -> None:
         """Do nothing: in elastic training all ranks have the same batches, so their data ends at the same step."""
 
-    def copy_weights_to_restore(self, trainer: Any) -> Callable[[], None]:
+    def copy_weights_and_get_restorer(self, trainer: Any) -> Callable[[], None]:
         """Copy the current weights of `trainer`, and return a function that restores them. Collective.
 
         Every rank copies the full weights, because ranks and their shards may change before they are restored.
@@ -311,7 +311,7 @@ class ElasticRunner(CallRunner):
             self._coordinator.commit_step()
             self.last_update = step
         self._coordinator.count_step_and_start_due_copy()
-        self._recent.drop_up_to(self._coordinator.newest_secure_step)
+        self._recent.drop_up_to(self._coordinator.newest_copied_step)
 
     def _send_result_and_commit_step(self, mean: LossMean, scale: GradientScale) -> None:
         """Send the loss of the step to the idle ranks, and commit the step with all ranks.
@@ -328,7 +328,7 @@ class ElasticRunner(CallRunner):
         """Change the number of ranks if a request came in. If a rank is lost during the change, try again after the
         next step."""
         try:
-            wanted = self._coordinator.agree_on_requested_ranks() if self._coordinator.asked else None
+            wanted = self._coordinator.agree_on_requested_rank_count() if self._coordinator.asked else None
             if wanted is not None:
                 self._resize_now(wanted)
         except RankLost as error:
@@ -340,7 +340,7 @@ class ElasticRunner(CallRunner):
         If the call replaces the trainer's state, as loading a checkpoint does, the other ranks have copies of the new
         state on return."""
         if self.is_training:
-            found = self._run_and_send_errors(partial(self._run_and_report_abandoned_save, what, mine))
+            found = self._run_and_send_errors(partial(self._run_and_raise_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
         else:
             self.session.record_call_and_raise_pending_error(what)
@@ -351,7 +351,7 @@ class ElasticRunner(CallRunner):
             self._coordinator.copy_state_and_wait()
         return found
 
-    def _run_and_report_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
+    def _run_and_raise_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
         """Run a call on this training rank. If the call waits for a background save that was abandoned, it raises
         CheckpointError."""
         if what == SAVE:

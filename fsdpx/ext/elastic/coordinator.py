@@ -25,9 +25,20 @@ from fsdpx.core.state.tuning import agree_on_tuning
 from fsdpx.core.trainer.batch import describe_different_calls
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
-from fsdpx.ext.elastic.assembly import Assembler, Assembly, Member, find_widest_mesh, recv_value, send_value_to_ranks
+from fsdpx.ext.elastic.assembly import (
+    Assembler,
+    Assembly,
+    Member,
+    find_largest_fitting_mesh,
+    recv_value,
+    send_value_to_ranks,
+)
 from fsdpx.ext.elastic.copies import StateGeneration
-from fsdpx.ext.elastic.reshard import drain_or_keep_transfers, iterate_current_parts, iterate_rows_changed_before_commit
+from fsdpx.ext.elastic.reshard import (
+    drain_or_keep_transfers,
+    iterate_rows_changed_before_commit,
+    iterate_up_to_date_shards,
+)
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Coordinator", "Recovery"]
@@ -198,7 +209,7 @@ class Coordinator:
         return self._position.step
 
     @property
-    def newest_secure_step(self) -> int:
+    def newest_copied_step(self) -> int:
         """Number of the newest step that will never be repeated, because its state has been copied."""
         return self._position.secure_step
 
@@ -207,8 +218,8 @@ class Coordinator:
         Collective.
 
         The same agreement tells whether copies have arrived, whether a resize is requested, and how often to copy."""
-        flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.has_generation_arrived() else 0)
-        flags |= SIZE_UNCHANGED if self._read_requested_ranks() in (self.ranks, self._refused) else 0
+        flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.advance_and_test_copies() else 0)
+        flags |= SIZE_UNCHANGED if self._read_requested_rank_count() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
             flags | self._copy_interval.compute_cheap_interval_bits(self.assembly.copies.copy_seconds) << INTERVAL_SHIFT
         )
@@ -232,7 +243,7 @@ class Coordinator:
         This does not wait for other ranks, and depends only on the last agreement, because another rank may be
         learning of a loss at this very moment."""
         self._copy_interval.record_step()
-        at = self._make_step_position(self.last_step + 1, self.newest_secure_step, self._position.under_way)
+        at = self._make_step_position(self.last_step + 1, self.newest_copied_step, self._position.under_way)
         if not self.assembly.copies.needed:
             at = replace(at, secure_step=at.step)
         elif at.under_way is None and at.step - at.secure_step >= self._copy_interval.every:
@@ -241,7 +252,7 @@ class Coordinator:
             self.assembly.copies.start_copying(at.scalars, at.step)
         self._position = at
 
-    def _read_requested_ranks(self) -> int | None:
+    def _read_requested_rank_count(self) -> int | None:
         """Return the number of ranks that should train. Rank 0 reads it from the request file; other ranks return the
         current number."""
         if self.elastic.resize is None or self.assembly.control.rank > 0:
@@ -251,13 +262,13 @@ class Coordinator:
         except (OSError, ValueError):  # the request file does not exist yet or is being written
             return self.ranks
 
-    def agree_on_requested_ranks(self) -> int | None:
+    def agree_on_requested_rank_count(self) -> int | None:
         """Return the requested number of ranks, the same on all ranks, or None if no mesh fits on that many.
         Collective."""
-        found: int | None = self.assembly.control.all_gather_data(self._read_requested_ranks())[0]
+        found: int | None = self.assembly.control.all_gather_data(self._read_requested_rank_count())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
-            find_widest_mesh(where.mesh, where.strategy_within_replica(size), min(found or size, size))
+            find_largest_fitting_mesh(where.mesh, where.strategy_within_replica(size), min(found or size, size))
         except MeshError as error:
             self._refused = found
             if self.assembly.control.rank == 0:
@@ -325,7 +336,7 @@ class Coordinator:
         if not isinstance(error, AgreementRefused):  # this agreement tells the other ranks of the loss
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers_and_abandon_copies()
-        control, generations, tried = self.assembly.control, self._list_generations(), []
+        control, generations, tried = self.assembly.control, self._list_snapshots_in_memory(), []
         while True:
             control = control.shrink()
             self.report_to_observers("recovery: the others are found")
@@ -360,7 +371,7 @@ class Coordinator:
 
         Raises RankLost if a rank was lost since the last step or during this call."""
         begin, before = perf_counter(), self.last_step
-        assembly = self._rebuild_assembly(self.assembly.control, self._list_generations(), ranks)
+        assembly = self._rebuild_assembly(self.assembly.control, self._list_snapshots_in_memory(), ranks)
         self.agree_on_step()
         self.ranks = ranks
         return self._switch_and_record_recovery(assembly, begin, before, self.assembly.initial_ranks)
@@ -379,7 +390,7 @@ class Coordinator:
         self, control: SurvivorCommunicator, generations: list[StateGeneration], ranks: int | None
     ) -> Assembly:
         training_rank = self.assembly.training.index(self.assembly.control.rank) if self.assembly.is_training else None
-        member = Member(self._initial_rank, training_rank, self.newest_secure_step == 0, [])
+        member = Member(self._initial_rank, training_rank, self.newest_copied_step == 0, [])
         timeout = None if self.assembly.watchdog is None else self.assembly.watchdog.timeout
         return self._assembler.rebuild_after_change(
             control, member, generations, ranks, self.report_to_observers, timeout
@@ -401,12 +412,12 @@ class Coordinator:
             print(f"fsdpx: {done}", file=sys.stderr, flush=True)
         return done
 
-    def _list_generations(self) -> list[StateGeneration]:
+    def _list_snapshots_in_memory(self) -> list[StateGeneration]:
         """Return the snapshots of the state in this rank's memory: its current state, unless that is partly updated,
         and the in-memory checkpoints."""
-        found = self.assembly.copies.list_generations()
+        found = self.assembly.copies.list_complete_snapshots()
         if self.assembly.is_training and not self._position.updating:
-            parts = list(iterate_current_parts(self.assembly.session.state, self._position.before))
+            parts = list(iterate_up_to_date_shards(self.assembly.session.state, self._position.before))
             found.insert(0, StateGeneration(self.last_step, self._position.scalars, parts))
         return found
 

@@ -24,16 +24,21 @@ from fsdpx.core.state.flat_parameters import ElementRange
 from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CommTimeout, RankLost
-from fsdpx.ext.elastic.reshard import ShardDescriptor, describe_shard, drain_or_keep_transfers, iterate_current_parts
+from fsdpx.ext.elastic.reshard import (
+    ShardDescriptor,
+    describe_shard,
+    drain_or_keep_transfers,
+    iterate_up_to_date_shards,
+)
 from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [
-    "MESSAGE_BYTES", "StateCopies", "StateGeneration", "are_copies_needed", "assign_buddies", "count_snapshot_bytes",
-    "form_copy_groups",
+    "MESSAGE_BYTES", "StateCopies", "StateGeneration", "are_copies_needed", "assign_copy_holder_ranks",
+    "count_snapshot_bytes", "form_copy_groups",
 ]  # fmt: skip
 
 
-def assign_buddies(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
+def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[int, ...]]:
     """Return, for each rank, its buddies: the `copies` ranks (or all other ranks, if there are fewer) that keep a copy
     of its state.
 
@@ -58,26 +63,26 @@ def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
     Ranks, sorted by host, are assigned to groups round-robin, so a group has two ranks of the same host only if that
     host has more ranks than there are groups."""
-    ranks = _sort_by_host(hosts)
+    ranks = _group_ranks_by_host(hosts)
     count = max(len(ranks) // (copies + 1), 1)
     dealt = len(ranks) if count == 1 else count * (copies + 1)
     found = [ranks[g:dealt:count] for g in range(count)]
-    found[-1] = _spread_over_hosts(found[-1] + ranks[dealt:], hosts)
+    found[-1] = _order_ranks_across_hosts(found[-1] + ranks[dealt:], hosts)
     return found
 
 
-def _sort_by_host(hosts: Sequence[str]) -> list[int]:
+def _group_ranks_by_host(hosts: Sequence[str]) -> list[int]:
     """Return the ranks grouped by host, with the hosts of many ranks first, so that the last group has ranks of many
     hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
 
-def _spread_over_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
+def _order_ranks_across_hosts(ranks: list[int], hosts: Sequence[str]) -> list[int]:
     """Return the ranks in an order in which neighbors are on different hosts where possible.
 
     The ranks are sorted by host, and then the two halves of that list are interleaved."""
-    place = {rank: i for i, rank in enumerate(_sort_by_host(hosts))}
+    place = {rank: i for i, rank in enumerate(_group_ranks_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)
     found = [0] * len(ordered)
@@ -159,7 +164,7 @@ class StateCopies:
     order.
 
     A generation is the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have agreed
-    that its transfers have arrived (`has_generation_arrived`), `promote_generation` makes it the newest complete one.
+    that its transfers have arrived (`advance_and_test_copies`), `promote_generation` makes it the newest complete one.
     Until then, the previous generation is complete and unchanged, so that whenever a rank dies, there is a generation
     that all ranks have. Nothing is kept if there are enough replicas. Idle ranks have no state of their own, but keep
     copies for other ranks.
@@ -188,9 +193,9 @@ class StateCopies:
         self._buffer_count = 0
         self._partners = CopyPartners((), [], {})
         if self.needed:
-            own = [describe_shard(part) for part in self._iterate_current_parts()]
+            own = [describe_shard(part) for part in self._iterate_up_to_date_shards()]
             everyone = comm.all_gather_data((platform.node(), own))
-            placed = assign_buddies([host for host, _ in everyone], copies)
+            placed = assign_copy_holder_ranks([host for host, _ in everyone], copies)
             kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
             self._partners = CopyPartners(placed[comm.rank], own, kept)
 
@@ -204,14 +209,14 @@ class StateCopies:
     def start_copying(self, scalars: RunScalars, step: int | None = None) -> None:
         """Take a snapshot of this rank's state, and start to send it to the buddies.
 
-        Returns as soon as the snapshot is taken. `has_generation_arrived` advances the transfers, and also raises the
+        Returns as soon as the snapshot is taken. `advance_and_test_copies` advances the transfers, and also raises the
         error if a rank was lost during this call. `step` is the number of the step, by default the one in `scalars`."""
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
         self._begun = perf_counter()
-        buffers = self._take_or_make_buffers()
-        for target, source in zip(buffers.mine, self._iterate_current_parts(), strict=True):
+        buffers = self._reuse_or_allocate_buffers()
+        for target, source in zip(buffers.mine, self._iterate_up_to_date_shards(), strict=True):
             assert describe_shard(source) == describe_shard(target)
             target.array[...] = to_host(source.array)
         self._under_way = buffers, scalars.steps if step is None else step, scalars
@@ -226,7 +231,7 @@ class StateCopies:
         except RankLost as error:
             self._lost = error
 
-    def has_generation_arrived(self) -> bool:
+    def advance_and_test_copies(self) -> bool:
         """Advance pending transfers without waiting, and return whether all copies that this rank sends and receives
         have arrived.
 
@@ -245,7 +250,7 @@ class StateCopies:
         """Wait until all copies that this rank sends and receives have arrived. The watchdog monitors this wait like
         any other."""
         timeout = getattr(self._comm, "timeout", math.inf)
-        if not spin_until(self.has_generation_arrived, get_progress(self._comm), timeout):
+        if not spin_until(self.advance_and_test_copies, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote_generation(self) -> None:
@@ -259,7 +264,7 @@ class StateCopies:
         self._complete.insert(0, self._under_way)
         self._under_way = None
 
-    def list_generations(self) -> list[StateGeneration]:
+    def list_complete_snapshots(self) -> list[StateGeneration]:
         """Return the complete snapshots in this rank's memory, newest first."""
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
@@ -287,10 +292,10 @@ class StateCopies:
         self.abandon_generation()
         self._comm.close()
 
-    def _iterate_current_parts(self) -> Iterable[LocalShard]:
-        return iterate_current_parts(self._state) if self._trains else ()
+    def _iterate_up_to_date_shards(self) -> Iterable[LocalShard]:
+        return iterate_up_to_date_shards(self._state) if self._trains else ()
 
-    def _take_or_make_buffers(self) -> GenerationBuffers:
+    def _reuse_or_allocate_buffers(self) -> GenerationBuffers:
         """Return buffers for the next snapshot: those of the older of two complete snapshots, else spare buffers, else
         new ones."""
         if len(self._complete) == 2:

@@ -23,10 +23,25 @@ from fsdpx.nn.layer import ParameterSpec
 from fsdpx.nn.shard_specs import ShardSpec
 
 __all__ = [
-    "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
-    "ShardDescriptor", "ShardSupply", "choose_sources_of_shard", "describe_missing_elements", "describe_shard",
-    "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_elements_in_gaps",
-    "iterate_current_parts", "iterate_rows_changed_before_commit", "reshard_arrays",
+    "MAX_MESSAGES_IN_FLIGHT",
+    "ElementMove",
+    "ElementRows",
+    "ElementRuns",
+    "Gaps",
+    "ReshardMessage",
+    "ReshardPlan",
+    "ShardDescriptor",
+    "ShardSupply",
+    "choose_sources_of_shard",
+    "describe_missing_elements",
+    "describe_shard",
+    "drain_or_keep_transfers",
+    "find_element_runs",
+    "find_uncovered_elements",
+    "has_elements_in_gaps",
+    "iterate_rows_changed_before_commit",
+    "iterate_up_to_date_shards",
+    "reshard_arrays",
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
@@ -104,7 +119,7 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
     return ElementRuns(start[there], (start + end - begin)[there], begin[there] - first)
 
 
-def iterate_current_parts(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
+def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield those local shards of the train state that are up to date on this rank.
 
     Running statistics are up to date only on their home pipeline rank. `before` gives arrays to use instead of the
@@ -189,13 +204,13 @@ class ElementRows(NamedTuple):
             return array[int(self.at[0]) : int(self.at[0] + self.size[0])]
         return (
             array[self._make_index(array)]
-            if self._has_short_runs(array)
+            if self._is_index_copy_faster(array)
             else np.concatenate(list(self._iterate_views(array)))
         )
 
     def write_to(self, array: Any, values: Any) -> None:
         """Copy `values` into these elements of the flat `array`."""
-        if self._has_short_runs(array):
+        if self._is_index_copy_faster(array):
             array[self._make_index(array)] = _move_to_device_of(array, values)
             return
         at = 0
@@ -206,7 +221,7 @@ class ElementRows(NamedTuple):
     def _iterate_views(self, array: Any) -> Iterator[Any]:
         return (array[at : at + size] for at, size in zip(self.at.tolist(), self.size.tolist(), strict=True))
 
-    def _has_short_runs(self, array: Any) -> bool:
+    def _is_index_copy_faster(self, array: Any) -> bool:
         """Return whether to copy all runs at once with an index array, rather than one by one.
 
         One copy is faster if runs are short, and on a GPU, where each copy has a fixed cost."""
@@ -281,7 +296,10 @@ class ReshardPlan:
     def require_all_elements_held(self) -> None:
         """Assert that every wanted element is held by some rank, in the wanted dtype. The result is the same on all
         ranks."""
-        supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
+        supplies = {
+            name: [o.part for some in ranks.values() for o in some]
+            for name, ranks in self._sendable_shards_by_name.items()
+        }
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
         for part in (part for some in self.want for part in some if part.size):
@@ -327,7 +345,7 @@ class ReshardPlan:
                 yield ReshardMessage(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
-    def _supplies(self) -> dict[str, dict[int, list[ShardSupply]]]:
+    def _sendable_shards_by_name(self) -> dict[str, dict[int, list[ShardSupply]]]:
         """The shards that can be sent, as tensor name -> rank -> list of shards."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
@@ -340,27 +358,29 @@ class ReshardPlan:
     def _holder_offset_by_name(self) -> dict[str, int]:
         """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
         differ between tensors, to spread the load."""
-        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._supplies))}
+        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._sendable_shards_by_name))}
 
     @cached_property
     def _incoming_moves(self) -> list[ElementMove]:
-        return [move for i in range(len(self.want[self.rank])) for move in self._find_moves(self.rank, i)]
+        return [move for i in range(len(self.want[self.rank])) for move in self._find_moves_into_shard(self.rank, i)]
 
     @property
     def _outgoing_moves(self) -> Iterator[tuple[int, ElementMove]]:
-        mine = {name for name, ranks in self._supplies.items() if self.rank in ranks}
+        mine = {name for name, ranks in self._sendable_shards_by_name.items() if self.rank in ranks}
         for dest, wanted in enumerate(self.want):
             if dest != self.rank:
                 for i, part in enumerate(wanted):
                     if part.name in mine:
-                        yield from ((dest, move) for move in self._find_moves(dest, i) if move.source == self.rank)
+                        yield from (
+                            (dest, move) for move in self._find_moves_into_shard(dest, i) if move.source == self.rank
+                        )
 
-    def _find_moves(self, dest: int, index: int) -> list[ElementMove]:
+    def _find_moves_into_shard(self, dest: int, index: int) -> list[ElementMove]:
         """Return the moves that fill the shard that is number `index` among those that rank `dest` wants."""
         part = self.want[dest][index]
         if part.size == 0:
             return []
-        ranks, (first, last) = self._supplies[part.name], part.span
+        ranks, (first, last) = self._sendable_shards_by_name[part.name], part.span
         for supply in ranks.get(dest, ()):
             if (
                 supply.part.flat_array_key == part.flat_array_key

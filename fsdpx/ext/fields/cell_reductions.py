@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.core.array.sums import combine_moments
 from fsdpx.nn.layer import Array, LayerContext
 
-__all__ = ["all_gather_moments", "all_reduce_moments", "all_reduce_over_parts"]
+__all__ = ["all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_over_parts"]
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
@@ -40,10 +40,10 @@ def all_reduce_moments(
     apart = x.astype(np.float64) - mean.reshape(*mean.shape, *(1,) * len(dims))
     squares = apart * apart
     sums = (squares if weights is None else weights * squares).sum(axis=dims)
-    return all_gather_moments(env, xp.stack([count, mean, sums]), what)
+    return all_gather_and_merge_moments(env, xp.stack([count, mean, sums]), what)
 
 
-def all_gather_moments(env: LayerContext, moments: Array, what: str) -> Array:
+def all_gather_and_merge_moments(env: LayerContext, moments: Array, what: str) -> Array:
     """All-gather the moments (count, mean, sum of squared deviations) of all ranks that hold parts of the field, and
     return them merged in rank order by the rule of Chan et al. (1979). Communicates only if the field is partitioned.
     """

@@ -63,7 +63,7 @@ def gather_channel_statistics(
             found = _merge_batch_moments(found, np.moveaxis(to_host(batch), dim, 0), skipna)
     except (DataError, ValueError) as error:
         problem = str(error) or repr(error)
-    return _all_gather_statistics(comm, found, problem)
+    return _all_gather_and_merge_statistics(comm, found, problem)
 
 
 def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
@@ -85,7 +85,7 @@ def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: 
     return new if moments is None else combine_moments(np, moments, new)
 
 
-def _all_gather_statistics(comm: Any, moments: np.ndarray | None, error_text: str) -> ChannelStatistics:
+def _all_gather_and_merge_statistics(comm: Any, moments: np.ndarray | None, error_text: str) -> ChannelStatistics:
     """All-gather and merge the moments of all ranks, and return the mean and standard deviation. If any rank passes a
     nonempty `error_text`, raise DataError on all ranks. Collective."""
     mine = (error_text, None if moments is None else moments.tolist())

@@ -214,9 +214,11 @@ class WindowLayer(FieldLayer):
     window: ConvWindow
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        return self.plan_on_field(parts)[0]
+        return self.plan_outputs_halo_and_padding(parts)[0]
 
-    def plan_on_field(self, parts: FieldPartition) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
+    def plan_outputs_halo_and_padding(
+        self, parts: FieldPartition
+    ) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
         """Return what this layer needs to run on a partitioned field: the partition of its outputs, the halo to
         exchange along each dim, and the number of zeros that the kernel itself adds before the field along each dim.
 
@@ -296,16 +298,18 @@ class Conv(WindowLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_field_shape(self, x, self.dims, self.in_channels)
-        outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
+        outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
         # added separately, the contribution of halo slabs would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         rims = HaloSlabs(env, x, halos)
-        y = correlate(env.xp, x, weight, bias, self._make_box_strides(kernel_padding, rims.boxes[0]), sizes)
+        y = correlate(env.xp, x, weight, bias, self._make_window_strides_in_box(kernel_padding, rims.boxes[0]), sizes)
         for box in rims.wait_for_slabs():
-            y = correlate(env.xp, box.cells, weight, None, self._make_box_strides(kernel_padding, box), sizes, y)
+            y = correlate(
+                env.xp, box.cells, weight, None, self._make_window_strides_in_box(kernel_padding, box), sizes, y
+            )
         return y, (tuple(rims.boxes), halos, kernel_padding, widened)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -313,7 +317,7 @@ class Conv(WindowLayer):
         weight, slopes = p["weight"], [boxes[0]]
 
         def backward_box(box: HaloBox) -> Array:
-            strides = self._make_box_strides(kernel_padding, box)
+            strides = self._make_window_strides_in_box(kernel_padding, box)
             return correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
         slopes += [HaloBox(box.offset, backward_box(box)) for box in boxes[1:]]
@@ -327,10 +331,12 @@ class Conv(WindowLayer):
         boxes, _, kernel_padding, _, dy = kept
         weight, bias = claim_gradient(g, "weight"), claim_gradient(g, "bias")
         for box in boxes:
-            correlate_backward_params(env.xp, box.cells, dy, self._make_box_strides(kernel_padding, box), weight, bias)
+            correlate_backward_params(
+                env.xp, box.cells, dy, self._make_window_strides_in_box(kernel_padding, box), weight, bias
+            )
             weight, bias = None if weight is None else (weight[0], True), None
 
-    def _make_box_strides(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
+    def _make_window_strides_in_box(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
         """Return the window in the form that the convolution kernels take, with positions relative to the first cell
         of `box`."""
         first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))

@@ -251,10 +251,12 @@ class Grid(Domain):
         """
         if len(shape) < len(self.layout):  # an array with so few dims is no field, so it is not partitioned
             return tuple(shape)
-        return self._with_cell_sizes(_add_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape)
+        return self._with_cell_sizes(
+            _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape
+        )
 
     def __repr__(self) -> str:
-        each = ["|".join(map(str, dict.fromkeys(_simplify_ghosts(sides)))) for sides in self._sides]
+        each = ["|".join(map(str, dict.fromkeys(_simplify_ghost_widths(sides)))) for sides in self._sides]
         # ranks compare this text, so it must be the same on all of them
         ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
@@ -484,7 +486,7 @@ class Grid(Domain):
         -------
         array
         """
-        if not self._has_cells(array, _add_ghosts(self.local_shape, self.ghosts)):
+        if not self._has_cells(array, _count_cells_with_ghosts(self.local_shape, self.ghosts)):
             return array
         index = [slice(None)] * array.ndim
         for dim, n, (low, _) in zip(self._find_cell_dims(array.ndim), self.local_shape, self.ghosts, strict=True):
@@ -511,14 +513,14 @@ class Grid(Domain):
         """
         cells, letters = parts.local_shape(self.coords), self.layout
         if parts.ghosts:
-            cells = _add_ghosts(cells, self.ghosts)
+            cells = _count_cells_with_ghosts(cells, self.ghosts)
         if array.ndim > len(letters) + 1 or not self._has_cells(array, cells):
             wanted = ", ".join(map(str, self._with_cell_sizes(cells, ["channels"] * len(letters))))
             ghosts = ", with ghost cells" if parts.ghosts else ""
             raise DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank's part{ghosts}, in layout {letters!r}, is "
                 f"({wanted}), or has a dim of samples before these{self._explain_staggered(array.shape, cells)}"
-                f"{self._explain_other_size(parts)}"
+                f"{self._explain_changed_output_size(parts)}"
             )
         whole = array if array.ndim > len(letters) else array[None]
         if "c" not in letters:
@@ -606,7 +608,7 @@ class Grid(Domain):
                 f"{self.layout!r}{self._explain_staggered(shape, cells)}{hint}"
             )
 
-    def _explain_other_size(self, parts: FieldPartition) -> str:
+    def _explain_changed_output_size(self, parts: FieldPartition) -> str:
         """Return a sentence for error messages if the model's output and the grid's field differ in size, else ""."""
         output, field = (" x ".join(str(cuts[-1]) for cuts in one.cuts) for one in (parts, self.parts))
         if output == field:
@@ -658,7 +660,7 @@ class FieldSamples:
     def has_sample_dim(self, given: Any) -> bool:
         return self.grid.has_sample_dim(given)
 
-    def count_rows_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+    def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
 
     def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
@@ -687,14 +689,14 @@ class FieldSamples:
         shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.own_ranks])
         return make_overlap_warning(shared) if shared else self.padding_mistake
 
-    def full_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def compute_full_input_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the full field, including ghost cells outside the domain, given the shape of this rank's
         part."""
         joined = self.grid.input_partition.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
-    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def compute_local_output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:2], *self.outputs.local_shape(self.grid.coords))
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
@@ -710,7 +712,7 @@ class FieldSamples:
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return self.grid.from_model_layout(array, batched)
 
-    def drop_target_of_other_ranks(self, y: Any) -> Any:
+    def take_local_target(self, y: Any) -> Any:
         """Return this rank's part of the target, which is `y` without its ghost cells."""
         return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
 
@@ -742,12 +744,12 @@ def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
     return own, free
 
 
-def _add_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:
+def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:
     """Return the number of cells along each dim, including the ghost cells on both sides."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
 
-def _simplify_ghosts(ghosts: Sequence[Any]) -> tuple[Any, ...]:
+def _simplify_ghost_widths(ghosts: Sequence[Any]) -> tuple[Any, ...]:
     """Return, for each dim, one number if both sides have equally many ghost cells, else (low, high)."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
@@ -757,7 +759,7 @@ def _unravel_rank(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(rank, dims))
 
 
-def _require_integers(numbers: Sequence[int]) -> tuple[int, ...]:
+def _convert_to_int_tuple(numbers: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers as a tuple of ints; raise TypeError if one is not an integer."""
     for n in numbers:
         if isinstance(n, bool):
@@ -772,21 +774,23 @@ def _parse_arguments(
     at = None
     if hasattr(comm, "Get_cart_rank"):
         ranks, closed, at = comm.Get_topo()
-        if dims is not None and _require_integers(dims) != tuple(ranks):
+        if dims is not None and _convert_to_int_tuple(dims) != tuple(ranks):
             raise ValueError(f"the Cartesian communicator has {tuple(ranks)} ranks")
         dims, periods = ranks, closed if periods is None else periods
-    begins = None if offsets is None else _require_integers(offsets)
-    width = _require_integers(dims) if dims is not None else () if begins is not None else (size,)
-    own = _require_integers(shape)
+    begins = None if offsets is None else _convert_to_int_tuple(offsets)
+    width = _convert_to_int_tuple(dims) if dims is not None else () if begins is not None else (size,)
+    own = _convert_to_int_tuple(shape)
     count = len(width or own)
     letters = f"{LETTERS[3 - count :]}c" if layout is None else str(layout)
     around = ghosts.tolist() if isinstance(ghosts, np.ndarray) else ghosts
     around = [around] * count if hasattr(around, "__index__") else around
-    sides: tuple[Any, ...] = tuple(_require_integers([one] * 2 if hasattr(one, "__index__") else one) for one in around)
+    sides: tuple[Any, ...] = tuple(
+        _convert_to_int_tuple([one] * 2 if hasattr(one, "__index__") else one) for one in around
+    )
     closed = (False,) * count if periods is None else tuple(periods)
     if any(isinstance(one, str) or one not in (False, True) for one in closed):
         raise TypeError("say True or False for each dim")
-    at = None if at is None else _require_integers(at)
+    at = None if at is None else _convert_to_int_tuple(at)
     return GridArguments(own, letters, width, tuple(map(bool, closed)), sides, begins, at, "")
 
 
@@ -806,7 +810,7 @@ def _find_argument_error(args: GridArguments, size: int) -> str:
         return f"layout={layout!r}: name each of the {count} dims by a letter, and the channels 'c', as 'yxc'"
     if len(args.ghosts) != count or any(len(sides) != 2 or min(sides) < 0 for sides in args.ghosts):
         return (
-            f"ghosts={_simplify_ghosts(args.ghosts)}: give the cells beyond each side along each of the {count} "
+            f"ghosts={_simplify_ghost_widths(args.ghosts)}: give the cells beyond each side along each of the {count} "
             "dims, at least "
             "0, or (low, high) for each"
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields import kernels
-from fsdpx.ext.fields.cell_reductions import all_gather_moments, all_reduce_over_parts
+from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_over_parts
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
 
@@ -57,7 +57,9 @@ class GroupNorm(Layer):
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
             )
-        count, mean, squares = all_gather_moments(env, self._merge_channels(env, x, count), "GroupNorm")
+        count, mean, squares = all_gather_and_merge_moments(
+            env, self._compute_group_moments(env, x, count), "GroupNorm"
+        )
         rstd = 1.0 / env.xp.sqrt(squares / env.xp.maximum(count, 1.0) + self.eps)
         mean, rstd = cast_channel_arrays(x, *(self._repeat_for_channels(env, a) for a in (mean, rstd)))
         scale, shift = rstd, env.xp.zeros_like(rstd)
@@ -84,7 +86,7 @@ class GroupNorm(Layer):
             if name in g:
                 g[name][...] += values.sum(axis=0).astype(g[name].dtype)
 
-    def _merge_channels(self, env: LayerContext, x: Array, count: float) -> Array:
+    def _compute_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
         """Return the count, mean and sum of squared deviations of each sample and group over this rank's cells, as (3,
         samples, groups) in float64."""
         xp, size = env.xp, self.num_channels // self.num_groups

@@ -27,7 +27,7 @@ __all__ = [
     "make_output_cuts",
     "require_field_shape",
     "require_halo_fits_field",
-    "simplify_index",
+    "to_slice_if_consecutive",
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
@@ -144,9 +144,9 @@ class HaloSpec:
         start, stop = self.needs[rank]
         return max(stop - start, 0)
 
-    def list_pieces(self) -> tuple[HaloPiece, ...]:
+    def list_halo_transfers(self) -> tuple[HaloPiece, ...]:
         """Return all transfers of halo cells between pairs of ranks along this dim, in the same order on every rank."""
-        return _list_pieces(self)
+        return _list_halo_transfers(self)
 
 
 @lru_cache(1 << 10)
@@ -160,7 +160,7 @@ def _find_field_ends(cuts: Cuts, ghosts: tuple[GhostWidths, ...]) -> tuple[Field
 
 
 @lru_cache(1 << 10)
-def _list_pieces(halo: HaloSpec) -> tuple[HaloPiece, ...]:
+def _list_halo_transfers(halo: HaloSpec) -> tuple[HaloPiece, ...]:
     return tuple(piece for rank in range(len(halo.needs)) for piece in _iterate_pieces_of_rank(rank, halo))
 
 
@@ -178,7 +178,13 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
     owners[cells < 0], owners[cells >= n] = first, last
     for owner in np.unique(owners[inside]):
         at = np.flatnonzero(inside & (owners == owner))
-        yield HaloPiece(rank, int(owner), simplify_index(at), simplify_index(cells[at] - held[owner][0]), int(at.size))
+        yield HaloPiece(
+            rank,
+            int(owner),
+            to_slice_if_consecutive(at),
+            to_slice_if_consecutive(cells[at] - held[owner][0]),
+            int(at.size),
+        )
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
@@ -194,7 +200,7 @@ def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
     return cells
 
 
-def simplify_index(indices: np.ndarray) -> Any:
+def to_slice_if_consecutive(indices: np.ndarray) -> Any:
     """Return a slice for consecutive indices, and the index array unchanged otherwise."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():

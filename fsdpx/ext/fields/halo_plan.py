@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.ext.fields.halo import HaloPiece, HaloSpec, simplify_index
+from fsdpx.ext.fields.halo import HaloPiece, HaloSpec, to_slice_if_consecutive
 
 __all__ = [
     "CellCopy",
@@ -151,7 +151,7 @@ def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: t
             offset[line - 2], sizes[line] = start, stop - start
             slabs.append(_Box(tuple(offset), tuple(sizes)))
         offset[line - 2], sizes[line] = 0, needs.size
-        lines.append(_plan_line_exchange(xp, needs, before, slabs, boxes, exchanged))
+        lines.append(_plan_exchange_along_dim(xp, needs, before, slabs, boxes, exchanged))
         boxes, exchanged = boxes + slabs, [*exchanged, needs]
     return HaloPlan(first, tuple(lines))
 
@@ -164,7 +164,7 @@ def _find_line_needs(halo: HaloSpec, rank: int) -> _LineNeeds:
     return _LineNeeds(halo, rank, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
 
 
-def _plan_line_exchange(
+def _plan_exchange_along_dim(
     xp: Any,
     needs: _LineNeeds,
     sizes: Sequence[int],
@@ -182,18 +182,19 @@ def _plan_line_exchange(
     def with_length(length: int) -> Shape:
         return (*sizes[:dim], length, *sizes[dim + 1 :])
 
-    for piece in needs.halo.list_pieces():
+    for piece in needs.halo.list_halo_transfers():
         if piece.receiver == needs.rank:
             parts = list(_iterate_slab_overlaps(needs, piece))
             if piece.sender == needs.rank:
                 cells = _as_indices(piece.cells)
                 own += [
-                    (n, _plan_local_copies(xp, dim, boxes, exchanged, simplify_index(cells[some]), into))
+                    (n, _plan_local_copies(xp, dim, boxes, exchanged, to_slice_if_consecutive(cells[some]), into))
                     for n, into, some in parts
                 ]
             else:
                 rows = [
-                    (n, slice_dim(xp, dim, into), slice_dim(xp, dim, simplify_index(some))) for n, into, some in parts
+                    (n, slice_dim(xp, dim, into), slice_dim(xp, dim, to_slice_if_consecutive(some)))
+                    for n, into, some in parts
                 ]
                 arriving.append(RecvMessage(piece.sender, with_length(piece.length), tuple(rows)))
         elif piece.sender == needs.rank:
@@ -210,7 +211,7 @@ def _iterate_slab_overlaps(needs: _LineNeeds, piece: HaloPiece) -> Iterator[tupl
     for number, (a, b) in enumerate(needs.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
         if some.size:
-            yield number, simplify_index(into[some] - a), some
+            yield number, to_slice_if_consecutive(into[some] - a), some
 
 
 def _as_indices(cells: Any) -> np.ndarray:

@@ -36,7 +36,7 @@ class _FieldLoss(Loss):
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         require_target_shape(self, tuple(shape), target, "a target of the output's shape")
         if self.weights is not None:
-            self.weights.require_fit(self, tuple(shape))
+            self.weights.require_broadcastable(self, tuple(shape))
 
     def _all_reduce_weighted_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array

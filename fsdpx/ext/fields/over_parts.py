@@ -25,7 +25,7 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     takes = isinstance(model, Container) or _can_take_ghosts(model)
     frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
     inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
-    made, kinds = ShardingWalk(1, None, {}, (_plan_ghost_drops, _plan_alignment)).shard_layer(model, "", inputs)
+    made, kinds = ShardingWalk(1, None, {}, (_plan_ghost_drops, _plan_redistributions)).shard_layer(model, "", inputs)
     if frame is not None:
         made = WithInputOutput(made, frame, None)
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
@@ -53,7 +53,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
     ]
 
 
-def _plan_alignment(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
+def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Return, for each input of `reader`, the redistribution to a common partition, or None if the input already has
     this partition.
 

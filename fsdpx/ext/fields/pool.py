@@ -58,7 +58,7 @@ class Pool(WindowLayer):
         Returns the cells under the windows, the halo specs, the windows, and the number of outputs along each dim.
         Raises ShapeError if no window fits into the field."""
         require_field_shape(self, x, self.dims)
-        outputs, halos, kernel_padding = self.plan_on_field(self.get_partition(x))
+        outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         strides = self.window.make_window_strides(tuple(-pad for pad in kernel_padding))
         return exchange_halo(env, x, halos, self.padding_value), halos, strides, get_local_shape(env, outputs)
 

@@ -211,7 +211,7 @@ class PointwiseConv(Layer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         x, dy = kept
-        if get_device_of_array(dy).sums_by_kernel:
+        if get_device_of_array(dy).has_sum_kernels:
             into, window = (
                 (claim_gradient(g, "weight"), claim_gradient(g, "bias")),
                 WindowStrides((1,), (1,), (1,), (0,), 1),

@@ -41,7 +41,7 @@ from fsdpx.core.comm.message_backend import (
     start_messages_through_host,
 )
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import is_summed_in_rank_order
+from fsdpx.core.comm.reduction import is_reduced_in_rank_order
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, compute_hmac
 
@@ -254,12 +254,12 @@ class SealedStore(dist.Store):
         self._rendezvous = rendezvous
 
     def set(self, key: str, value: Any) -> None:
-        self._rendezvous.store.set(key, self._rendezvous.compute_seal(key, bytes(value)) + bytes(value))
+        self._rendezvous.store.set(key, self._rendezvous.compute_authentication_code(key, bytes(value)) + bytes(value))
 
     def get(self, key: str) -> bytes:
         data = bytes(self._rendezvous.store.get(key))
         seal, value = data[:SEAL_BYTES], data[SEAL_BYTES:]
-        if not compare_digest(seal, self._rendezvous.compute_seal(key, value)):
+        if not compare_digest(seal, self._rendezvous.compute_authentication_code(key, value)):
             raise CommError(
                 f"rank {self._rendezvous.rank} of {self._rendezvous.size}: the address of another rank at "
                 f"{self._rendezvous.where} is not from a rank that knows the FSDPX_SECRET of this job, and is refused: "
@@ -382,7 +382,7 @@ _BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
     """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or would combine values differently
     from fsdpx."""
-    if is_summed_in_rank_order(op, array.dtype):
+    if is_reduced_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
         return _BOOL_OPS.get(op, _OPS[op])

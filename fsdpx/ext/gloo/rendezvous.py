@@ -109,7 +109,7 @@ class Rendezvous:
         self._arrival_text = json.dumps([one.once for _, one in sorted(self._arrivals.items())])
         opened_rendezvous[:] = [self]
 
-    def compute_seal(self, key: str, value: bytes) -> bytes:
+    def compute_authentication_code(self, key: str, value: bytes) -> bytes:
         """Return the authentication code that precedes the value of `key` in the store. Computing it requires the
         secret."""
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()

@@ -16,7 +16,7 @@ __all__ = [
     "get_gpu_number",
     "import_cupy",
     "is_on_gpu",
-    "list_gpus",
+    "list_gpu_pci_addresses",
     "select_gpu",
     "use_gpu_of",
 ]
@@ -33,7 +33,7 @@ def import_cupy() -> Any:
     return cupy
 
 
-def list_gpus() -> tuple[str, ...]:
+def list_gpu_pci_addresses() -> tuple[str, ...]:
     """Return the PCI addresses of all GPUs visible to this process. An address identifies a GPU on its host. Raises
     ConfigError if there are no GPUs."""
     library = import_cupy()

@@ -13,7 +13,7 @@ from fsdpx.core.array.kernels import choice
 from fsdpx.core.base.messages import format_ranks
 from fsdpx.errors import DataError
 from fsdpx.ext.gpu import gemm, kernels, streams, visible_devices
-from fsdpx.ext.gpu.cupy_devices import get_current_gpu, get_gpu_number, import_cupy, list_gpus
+from fsdpx.ext.gpu.cupy_devices import get_current_gpu, get_gpu_number, import_cupy, list_gpu_pci_addresses
 
 __all__ = ["CUDA"]
 
@@ -21,16 +21,16 @@ __all__ = ["CUDA"]
 class CudaDevice(Device):
     """NVIDIA GPUs as the device of a rank, through CuPy. Each thread computes on the GPU that it has selected."""
 
-    name, sums_by_kernel = "cuda", True
+    name, has_sum_kernels = "cuda", True
 
     @property
     def xp(self) -> Any:
         return import_cupy()
 
     def require_usable(self) -> None:
-        list_gpus()
+        list_gpu_pci_addresses()
 
-    def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+    def select_gpu_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         shared = visible_devices.find_ranks_sharing_gpus(visible_devices.assign_and_select_gpus(world, device_map))
         return [f"{format_ranks(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
 
@@ -61,7 +61,7 @@ class CudaDevice(Device):
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
         return None if choice.active_mode == "plain" else kernels.find_gpu_kernel(name, arguments)
 
-    def multiply_matrices(self, a: Any, b: Any) -> Any | None:
+    def try_multiply_matrices(self, a: Any, b: Any) -> Any | None:
         if gemm.can_cublas_multiply(a, b):
             out = import_cupy().empty((a.shape[0], b.shape[1]), dtype=a.dtype)
             gemm.run_gemm_into(out, a, b)
@@ -72,13 +72,13 @@ class CudaDevice(Device):
         gemm.run_batched_gemm_into(out, import_cupy().broadcast_to(a, (len(b), *a.shape[1:])), b)
         return out
 
-    def multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
+    def try_multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
         if able := gemm.can_cublas_multiply(a, b):
             gemm.run_gemm_into(out, a, b, add)
         return able
 
-    def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        return choice.active_mode != "plain" and kernels.run_optimizer_kernel(name, arrays, numbers)
+    def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+        return choice.active_mode != "plain" and kernels.try_run_optimizer_kernel(name, arrays, numbers)
 
     def synchronize(self) -> None:
         streams.synchronize()

@@ -94,20 +94,22 @@ def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
     """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add it to out[i] if `accumulate`. Dtypes are as in
     `run_gemm_into`."""
-    wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
-    if wanted is None and _find_gemm_layout(*_get_matrix_layout(out)) is None:
+    wanted = plan_cublas_gemm(*(_get_shape_and_strides(x) for x in (out, a, b)))
+    if wanted is None and _find_gemm_layout(*_get_shape_and_strides(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)
         run_batched_gemm_into(made, a, b, scale)
         out[...] = out + made if accumulate else made
         return
     if wanted is None:
-        a, b = (x if _find_gemm_layout(*_get_matrix_layout(x)) else import_cupy().ascontiguousarray(x) for x in (a, b))
-        wanted = plan_cublas_gemm(*(_get_matrix_layout(x) for x in (out, a, b)))
+        a, b = (
+            x if _find_gemm_layout(*_get_shape_and_strides(x)) else import_cupy().ascontiguousarray(x) for x in (a, b)
+        )
+        wanted = plan_cublas_gemm(*(_get_shape_and_strides(x) for x in (out, a, b)))
         assert wanted is not None
     _call_cublas(wanted, out, a, b, scale, accumulate)
 
 
-def _get_matrix_layout(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+def _get_shape_and_strides(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shape of one matrix of the batch `x`, and its strides in elements."""
     down, along = (stride // x.dtype.itemsize for stride in x.strides[1:])
     return x.shape[1:], (down, along)

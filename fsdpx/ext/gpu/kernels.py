@@ -18,7 +18,7 @@ from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empt
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 from fsdpx.ext.gpu.gemm import run_batched_gemm_into, run_gemm_into
 
-__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "run_optimizer_kernel"]
+__all__ = ["GPU_KERNELS", "UPDATES", "find_gpu_kernel", "load_kernel_module", "try_run_optimizer_kernel"]
 
 THREADS_PER_BLOCK = 256
 MAX_BLOCKS = 1 << 16
@@ -94,7 +94,7 @@ class KernelLauncher:
         self(name, (-(-n // THREADS_PER_BLOCK), count), *given[:-1], *made, rows, n, some, *given[-1])
         return made
 
-    def write_total_of_parts(self, parts: Any, out: Any, add: bool) -> None:
+    def sum_parts_into(self, parts: Any, out: Any, add: bool) -> None:
         """Sum `parts` over dim 0, and write the result to `out`, or add it to `out` if `add`."""
         name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
         self.launch_elements(name, out.size, parts, out, parts.shape[0], out.size, add)
@@ -124,7 +124,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 
 @functools.cache
-def get_kernel_format(dtype: Any) -> int:
+def get_kernel_bits(dtype: Any) -> int:
     """Return the number of bits that identifies the kernels for a dtype, or 0 if no kernel supports it."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
@@ -171,7 +171,7 @@ def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
     # the narrowest floating-point format of the arrays, or 0 if no kernel supports one of them
-    kind = min((get_kernel_format(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
+    kind = min((get_kernel_bits(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):
         return None
@@ -193,7 +193,7 @@ def _argument_fits_role(role: str, sign: Sign, kind: int, wide: int) -> bool:
     if role in ("mask", "index"):
         formed = dtype.kind == ("b" if role == "mask" else "i")
     else:
-        formed = get_kernel_format(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(
+        formed = get_kernel_bits(dtype) in {"any": (), "double": (64,), "wide": (wide,), "sum": (wide, kind)}.get(
             role, (kind,)
         )
     return formed and (role == "view" or contiguous)
@@ -219,7 +219,7 @@ def layer_norm_backward_params(launch: KernelLauncher, x: Any, mean: Any, rstd: 
     made = launch.compute_partial_sums("norm_columns", *x.shape, 2, x, mean, rstd, dy, (True,))
     for parts, out in zip(made, (gw, gb), strict=True):
         if out is not None:
-            launch.write_total_of_parts(parts, out, True)
+            launch.sum_parts_into(parts, out, True)
 
 
 @register_gpu_kernel("real real? any")
@@ -239,7 +239,7 @@ def rms_norm_backward_input(launch: KernelLauncher, x: Any, weight: Any, rstd: A
 
 @register_gpu_kernel("real wide real sum")
 def rms_norm_backward_params(launch: KernelLauncher, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    launch.write_total_of_parts(
+    launch.sum_parts_into(
         launch.compute_partial_sums("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True
     )
 
@@ -300,7 +300,7 @@ def add_bias(launch: KernelLauncher, y: Any, bias: Any) -> None:
 
 @register_gpu_kernel("real sum any")
 def sum_rows(launch: KernelLauncher, rows: Any, out: Any, accumulate: bool = True) -> None:
-    launch.write_total_of_parts(
+    launch.sum_parts_into(
         launch.compute_partial_sums("columns", rows.shape[0], out.size, 1, rows, ())[0], out, bool(accumulate)
     )
 
@@ -386,7 +386,7 @@ def attention_backward(
     sums, (dq, dk, dv) = launch.xp.empty_like(lse), made
     (samples, heads, t, d), (_, shared, n, _) = q.shape, k.shape
     _launch_attention_kernel(
-        "flash_sums", d, -(-lse.size // SUMS), *_iterate_view_arguments(o, do), sums, heads, t, lse.size
+        "flash_sums", d, -(-lse.size // SUMS), *_iterate_addresses_and_strides(o, do), sums, heads, t, lse.size
     )
     _launch_attention("flash_queries", -(-t // OWN) * samples * heads, (q, k, v, do, dq), (lse, sums), q, k, *given)
     _launch_attention("flash_keys", -(-n // OWN) * samples * shared, (q, k, v, do, dk, dv), (lse, sums), q, k, *given)
@@ -411,7 +411,9 @@ def _launch_attention(
 ) -> None:  # fmt: skip
     (_, heads, t, d), (_, shared, n, _) = q.shape, k.shape
     mask = np.float32(scale), bool(causal), int(window), segments
-    _launch_attention_kernel(name, d, blocks, *_iterate_view_arguments(*matrices), *rows, heads, shared, t, n, *mask)
+    _launch_attention_kernel(
+        name, d, blocks, *_iterate_addresses_and_strides(*matrices), *rows, heads, shared, t, n, *mask
+    )
 
 
 def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any) -> None:
@@ -419,7 +421,7 @@ def _launch_attention_kernel(name: str, features: int, blocks: int, *given: Any)
     kernel((blocks,), (32 * WARPS,), tuple(map(_convert_kernel_argument, given)))
 
 
-def _iterate_view_arguments(*matrices: Any) -> Iterator[Any]:
+def _iterate_addresses_and_strides(*matrices: Any) -> Iterator[Any]:
     """Yield, for each array (B, H, T, D), its address and its strides between samples, heads and rows, in elements."""
     for x in matrices:
         yield np.uint64(x.data.ptr)
@@ -553,7 +555,7 @@ def correlate(launch: KernelLauncher, x: Any, weight: Any, bias: Any, strides: A
     made = (x.shape[0], weight.shape[0], *sizes)
     y = launch.xp.empty(made, dtype=x.dtype) if out is None else out
     flat, matrix = _view_by_group(y, strides[4]), _view_by_group(weight, strides[4], 0)
-    for some, cells, columns in _iterate_im2col_columns(launch, x, strides, tuple(sizes)):
+    for some, cells, columns in _iterate_im2col_matrices(launch, x, strides, tuple(sizes)):
         _multiply_groups_into(flat[some, ..., cells], matrix, columns, out is not None)
     if bias is not None:
         y += bias.reshape(-1, *(1,) * len(sizes))
@@ -588,7 +590,7 @@ def correlate_backward_input(
 def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: Any, weight: Any, bias: Any) -> None:
     if weight is not None:
         flat, parts = _view_by_group(dy, strides[4]), []
-        for some, cells, columns in _iterate_im2col_columns(launch, x, strides, tuple(dy.shape[2:])):
+        for some, cells, columns in _iterate_im2col_matrices(launch, x, strides, tuple(dy.shape[2:])):
             parts.append(_sum_products_over_samples(launch, flat[some, ..., cells], columns.swapaxes(2, 3)))
         _write_or_add_gradient(weight, sum(parts[1:], parts[0]).reshape(weight[0].shape))
     if bias is not None:
@@ -651,7 +653,7 @@ def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
-def _iterate_im2col_columns(
+def _iterate_im2col_matrices(
     launch: KernelLauncher, x: Any, strides: Any, sizes: tuple[int, ...]
 ) -> Iterator[tuple[slice, slice, Any]]:
     """Yield (slice of samples, slice of output cells, im2col matrix of the inputs under the windows of these cells).
@@ -850,11 +852,11 @@ def _count_cells(x: Any) -> int:
 UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_direction", "step_along_direction")
 
 
-def run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+def try_run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the GPU version of the optimizer update `name` of `fsdpx.optim` on 1-D arrays of one dtype.
 
     If there is no kernel for these arguments, does nothing and returns False."""
-    kinds = {get_kernel_format(array.dtype) for array in arrays}
+    kinds = {get_kernel_bits(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):
         return False

@@ -188,7 +188,9 @@ def gather_rank_gpus(world: Communicator, device_map: DeviceMap = None) -> list[
     """Return the GPUs that `assign_and_select_gpus` would assign to all ranks, without selecting any. Collective."""
     here, process = platform.node(), os.getpid()
     try:
-        mine = _RankFacts(here, process, _find_rank_on_host(world.size), devices.list_gpus(), device_map)
+        mine = _RankFacts(
+            here, process, _find_host_local_rank(world.size), devices.list_gpu_pci_addresses(), device_map
+        )
     except ConfigError as error:
         mine = _RankFacts(here, process, None, (), device_map, str(error))
     facts = world.all_gather_data(mine)
@@ -220,7 +222,7 @@ def _assign_gpu(rank: int, facts: list[_RankFacts]) -> RankGpu:
     return RankGpu(own.host, local_rank, gpu, own.buses[gpu])
 
 
-def _find_rank_on_host(size: int) -> int | None:
+def _find_host_local_rank(size: int) -> int | None:
     """Return the number of this rank among all ranks of its host, or None if it is unknown or not needed.
 
     It is not needed if the communicator, whose size is `size`, includes all ranks of the job."""
@@ -241,7 +243,7 @@ def run_transfer_probe() -> int:
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()
-    devices.select_gpu(comm.rank % len(devices.list_gpus()))
+    devices.select_gpu(comm.rank % len(devices.list_gpu_pci_addresses()))
     mine = cupy.full(PROBE_ELEMENTS, comm.rank + 1.0, dtype="float32")
     theirs, total = cupy.zeros_like(mine), mine[:1024].copy()
     cupy.cuda.get_current_stream().synchronize()

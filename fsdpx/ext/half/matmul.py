@@ -14,8 +14,8 @@ from fsdpx.core.array.blas import libraries
 from fsdpx.core.array.blas.products import (
     add_bias_and_round_total_into,
     gemm,
-    multiply_small_bfloat16_into,
     split_product_over_threads,
+    try_multiply_small_bfloat16_into,
 )
 from fsdpx.core.array.kernels.half import to_float32
 from fsdpx.core.array.namespace import parse_dtype
@@ -87,7 +87,7 @@ def multiply_half_into(
 
     `out` is `(m, n)`, in the dtype of a and b or in float32. `bias` is `(n,)`, in the dtype of a and b, and cannot be
     combined with `accumulate`."""
-    if multiply_small_bfloat16_into(out, a, b, accumulate, bias):
+    if try_multiply_small_bfloat16_into(out, a, b, accumulate, bias):
         return
     if libraries.product_threads > 1 and bias is None and (cut := split_product_over_threads(out, a, b)):
         parallel.run_tasks(_multiply_piece_into, [(*piece, accumulate, None) for piece in cut])

@@ -50,13 +50,13 @@ __all__ = [
     "SplitModule",
     "UnitFunction",
     "UnitShapes",
-    "describe_operations",
+    "convert_to_operation_graph",
     "describe_tensor",
     "dump_layout",
+    "find_tied_names",
     "load_layout",
     "run_in_child_or_here",
     "split_module",
-    "tied_names",
 ]  # fmt: skip
 
 INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
@@ -178,7 +178,7 @@ class ModuleLayout:
     borrowed: Mapping[str, Sequence[str]]
 
 
-def describe_operations(
+def convert_to_operation_graph(
     nodes: Sequence[fx.Node],
     number: Mapping[fx.Node, OperationNumber],
     target_of: Callable[[fx.Node], Any],
@@ -197,15 +197,15 @@ def describe_operations(
         target = None if node.op in (INPUT, RESULT) else target_of(node)
         if node.op == INNER:
             target = f"inner{len(inner)}"
-            inner[target] = _describe_inner_graph(operator.attrgetter(str(node.target))(owner))
+            inner[target] = _convert_inner_graph(operator.attrgetter(str(node.target))(owner))
         args, kwargs = (fx.node.map_arg(given, number.__getitem__) for given in (node.args, node.kwargs))
         made.append(Operation(node.op, RESHAPES.get(target, target), args, kwargs))
     return OperationGraph(made, inner)
 
 
-def _describe_inner_graph(module: Any) -> OperationGraph:
+def _convert_inner_graph(module: Any) -> OperationGraph:
     number = {node: OperationNumber(i) for i, node in enumerate(module.graph.nodes)}
-    return describe_operations(list(module.graph.nodes), number, lambda node: node.target, module)
+    return convert_to_operation_graph(list(module.graph.nodes), number, lambda node: node.target, module)
 
 
 def _replace_numbers_by_nodes(nodes: Sequence[fx.Node], argument: Any) -> Any:
@@ -349,7 +349,7 @@ class UnitFunction(AutogradLayer):
             found = self._known.find_result_shape_and_dtype(x if isinstance(x, tuple) else (x,))
         return super().forward_shape_only(env, p, x) if found is None else env.xp.empty(found[0], dtype=found[1])
 
-    def _make_run_function(self, env: LayerContext) -> Run:
+    def _make_forward_function(self, env: LayerContext) -> Run:
         def run_graph(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
             constants = [c.to(inputs[0].device) for c in self.constants.values()]
             return self._graph(*inputs, *(given[name] for name in self._shapes), *constants)
@@ -412,7 +412,7 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
             layer = UnitFunction(graphs[does], len(unit.reads), tensors, constants, unit.name, unit.shapes, norms)
         steps.append(ChildCall(unit.name, layer, tuple(unit.reads), (unit.result,)))
     made = {join_path(step.name, local) for step in steps for local in step.layer.specs()}
-    ties = {alias: name for alias, name in tied_names(module).items() if {alias, name} <= made}
+    ties = {alias: name for alias, name in find_tied_names(module).items() if {alias, name} <= made}
     for alias, names in layout.borrowed.items():
         name = next((name for name in names if name in made), None)
         if name is None:
@@ -514,7 +514,7 @@ class _ExportPlan:
                 at[node] = _make_size_node(made, node, reads, at) or made.node_copy(node, at.__getitem__)
         made.output(at[segment.result])
         number = {node: OperationNumber(i) for i, node in enumerate(made.nodes)}
-        return describe_operations(
+        return convert_to_operation_graph(
             list(made.nodes), number, partial(_choose_replacement, segment.name), self._program.graph_module
         )
 
@@ -664,7 +664,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
     return fnmatchcase(path, pattern) or fnmatchcase(type(module).__name__, pattern)
 
 
-def tied_names(module: torch.nn.Module) -> dict[str, str]:
+def find_tied_names(module: torch.nn.Module) -> dict[str, str]:
     """For parameters that a module holds under several names, return each further name -> first name."""
     first: dict[int, str] = {}
     return {

@@ -57,7 +57,7 @@ def _read_if_alive(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
 
 
 class AutogradLayer(Layer):
-    """Base class for layers that PyTorch's autograd differentiates. Subclasses implement `_make_run_function`."""
+    """Base class for layers that PyTorch's autograd differentiates. Subclasses implement `_make_forward_function`."""
 
     takes = "given"
     trained: frozenset[str]
@@ -72,7 +72,7 @@ class AutogradLayer(Layer):
     """Buffers and constants by name; they keep their dtype."""
 
     @abstractmethod
-    def _make_run_function(self, env: LayerContext) -> Run:
+    def _make_forward_function(self, env: LayerContext) -> Run:
         """Return a function of (parameters and buffers by name, inputs) that computes the layer's output in PyTorch."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
@@ -109,7 +109,7 @@ class AutogradLayer(Layer):
     def _record_forward(
         self, env: LayerContext, read: tuple[Array, ...], p: Params, trained: frozenset[str]
     ) -> RecordedForward:
-        run, bare = self._make_run_function(env), getattr(env.xp, "holds_no_data", False)
+        run, bare = self._make_forward_function(env), getattr(env.xp, "holds_no_data", False)
         with torch_module_context(env, read[0].shape[0], self.draws), self._explaining_dtype_errors(read, p):
             if self.device == "cpu" or not bare:
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
@@ -174,7 +174,7 @@ class TorchModule(AutogradLayer):
     ) -> None:
         self.inputs = inputs if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self.output = output
-        self.n_inputs = _count_arguments(module) if self.inputs is None else len(self.inputs)
+        self.n_inputs = _count_required_arguments(module) if self.inputs is None else len(self.inputs)
         self._bare = _BareModule(module)
         self.given_values = self._bare.values
         self.trained, self.constants = self._bare.trained, self._bare.constants
@@ -203,7 +203,7 @@ class TorchModule(AutogradLayer):
             "trainer.load_parameters(module.state_dict()) takes the weights of a module"
         )
 
-    def _make_run_function(self, env: LayerContext) -> Run:
+    def _make_forward_function(self, env: LayerContext) -> Run:
         module, constants = self._bare.get_thread_copy_and_constants(env)
 
         def run_module(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -331,7 +331,7 @@ def _replace_submodule(module: torch.nn.Module, path: str, new: torch.nn.Module)
     return module
 
 
-def _count_arguments(module: torch.nn.Module) -> int:
+def _count_required_arguments(module: torch.nn.Module) -> int:
     """Return the number of arguments that `forward` requires, or 1 if all have defaults. Raises ConfigError if it
     takes no arguments."""
     arguments = inspect.signature(module.forward).parameters.values()

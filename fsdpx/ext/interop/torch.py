@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.interop.export import split_module, tied_names
+from fsdpx.ext.interop.export import find_tied_names, split_module
 from fsdpx.ext.interop.module import TorchModule
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.container import Sequential
@@ -65,20 +65,24 @@ def from_torch(
         raise ConfigError("from_torch(units=...) needs an example of the inputs: from_torch(module, x, units=...)")
     if output is not None:
         return TorchModule(module, output=output)
-    layers = _make_child_layers(module)
+    layers = _convert_sequential_children(module)
     if layers is None:
         return TorchModule(module)
     names = {join_path(name, local) for name, layer in layers.items() for local in layer.specs()}
     return Sequential(
-        layers, ties={alias: name for alias, name in tied_names(module).items() if {alias, name} <= names}
+        layers, ties={alias: name for alias, name in find_tied_names(module).items() if {alias, name} <= names}
     )
 
 
-def _make_child_layers(module: torch.nn.Module) -> dict[str, Layer] | None:
+def _convert_sequential_children(module: torch.nn.Module) -> dict[str, Layer] | None:
     """Return the children of a `torch.nn.Sequential` as layers by name, or None if `module` is not a `Sequential`."""
     if type(module) is not torch.nn.Sequential or not len(module):
         return None
-    inner = ((name, child, _make_child_layers(child)) for name, child in module._modules.items() if child is not None)
+    inner = (
+        (name, child, _convert_sequential_children(child))
+        for name, child in module._modules.items()
+        if child is not None
+    )
     return {name: TorchModule(child) if layers is None else Sequential(layers) for name, child, layers in inner}
 
 

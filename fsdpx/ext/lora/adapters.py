@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.core.base import safe_files
 from fsdpx.core.checkpoint.atomic_commit import agree_on_path, run_on_rank0
-from fsdpx.core.checkpoint.format import dtype_to_code, lay_out_file
+from fsdpx.core.checkpoint.format import dtype_to_code, make_file_header
 from fsdpx.core.checkpoint.read import read_header
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import CheckpointError, ConfigError
@@ -164,7 +164,7 @@ def _write_adapter_files(
         "target_modules": sorted({_get_layer_name(name) for name in tensors}), "task_type": None,
     }  # fmt: skip
     safe_files.write_file(path / CONFIG, json.dumps(dict(sorted(config.items())), indent=2) + "\n", safe_files.READABLE)
-    plan = lay_out_file(
+    plan = make_file_header(
         {name: (dtype_to_code(array.dtype), array.shape) for name, array in tensors.items()}, {"format": "pt"}
     )
     order = sorted(plan.tensors, key=lambda name: plan.tensors[name].start)

@@ -335,7 +335,7 @@ class ShardedMoE(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_valid_input(self, x, self.d_model, self.balance)
-        xp, own = env.xp, self._take_rows_to_route(env, as_rows(x))
+        xp, own = env.xp, self._select_rows_of_rank(env, as_rows(x))
         chosen = route_rows(xp, own, p["router"], self.active)
         routing = self._all_gather_routing(env, chosen.experts)
         arrived = self._all_to_all_to_experts(env, routing, own[routing.order // self.active], "rows for experts")
@@ -360,7 +360,7 @@ class ShardedMoE(Layer):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         own, chosen, routing, arrived, held = saved
-        xp, drows = env.xp, self._take_rows_to_route(env, as_rows(dy))
+        xp, drows = env.xp, self._select_rows_of_rank(env, as_rows(dy))
         dz = self._all_to_all_to_experts(env, routing, drows[routing.order // self.active], "gradients for experts")
         darrived, found, kept = apply_experts_backward(xp, p, held, dz)
         there = xp.zeros((arrived.shape[0],), dtype=darrived.dtype)
@@ -380,7 +380,7 @@ class ShardedMoE(Layer):
         add_matmul_gradient(env.xp, g, "router", dlogits.T, own)
         add_expert_gradients(env.xp, g, arrived, each)
 
-    def _take_rows_to_route(self, env: LayerContext, rows: Array) -> Array:
+    def _select_rows_of_rank(self, env: LayerContext, rows: Array) -> Array:
         """Return the rows that this rank routes: all rows of a sharded input, otherwise its share of the full input."""
         return rows if self.sequence else collectives.take_shard(env.xp, env.mesh.tensor, rows, 0)
 
@@ -388,7 +388,7 @@ class ShardedMoE(Layer):
         """All-gather the rows of all ranks, and return them in the shape of the layer's input. Collective unless
         `sequence`.
 
-        This inverts `_take_rows_to_route`."""
+        This inverts `_select_rows_of_rank`."""
         if not self.sequence:
             own = collectives.all_gather_replicated(
                 env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=make_call_label(env, what)

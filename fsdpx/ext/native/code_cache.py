@@ -28,7 +28,7 @@ from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.processor import read_cpuinfo_field
 
 __all__ = [
-    "ARRAY", "FLAGS", "NUMBER", "MachineCode", "can_keep_code", "has_expected_object_layout", "hash_files",
+    "ARRAY", "FLAGS", "NUMBER", "MachineCode", "can_store_machine_code", "has_expected_object_layout", "hash_files",
     "hash_function_sources", "holding_compilation_lock", "load_code", "read_with_digest", "store_and_load_code",
     "write_with_digest",
 ]  # fmt: skip
@@ -69,7 +69,7 @@ class PyMethodDef(ctypes.Structure):
 
 
 @functools.cache
-def can_keep_code() -> bool:
+def can_store_machine_code() -> bool:
     """Return whether machine code can be stored on disk: only on x86-64 Linux, with a standard build of CPython (with
     the GIL)."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -214,7 +214,7 @@ def _load_libraries() -> tuple[ctypes.CDLL, ...]:
 
 def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str, ...]) -> Path:
     code = function.__qualname__, format_fastmath_for_file_name(fastmath), kinds, hash_function_sources(function)
-    key = repr((*code, _hash_entry_generators(), _describe_machine(), DIGEST_BYTES))
+    key = repr((*code, _hash_entry_generators(), _describe_code_dependencies(), DIGEST_BYTES))
     name = f"{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read_environment().cache / "code" / name
 
@@ -245,7 +245,7 @@ def _find_package_folder(library: str) -> Path:
 
 
 @functools.cache
-def _describe_machine() -> tuple[str, ...]:
+def _describe_code_dependencies() -> tuple[str, ...]:
     """Return what machine code depends on in addition to its sources: the processor, and the versions of the compiler
     and the libraries."""
     versions = []

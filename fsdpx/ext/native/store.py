@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdpx.core.array.jit import CompiledFunction
-from fsdpx.ext.native.code_cache import can_keep_code, holding_compilation_lock, load_code, store_and_load_code
+from fsdpx.ext.native.code_cache import can_store_machine_code, holding_compilation_lock, load_code, store_and_load_code
 
 __all__ = ["STORE"]
 
@@ -15,7 +15,7 @@ class DiskCodeStore:
     """Store of the machine code of functions on disk, an implementation of `fsdpx.core.array.jit.CodeStore`."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        if not can_keep_code():
+        if not can_store_machine_code():
             return None
         known = load_code(function.function, function.fastmath, kinds)
         return known or self._load_or_build_code(function, kinds)

@@ -346,13 +346,13 @@ def read_traces(folder: Path) -> list[RankTrace]:
         numbers = ", ".join(str(n) for n in range(min(ranks, len(there) + MAX_NAMED_FILES)) if n not in there)
         raise ConfigError(f"{folder}: of {found[0].header.ranks} ranks the files of {numbers} are missing")
     try:
-        delays = _find_delays(found)
+        delays = _find_clock_delays(found)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: its content is not what fsdpx writes: {error!r}") from error
     return [replace(one, delay=delay) for one, delay in zip(found, delays, strict=True)]
 
 
-def _find_delays(ranks: Sequence[RankTrace]) -> list[float]:
+def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
     """Return the least number of seconds by which each rank's times must be moved later so that no message arrives
     before it is sent.
 

@@ -186,9 +186,9 @@ def _format_pairs(rows: Sequence[tuple[str, Any]]) -> str:
 def _iterate_figures(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[Any]:
     if rows := folder.read_metrics():
         yield plots.draw_training_curves(rows)
-    if any(_list_measured_events(traces)):
+    if any(_list_representative_step_events(traces)):
         names = [name for n in range(len(traces)) for name in (f"rank {n}\nmeasured", "simulated")]
-        measured = [replace(event, rank=2 * event.rank) for event in _list_measured_events(traces)]
+        measured = [replace(event, rank=2 * event.rank) for event in _list_representative_step_events(traces)]
         simulated = [replace(event, rank=2 * event.rank + 1) for event in _list_simulated_events(traces)]
         title = "one step: measured, and simulated with messages that take no time"
         alive = [[(1e3 * at, nbytes) for at, nbytes in one.header.alive] for one in traces]
@@ -204,7 +204,10 @@ def _embed_image(figure: Any) -> str:
 
 def _format_step_times(traces: Sequence[RankTrace]) -> str:
     rows = [("", "ms", "idle")]
-    for what, events in (("measured", _list_measured_events(traces)), ("simulated", _list_simulated_events(traces))):
+    for what, events in (
+        ("measured", _list_representative_step_events(traces)),
+        ("simulated", _list_simulated_events(traces)),
+    ):
         computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
         if computing:
             span = max(event.end for event in computing) - min(event.start for event in computing)
@@ -215,7 +218,7 @@ def _format_step_times(traces: Sequence[RankTrace]) -> str:
     return f"{format_table(rows)}\n\n{alive}"
 
 
-def _list_measured_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
+def _list_representative_step_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
     """Return the actions of all ranks in the representative step, in milliseconds since the first action on rank 0's
     clock."""
     found = []

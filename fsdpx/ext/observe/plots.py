@@ -87,7 +87,7 @@ class StepLanes:
         return max((max(_stack_memory(held)[1][-1][1]) for held in self.held if held), default=0.0)
 
     @property
-    def shown_bytes(self) -> float:
+    def memory_scale_bytes(self) -> float:
         """Number of bytes at the top of the memory scale: the larger of peak and limit, or just the peak if the limit
         is far above it."""
         return (
@@ -134,7 +134,7 @@ def explain_missing_matplotlib() -> str:
     return ""
 
 
-def require_drawable(option: str, path: str | Path) -> None:
+def require_writable_picture(option: str, path: str | Path) -> None:
     """Raise ConfigError if no picture can be written to `path`, so that a long job fails before its work rather than
     after it.
 
@@ -200,7 +200,7 @@ def make_figure(panels: Sequence[StepLanes], theme: str = "light") -> Any:
     legend = LEGEND * (1 + (len(_list_color_names(panels)) > 7) + any(held for panel in panels for held in panel.held))
     found = _make_blank_figure(WIDTH, whole := legend + sum(heights) + FOOT)
     found.set_facecolor(get_color("page", theme))
-    last, most = max(panel.end_time for panel in panels), max(panel.shown_bytes for panel in panels)
+    last, most = max(panel.end_time for panel in panels), max(panel.memory_scale_bytes for panel in panels)
     at = whole - legend
     for panel, height in zip(panels, heights, strict=True):
         at -= height
@@ -344,7 +344,7 @@ class _PanelDrawing:
             )
         own = [event for event in panel.events if event.rank == row]
         computed = [event for event in own if _is_compute(event)]
-        for event in _merge_events(computed) if panel.numbered == "mb" and not self.shade else computed:
+        for event in _merge_adjacent_events(computed) if panel.numbered == "mb" and not self.shade else computed:
             self.draw_box(event, top, LANE, 8.5)
         for event in filter(_is_transfer, own):
             self.draw_box(
@@ -405,10 +405,10 @@ class _PanelDrawing:
         self.axes.plot([times[peak], self.last], [y, y], linestyle=(0, (2, 2)), **line)
         self.axes.plot([0, self.panel.end_time], [bottom, bottom], **line)
         self.draw_text(self.last, y, _format_bytes(below[peak]), x=0.06, fontsize=9.5)
-        self.draw_limit(bottom, scale, y)
+        self.draw_memory_limit(bottom, scale, y)
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
-    def draw_limit(self, bottom: float, scale: float, peak: float) -> None:
+    def draw_memory_limit(self, bottom: float, scale: float, peak: float) -> None:
         """Draw a line at the available memory. If that is far above the scale, write it as text instead, below the
         label of the peak, which is at height `peak`."""
         limit = self.panel.limit
@@ -436,7 +436,7 @@ class _PanelDrawing:
         return None
 
 
-def _merge_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
+def _merge_adjacent_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
     """Return the events, with adjacent events of the same verb and microbatch merged into one."""
     found = list[ActionEvent]()
     for event in sorted(events, key=lambda event: event.start):

@@ -204,12 +204,16 @@ class _SlotTensors:
                     yield from self._iterate_blocks_of_parameter(f.source, f.source, 0, value[f.name].reshape(-1))
         elif slot.kind == "grad":
             if (flat := value.get_microbatch_buffer(action.mb or 0)) is not None:
-                yield from self._iterate_fields(slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size))
+                yield from self._iterate_parameters_in_span(
+                    slot, flat, ElementRange(0, place.layout.pages[slot.at or 0].size)
+                )
         elif slot.kind == "slots":
             for name, flat in value.items() if isinstance(value, dict) else ():
-                yield from self._iterate_fields(slot, flat, place.pages[slot.at or 0].own_range, f" ({name})")
+                yield from self._iterate_parameters_in_span(
+                    slot, flat, place.pages[slot.at or 0].own_range, f" ({name})"
+                )
         else:
-            yield from self._iterate_fields(slot, value, place.pages[slot.at or 0].own_range)
+            yield from self._iterate_parameters_in_span(slot, value, place.pages[slot.at or 0].own_range)
 
     def _iterate_numbers(self, value: Any) -> Iterator[Part]:
         if isinstance(value, LossMean):
@@ -229,12 +233,12 @@ class _SlotTensors:
         name = self.names.get(slot.at or 0, f"value {slot.at}")
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
-    def _iterate_fields(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
+    def _iterate_parameters_in_span(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
         """Yield each parameter in a flat array that holds the elements `span` of a page (flat parameter buffer). For
         arrays of other values, such as partial sums, yield nothing."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
-            for f, start, part in page.iterate_fields(flat, span):
+            for f, start, part in page.iterate_fields_in_range(flat, span):
                 yield from self._iterate_blocks_of_parameter(f.source, f.source + more, start, part)
 
     def _iterate_blocks_of_parameter(self, source: str, tensor: str, start: int, part: Any) -> Iterator[Part]:

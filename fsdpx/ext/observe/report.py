@@ -26,7 +26,7 @@ from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.ext.observe.recording import LayerTime, find_timeline_recorder
 from fsdpx.ext.observe.routing import ExpertLoad, collect_expert_load, format_expert_load, sum_expert_load
 
-__all__ = ["Report", "ReportSummary", "format_transfer", "gather_summary", "get_traffic_sizes", "make_report"]
+__all__ = ["Report", "ReportSummary", "format_transfer_name", "gather_summary", "get_traffic_sizes", "make_report"]
 
 NO_TIMINGS = VerbTimings()
 COLUMN_MEANINGS = """\
@@ -145,7 +145,9 @@ class ReportSummary:
             counts = [report.traffic.get(key) for report in self.reports]
             moved = [0 if one is None else one.bytes for one in counts]
             calls = sum(0 if one is None else one.calls for one in counts)
-            rows.append((format_transfer(*key), f"{calls:,}", *map(format_bytes, (sum(moved), min(moved), max(moved)))))
+            rows.append(
+                (format_transfer_name(*key), f"{calls:,}", *map(format_bytes, (sum(moved), min(moved), max(moved))))
+            )
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
     def _format_layers(self) -> Iterator[str]:
@@ -252,10 +254,10 @@ class TrafficReport:
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{format_count(one.calls, 'call')}, {format_bytes(one.bytes)}" if one else ""
-            rows.append((format_transfer(axis, call), f"{count.calls:,}", format_bytes(count.bytes), expected))
+            rows.append((format_transfer_name(axis, call), f"{count.calls:,}", format_bytes(count.bytes), expected))
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
-    def _format_reduces(self) -> Iterator[str]:
+    def _format_compressed_reduces(self) -> Iterator[str]:
         """Yield a table of the compressed reductions that send the most bytes, with totals. Yield nothing if none is
         compressed."""
         if not self.reduces:
@@ -328,7 +330,7 @@ class Report(TrafficReport):
         layers = format_slowest_layers({path: {self.rank: one} for path, one in self.layers.items()})
         parts = (
             self._format_traffic(),
-            *self._format_reduces(),
+            *self._format_compressed_reduces(),
             *self.routing_text,
             self.memory_text,
             self._format_timings(),
@@ -392,7 +394,7 @@ def format_slowest_layers(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iter
     yield f"{format_table(rows)}\n{format_count(len(layers), 'layer')}; share: of the time of all of them"
 
 
-def format_transfer(axis: str, call: str) -> str:
+def format_transfer_name(axis: str, call: str) -> str:
     """Return a readable name of a transfer, such as "all-gather over shard" or "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
@@ -416,7 +418,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         routing=collect_expert_load(place.axes.counters.tallies),
         per="step" if (every := sum(times for _, times in programs)) == 1 else f"round of {every} steps",
         memory=state.count_bytes_by_kind(),
-        disk=state.ledger.count_bytes_in_slow_level(),
+        disk=state.ledger.count_offloaded_bytes_by_kind(),
         peak_rss=get_peak_rss(),
         times=clock.get_timings(),
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
@@ -429,13 +431,13 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
             **({"activations": (None, traced.activations.peak_bytes)} if traced else {}),
         },
         planned=place.options.planned,
-        gathers_whole_model=not place.keeps_full_parameters and _is_one_unit(place),
+        gathers_whole_model=not place.keeps_full_parameters and _is_whole_model_one_unit(place),
         shared_parameters=(sum(row.nbytes for row in shared), shared[0].sharers if shared else 1),
         read_footprint=make_footprint_reader(state) if place.device.holds_data else None,
     )
 
 
-def _is_one_unit(place: Placement) -> bool:
+def _is_whole_model_one_unit(place: Placement) -> bool:
     """Return whether sharding saves little memory because all layers with parameters form a single unit, which is
     gathered as a whole."""
     layers = {field.source.rpartition(".")[0] for page in place.layout.pages for field in page.fields}
@@ -498,8 +500,8 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
         grad_itemsize=itemsize,
         tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
-        ties={p: tuple(_iterate_tie_transfers(place, tie)) for p, tie in engine.state.ties.items()},
-        amounts={"edge": _count_edge_bytes(engine), **engine.state.storage.get_bytes_per_transfer_by_record()},
+        ties={p: tuple(_iterate_tied_gradient_transfers(place, tie)) for p, tie in engine.state.ties.items()},
+        amounts={"edge": _count_stage_message_bytes(engine), **engine.state.storage.get_bytes_per_transfer_by_record()},
         carried={
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
@@ -517,7 +519,7 @@ def _list_outer_transfers(place: Placement, page: int) -> Transfers:
     return place.get_codec_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
 
 
-def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
+def _iterate_tied_gradient_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[str, str, int]]:
     """Yield (axis, collective, elements) of each transfer that sums the gradients of tied parameters."""
     here = [p for p in tie.pages if p in place.pages]
     n = place.pages[here[0]].own_range.size
@@ -529,7 +531,7 @@ def _iterate_tie_transfers(place: Placement, tie: TieGroup) -> Iterator[tuple[st
         yield "peers", "all_gather", n * (len(tie.pages) - len(here))
 
 
-def _count_edge_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
+def _count_stage_message_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
     """Return the bytes of each message between pipeline stages, as (edge, microbatch) -> bytes, given the shapes of
     the last batch."""
     found: dict[tuple[int, int | None], int] = {}

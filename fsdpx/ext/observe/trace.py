@@ -76,7 +76,7 @@ class TraceWriter(Observer):
             clock,
             memory=memory,
         )
-        shown = self._agree_on_shown_step(records)
+        shown = self._agree_on_representative_step(records)
         if shown is not None:
             line = [(one.action, one.ready, one.end) for one in shown.actions]
             everyone = axes.pipe.all_gather_data((line, shown.program))
@@ -89,7 +89,7 @@ class TraceWriter(Observer):
             header.alive = [(one.end - zero, one.alive) for one in shown.actions]
         return header
 
-    def _agree_on_shown_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
+    def _agree_on_representative_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
         """Return the representative step, whose timeline is shown in reports: the step of median duration. Collective.
 
         Only steps that all ranks recorded completely are considered. Returns None if there is none, or if ranks train

@@ -412,7 +412,7 @@ class DiskStorage(StateStorage):
         unlock.atexit = False
         self.file = DiskFile(folder, self.nbytes, direct)
 
-    def fill_slots(self, state: Any) -> None:
+    def fill_slots_with_placeholders(self, state: Any) -> None:
         """Mark all offloaded parameters, gradients and optimizer state as stored on disk and no longer in memory."""
         for slot, stand in self._stands.items():
             if slot.kind not in SPILLED and slot.at in state.placement.pages:

@@ -76,7 +76,7 @@ class _RecordCache:
             actions, slots, [[*w, *self._select_record_slots(s.gives)] for w, s in zip(wanted, slots, strict=True)]
         )
         first, self.last = (
-            _find_last_compute_before_need(actions, needs),
+            _find_fetch_start_index(actions, needs),
             {slot: i for i, some in enumerate(wanted) for slot in some},
         )
         for i, action in enumerate(actions):
@@ -141,7 +141,7 @@ def _list_slots_needed_in_memory(
     return found
 
 
-def _find_last_compute_before_need(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
+def _find_fetch_start_index(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
     """Return the index of the last compute action before the first action that needs a record.
 
     Fetching begins there, so that it overlaps with computation."""

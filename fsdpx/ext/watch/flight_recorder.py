@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the launcher reads records, and need not import the engine
     from fsdpx.core.state.train_state import TrainState
 
 __all__ = [
-    "MAX_ACTIONS", "FlightAction", "FlightRecord", "FlightRecorder", "encode_label", "format_records",
+    "MAX_ACTIONS", "FlightAction", "FlightRecord", "FlightRecorder", "encode_truncated_utf8", "format_records",
     "read_all_records", "read_record",
 ]  # fmt: skip
 
@@ -49,7 +49,7 @@ _SIZE = _START + MAX_ACTIONS * _RECORD.size
 
 
 @lru_cache(maxsize=4096)
-def encode_label(text: str, width: int = 112) -> bytes:
+def encode_truncated_utf8(text: str, width: int = 112) -> bytes:
     """Encode `text` as UTF-8, truncated to `width` bytes."""
     return _encode_truncated(text, width)
 
@@ -85,12 +85,12 @@ class FlightRecorder(Observer):
         self._at, self.serial, self.ended, self.thread, self.calls = _START, 0, 0, 0, 0
         self._before = b""
         clock = time.time() - time.perf_counter()
-        _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_label(host, 64))
+        _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_truncated_utf8(host, 64))
 
     def on_collective_call(self, call: str) -> None:
         """Record that the collective call named `call` begins."""
         self.calls += 1
-        kept, before = encode_label(call, 56), self._before
+        kept, before = encode_truncated_utf8(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
         self._before = kept
 
@@ -101,17 +101,17 @@ class FlightRecorder(Observer):
     def on_program_begin(self, program: Program, state: TrainState) -> None:
         """Record which program (the list of actions of a step) begins, and at which step."""
         self.thread = threading.get_ident()
-        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_label(program.kind, 24))
+        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_truncated_utf8(program.kind, 24))
 
     def on_action_begin(self, action: str, now: float) -> None:
         """Record that an action begins at time `now`, in seconds of `time.perf_counter`."""
         self.serial = number = self.serial + 1
         self._at = at = _START + number % MAX_ACTIONS * 256
-        _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_label(action), b"")
+        _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_truncated_utf8(action), b"")
 
     def on_wait(self, what: str) -> None:
         """Record what the current action is waiting for."""
-        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, encode_label(what))
+        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, encode_truncated_utf8(what))
 
     def on_action_end(
         self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]

@@ -163,7 +163,7 @@ class Watchdog:
             # gives ranks that wait for this one the time to read its record, as MPI_Finalize may not wait for them
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
-            safe_files.remove_own_folder(self.folder)
+            safe_files.remove_user_owned_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
         """Remove the flight records of dead ranks, and the folder if it is then empty. Do nothing under `fsdpx run`,
@@ -267,7 +267,7 @@ class Watchdog:
             self._end_job_or_kill_ended_rank(gone, what)
         elif calls:
             self._end_job_for_different_calls(calls)
-        elif not self._kill_absent_ranks(flights):
+        elif not self._kill_stopped_or_busy_ranks(flights):
             self._report_and_end_job(flights)
 
     def _is_watchdog_silent(self, flight: FlightRecord) -> bool:
@@ -321,7 +321,7 @@ class Watchdog:
             f"same calls, in the same order: the job ends with status {HUNG_STATUS}\n",
         )
 
-    def _kill_absent_ranks(self, flights: dict[int, FlightRecord]) -> bool:
+    def _kill_stopped_or_busy_ranks(self, flights: dict[int, FlightRecord]) -> bool:
         """In elastic training, kill ranks on this host for which other ranks are waiting and that are stopped or busy
         elsewhere.
 
@@ -390,7 +390,7 @@ def _rename_and_remove_folder(folder: Path) -> None:
     with suppress(OSError):
         folder.rename(gone)
     for _ in range(10):
-        safe_files.remove_own_folder(gone)
+        safe_files.remove_user_owned_folder(gone)
         if not gone.exists():
             return
         time.sleep(0.02)

@@ -45,7 +45,7 @@ def generate(
     Collective.
 
     `sampling` are the arguments of `Sampling`, in order."""
-    with host.sharing_errors("generate"):
+    with host.raising_errors_on_all_ranks("generate"):
         chosen = Sampling(*sampling)
     prompts, session = [prompt] if is_single_prompt(prompt) else prompt, host.session
     with host.using_weights("parameters"), session.hiding_accumulated_gradients():

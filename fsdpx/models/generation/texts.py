@@ -95,17 +95,17 @@ class Sampling:
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
         count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)
-        order = _find_largest(weights, count)
+        order = _find_top_k_tokens(weights, count)
         if self.top_p is not None:
             most = self.top_p * (weights.sum() if self.top_k is None else weights[order].sum())
             while (sums := np.cumsum(weights[order]))[-1] < most and self.top_k is None and count < weights.size:
                 count = min(count * DEFAULT_CANDIDATES, weights.size)
-                order = _find_largest(weights, count)
+                order = _find_top_k_tokens(weights, count)
             order = order[: int(np.searchsorted(sums, most)) + 1]
         return np.sort(order)
 
 
-def _find_largest(weights: np.ndarray, count: int) -> np.ndarray:
+def _find_top_k_tokens(weights: np.ndarray, count: int) -> np.ndarray:
     """Return the tokens with the `count` largest weights, in descending order of weight. Of equal weights, the smaller
     token comes first. Only these tokens are sorted, to save time."""
     if count < weights.size:

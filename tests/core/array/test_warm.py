@@ -128,7 +128,7 @@ assert len(results) == 1 and "set NUMBA_CACHE_DIR to a folder that can be writte
 
 def test_a_second_process_needs_no_compiler():
     """A third of the time before a first step, and a hundred megabytes."""
-    if not pytest.importorskip("fsdpx.ext.native.code_cache").can_keep_code():
+    if not pytest.importorskip("fsdpx.ext.native.code_cache").can_store_machine_code():
         pytest.skip("machine code is not kept here")
     code = """
 import sys
@@ -147,8 +147,8 @@ def test_kernels_are_warmed_whose_files_nobody_has_imported():
     """A loss is warmed before its layer computes anything."""
     code = (
         "import sys, numpy as np\n"
-        "from fsdpx.core.engine.warmup import list_kernel_calls\n"
+        "from fsdpx.core.engine.warmup import list_kernel_warm_up_calls\n"
         "assert not any(name.startswith('fsdpx.core.array.kernels.loss') for name in sys.modules)\n"
-        "assert len(list_kernel_calls(['cross_entropy', 'layer_norm'], np.float32)) == 2"
+        "assert len(list_kernel_warm_up_calls(['cross_entropy', 'layer_norm'], np.float32)) == 2"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -165,7 +165,7 @@ def test_a_private_folder_that_another_user_made_is_refused(tmp_path: Path) -> N
     os.chown(tmp_path / "run", OTHER, OTHER)
     with pytest.raises(Untrusted, match=r"run belongs to user 65534, not to this one \(0\)"):
         safe_files.make_folder(tmp_path / "run")
-    safe_files.remove_own_folder(tmp_path / "run")
+    safe_files.remove_user_owned_folder(tmp_path / "run")
     assert (tmp_path / "run").exists()
 
 
@@ -206,9 +206,9 @@ def test_links_are_not_followed_when_folders_are_removed(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     (tmp_path / "gone").mkdir()
     (tmp_path / "gone" / "inner").symlink_to(tmp_path / "kept")
-    safe_files.remove_own_folder(tmp_path / "link")
-    safe_files.remove_own_folder(tmp_path / "gone")
-    safe_files.remove_own_folder(tmp_path / "kept" / "file")
+    safe_files.remove_user_owned_folder(tmp_path / "link")
+    safe_files.remove_user_owned_folder(tmp_path / "gone")
+    safe_files.remove_user_owned_folder(tmp_path / "kept" / "file")
     assert (tmp_path / "kept" / "file").exists()
     assert (tmp_path / "link").is_symlink()
     assert not (tmp_path / "gone").exists()

@@ -26,9 +26,9 @@ from fsdpx.core.checkpoint.format import (
     PartialCrc,
     cast_array,
     code_to_dtype,
-    combine_crc,
+    compute_crc_from_xor,
     dtype_to_code,
-    lay_out_file,
+    make_file_header,
     parse_header,
 )
 from fsdpx.core.checkpoint.write import Manifest
@@ -48,7 +48,7 @@ def test_a_header_is_that_of_the_library(tensors: dict[str, Any], named: bool) -
     arrays = {name: np.zeros(shape, dtype) for name, (dtype, shape) in tensors.items() if name != "__metadata__"}
     metadata = {"format": "pt"} if named else None
     data = safetensors.numpy.save(arrays, metadata)
-    made = lay_out_file({name: (dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata)
+    made = make_file_header({name: (dtype_to_code(a.dtype), a.shape) for name, a in arrays.items()}, metadata)
     assert made.header == data[: len(made.header)]
     assert made.size == len(data)
     assert parse_header(lambda n: data[:n], len(data), "file").tensors == made.tensors
@@ -115,7 +115,7 @@ def test_sums_of_parts_are_the_crc_of_the_whole(data: bytes, cuts: list[int], ra
     total = 0
     for one in sums:
         total ^= one.get_crc_share(len(data))
-    assert combine_crc(total, len(data)) == zlib.crc32(data)
+    assert compute_crc_from_xor(total, len(data)) == zlib.crc32(data)
 
 
 @given(st.floats(allow_nan=False, width=64), st.integers(0, 255), st.integers(-60, -8))

@@ -73,7 +73,7 @@ class OnNode(CommunicatorContract):
         together(self.world, self.adapt(self.world), body)
 
     def adapt(self, world) -> Communicator:
-        return InWindows(world, self.room, self.shared if self.common and world.can_share else None)
+        return InWindows(world, self.room, self.shared if self.common and world.is_sharing_useful else None)
 
 
 class TestPlainArrays(OnNode):
@@ -105,7 +105,7 @@ def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
     size = cluster.size
     assert (cluster.lanes is not None) == (size % 2 == 0 and size > 2)
     assert cluster.is_single_host == (size == 2)
-    assert cluster.can_share == (size % 2 == 0)
+    assert cluster.is_sharing_useful == (size % 2 == 0)
 
 
 @pytest.mark.parametrize("common", [False, True])
@@ -116,7 +116,7 @@ def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, c
     room, shared = world.allocate_shared(ROOM), world.allocate_node_buffer(ROOM)
 
     def body(comm):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         n, rng = 60, np.random.default_rng(comm.rank)
         bufs = [room[i * 512 : i * 512 + 8 * n].view(np.float64) for i in range(200)]
@@ -186,7 +186,7 @@ def test_sums_are_in_rank_order(world):
         buf = room[:280_000].view(np.float32)
         buf[:] = ours[comm.rank]
         comm.all_reduce(buf).wait()
-        if comm.can_share:
+        if comm.is_sharing_useful:
             assert buf.tobytes() == want.tobytes()
 
     together(world, world, body)
@@ -243,7 +243,7 @@ def test_who_does_not_come_is_named():
             with pytest.raises(CommTimeout, match=r"all_reduce of page 'w' on rank 0 .* ranks \[1\b.*window"):
                 comm.all_reduce(buf, what="page 'w'").wait()
 
-    if comm.can_share:
+    if comm.is_sharing_useful:
         body(comm)
     everyone.barrier().wait()
     everyone.close()

@@ -59,7 +59,7 @@ def _total(terms, op=ReduceOp.SUM, wire=None):
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_repeated_sums_have_the_bits_of_sums_in_rank_order(world, room, dtype, op):
     def body(comm):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         for n in (1, 7, 1000, 4099):
             buf = room[64 : 64 + n * np.dtype(dtype).itemsize].view(dtype)
@@ -83,7 +83,7 @@ def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room)
     wire = np.dtype("bfloat16")
 
     def body(comm):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         buf = room[64 : 64 + 4 * 4099].view(np.float32)
         piece = np.empty(split_evenly(4099, comm.size)[comm.rank], np.float32)
@@ -107,7 +107,7 @@ def test_streamed_results_are_the_same(world, room, monkeypatch):
     monkeypatch.setattr(persistent, "MIN_STREAMED_BYTES", 0)
 
     def body(comm):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         buf, cut = room[: 4 * 70_001].view(np.float32), split_evenly(70_001, comm.size)
         terms = _terms(comm, 70_001, np.float32)
@@ -126,7 +126,7 @@ def test_ranks_with_plans_meet_ranks_without(world, room, common):
         group.compiles = False
 
     def body(comm):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         buf, full = room[:40_000].view(np.float32), common[: 8 * comm.size].view(np.int64)
         own, piece = np.empty(1, np.int64), np.empty(split_evenly(10_000, comm.size)[comm.rank], np.float32)
@@ -150,7 +150,7 @@ def test_arrays_that_move_are_found_again(world, room):
     """Every rank uses its buffers in an order of its own; views are made anew and take the numbers of old ones."""
 
     def body(comm):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         fixed = [room[i * 4096 : i * 4096 + 800].view(np.float64) for i in range(3)]
         for i in range(60):
@@ -168,7 +168,7 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
     from fsdpx.core.comm.node.node import NodeCommunicator
 
     def body(comm: NodeCommunicator):
-        if not comm.can_share:
+        if not comm.is_sharing_useful:
             return
         buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
         comm.reduce_scatter(buf, piece).wait()
@@ -200,7 +200,7 @@ def test_who_does_not_come_to_a_planned_call_is_named():
             with pytest.raises(CommTimeout, match=r"barrier of the end on rank 0 .* ranks \[1\b"):
                 comm.barrier(what="the end").wait()
 
-    if comm.can_share:
+    if comm.is_sharing_useful:
         body(comm)
     everyone.barrier().wait()
     everyone.close()

@@ -127,7 +127,7 @@ for function in (atomics.add32, atomics.add64):
 """
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(2)]
     code_cache = pytest.importorskip("fsdpx.ext.native.code_cache")
-    assert runs[1].stdout.split() == (["False", "False"] if code_cache.can_keep_code() else ["True", "True"])
+    assert runs[1].stdout.split() == (["False", "False"] if code_cache.can_store_machine_code() else ["True", "True"])
 
 
 BYTES, TIMES = 256, 40

@@ -49,7 +49,7 @@ def test_what_nobody_trains_has_no_backward(name: str, frozen: tuple[int, ...]) 
                 if action.op in ("B", "I", "W", "C", "R"):
                     assert unit in stage.backward_units, action
                 if action.op in ("I", "W"):
-                    assert stage.has_trainable(unit), action
+                    assert stage.is_unit_trainable(unit), action
                     assert not stage.constant.issuperset(stage.units[unit].inputs), action
                 if action.op in ("REDUCE", "UPDATE"):
                     assert unit not in frozen

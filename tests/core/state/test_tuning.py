@@ -221,7 +221,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
 
 
 def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(tmp_path, monkeypatch, rates):
-    assert tuning.describe_cache() == f"; the result is kept in {tmp_path / 'cache'}"
+    assert tuning.describe_cache_location() == f"; the result is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
     said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
         assert agree_on_tuning(_single(), True, np).blas in blas.list_available_libraries()
     agree_on_tuning(_single(), True, np)
     assert len(rates[1]) >= 2
-    assert (tuning.describe_cache(), load_blas_measurement()) == ("", None)
+    assert (tuning.describe_cache_location(), load_blas_measurement()) == ("", None)
 
 
 @in_full

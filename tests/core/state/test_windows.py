@@ -17,7 +17,7 @@ from fsdpx import spawn
 from fsdpx.core.comm import Communicator, Mesh
 from fsdpx.core.comm.init import find_node_communicator
 from fsdpx.core.comm.init import open_world as open_world
-from fsdpx.core.state.allocate import choose_shared_memory
+from fsdpx.core.state.allocate import find_shared_memory_allocator
 from fsdpx.errors import ConfigError
 from fsdpx.testing import assert_close
 
@@ -143,7 +143,7 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
     comm = open_world(comm=MPI.COMM_WORLD)
     assert find_node_communicator(comm) is None
-    assert choose_shared_memory(comm, np) is None
+    assert find_shared_memory_allocator(comm, np) is None
     monkeypatch.setenv("FSDPX_NODE", "1")
     other = open_world(comm=MPI.COMM_WORLD)
     assert (find_node_communicator(other) is not None) == (MPI.COMM_WORLD.size > 1)

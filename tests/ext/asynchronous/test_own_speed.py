@@ -244,16 +244,16 @@ def test_a_rank_that_adds_its_gradient_and_then_stops_is_not_missed() -> None:
     def run(comm: Communicator) -> Bits:
         trainer = make(comm, AsyncSGD(staleness=0))
         policy = trainer.inspect.placement.sync_policy
-        look = policy.memory.read_word
+        look = policy.memory.read_page_counter
 
         def look_and_sleep_until_the_other_stops(rank: int, page: int, index: int) -> int:
             found = look(rank, page, index)
-            while found == 0 and policy.window.read_word(0, 0) < 1 << 62:
+            while found == 0 and policy.window.read_page_counter(0, 0) < 1 << 62:
                 pass
             return found
 
         if comm.rank == 1:
-            policy.memory.read_word = look_and_sleep_until_the_other_stops
+            policy.memory.read_page_counter = look_and_sleep_until_the_other_stops
         return train(trainer, 1)
 
     assert len(set(spawn(run, 2, timeout=30))) == 1

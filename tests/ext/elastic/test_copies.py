@@ -23,8 +23,13 @@ from fsdpx.core.checkpoint.scalars import collect_scalars
 from fsdpx.core.comm import Communicator
 from fsdpx.core.state.ledger import list_saved_tensors
 from fsdpx.errors import RankLost
-from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_buddies, form_copy_groups
-from fsdpx.ext.elastic.reshard import describe_missing_elements, describe_shard, iterate_current_parts, reshard_arrays
+from fsdpx.ext.elastic.copies import StateCopies, StateGeneration, assign_copy_holder_ranks, form_copy_groups
+from fsdpx.ext.elastic.reshard import (
+    describe_missing_elements,
+    describe_shard,
+    iterate_up_to_date_shards,
+    reshard_arrays,
+)
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),
@@ -72,7 +77,7 @@ def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> StateCop
 
 
 def arrive(copies: StateCopies, comm: Communicator) -> None:
-    while not all(comm.all_gather_object(copies.has_generation_arrived())):
+    while not all(comm.all_gather_object(copies.advance_and_test_copies())):
         pass
 
 
@@ -105,11 +110,11 @@ def left_by(name: str, case: str, copies: int = 1) -> Left:
         train(trainer, case, 0, 2)
         kept = copies_of(comm, trainer, copies)
         kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
-        then = copied(iterate_current_parts(trainer.inspect.engine.state))
+        then = copied(iterate_up_to_date_shards(trainer.inspect.engine.state))
         train(trainer, case, 2, 4)
         arrive(kept, comm)
         kept.promote_generation()
-        (found,) = kept.list_generations()
+        (found,) = kept.list_complete_snapshots()
         assert (found.step, found.scalars.steps) == (2, 2)
         return then, found.parts, list_saved_tensors(trainer.inspect.placement)
 
@@ -190,7 +195,7 @@ def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) ->
 @pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
 def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     left, count = left_by(name, "wide"), FROM[name][2]
-    (buddy,) = assign_buddies(["here"] * count, 1)[0]
+    (buddy,) = assign_copy_holder_ranks(["here"] * count, 1)[0]
     survivors = [parts for rank, parts in enumerate(left.parts) if rank not in (0, buddy)]
     known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
     for one in (one for parts in survivors for one in parts):
@@ -208,7 +213,13 @@ def test_replicas_are_the_copies(name: str) -> None:
         train(trainer, "mlp", 0, 1)
         generation(kept, comm, trainer)
         state = trainer.inspect.engine.state
-        return kept.needed, kept.list_generations(), kept.nbytes, allocated(trainer), list(iterate_current_parts(state))
+        return (
+            kept.needed,
+            kept.list_complete_snapshots(),
+            kept.nbytes,
+            allocated(trainer),
+            list(iterate_up_to_date_shards(state)),
+        )
 
     ranks = fsdpx.spawn(body, REPLICATED[name][2], timeout=60)
     assert [one[:4] for one in ranks] == [(False, [], 0, 0)] * len(ranks)
@@ -229,8 +240,8 @@ def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
         for _ in range(4):
             generation(kept, comm, trainer)
             found.append(allocated(trainer))
-        payload = sum(one.array.nbytes for one in iterate_current_parts(trainer.inspect.engine.state))
-        return found, kept.nbytes, payload, len(list(iterate_current_parts(trainer.inspect.engine.state)))
+        payload = sum(one.array.nbytes for one in iterate_up_to_date_shards(trainer.inspect.engine.state))
+        return found, kept.nbytes, payload, len(list(iterate_up_to_date_shards(trainer.inspect.engine.state)))
 
     ranks = fsdpx.spawn(body, FROM[name][2], timeout=60)
     total = sum(payload for _, _, payload, _ in ranks)
@@ -250,7 +261,7 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     kept, then = copies_of(comm, trainer), {}
 
     def demand(*steps: int) -> None:
-        found = kept.list_generations()
+        found = kept.list_complete_snapshots()
         assert [one.step for one in found] == list(steps)
         for one in found:
             assert same(one, then[one.step])
@@ -262,7 +273,7 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     def complete() -> None:
         arrive(kept, comm)
         kept.promote_generation()
-        newest = kept.list_generations()[0]
+        newest = kept.list_complete_snapshots()[0]
         then[newest.step] = copied(newest.parts)
 
     demand()
@@ -276,7 +287,7 @@ def test_a_snapshot_under_way_harms_no_complete_one(comm: Communicator) -> None:
     arrive(kept, comm)
     demand(1)  # 2 has arrived, and not all know
     kept.promote_generation()
-    then[2] = copied(kept.list_generations()[0].parts)
+    then[2] = copied(kept.list_complete_snapshots()[0].parts)
     demand(2, 1)
     step(2)
     demand(2)  # 3 took the place of 1
@@ -303,7 +314,7 @@ def same(found: StateGeneration, then: list[LocalShard]) -> bool:
 def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
     trainer = build(comm, FROM["fsdp 2"], "mlp")
     kept, state = copies_of(comm, trainer), collect_scalars(trainer.inspect.engine.state, None, None)
-    assert kept.has_generation_arrived()
+    assert kept.advance_and_test_copies()
     with pytest.raises(AssertionError, match="promote without take"):
         kept.promote_generation()
     kept.start_copying(state, step=7)
@@ -311,7 +322,7 @@ def test_calls_out_of_order_are_refused(comm: Communicator) -> None:
         kept.start_copying(state)
     arrive(kept, comm)
     kept.promote_generation()
-    assert [one.step for one in kept.list_generations()] == [7]
+    assert [one.step for one in kept.list_complete_snapshots()] == [7]
 
 
 @in_full
@@ -325,7 +336,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         kept = copies_of(comm, trainer)
         train(trainer, "mlp", 0, 2)
         generation(kept, comm, trainer)
-        then = copied(iterate_current_parts(trainer.inspect.engine.state))
+        then = copied(iterate_up_to_date_shards(trainer.inspect.engine.state))
         train(trainer, "mlp", 2, 4)
         comm.barrier().wait()
         if comm.rank == dead:
@@ -337,14 +348,14 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
         kept.abandon_generation()
         left = comm.shrink()
         new = build(left, TO["fsdp 3"], "mlp", seed=99)
-        (found,) = kept.list_generations()
+        (found,) = kept.list_complete_snapshots()
         want = list(iterate_local_shards(new.inspect.engine.state))
         reshard_arrays(left, found.parts, want)
         return then, want
 
     def snapshot(kept: StateCopies, trainer: Trainer, comm: Communicator) -> None:
         kept.start_copying(collect_scalars(trainer.inspect.engine.state, None, None))
-        while not kept.has_generation_arrived():
+        while not kept.advance_and_test_copies():
             pass
         comm.barrier().wait()
 
@@ -393,7 +404,7 @@ def chance(placed: list[tuple[int, ...]], losses: int) -> float:
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int) -> None:
-    placed, ranks = assign_buddies(hosts, copies), range(len(hosts))
+    placed, ranks = assign_copy_holder_ranks(hosts, copies), range(len(hosts))
     wanted = min(copies, len(hosts) - 1)
     for rank in ranks:
         assert len(set(placed[rank])) == wanted
@@ -403,7 +414,7 @@ def test_copies_are_spread_evenly_over_other_ranks(hosts: list[str], copies: int
 
 @given(hosts=HOSTS, copies=st.integers(0, 6))
 def test_groups_are_closed_and_as_small_as_can_be(hosts: list[str], copies: int) -> None:
-    found, placed = form_copy_groups(hosts, copies), assign_buddies(hosts, copies)
+    found, placed = form_copy_groups(hosts, copies), assign_copy_holder_ranks(hosts, copies)
     assert sorted(rank for group in found for rank in group) == list(range(len(hosts)))
     assert all(len(group) == copies + 1 for group in found[:-1])
     assert len(found) == 1 or len(found[-1]) <= 2 * copies + 1
@@ -422,7 +433,7 @@ def test_a_group_has_two_ranks_of_a_host_only_if_there_is_no_other_way(hosts: li
 @given(hosts=st.integers(2, 6), each=st.integers(1, 5), copies=st.integers(1, 4))
 def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
     names = [str(k) for k in range(hosts) for _ in range(each)]
-    placed = assign_buddies(names, copies)
+    placed = assign_copy_holder_ranks(names, copies)
     if len(names) % (copies + 1) == 0 and each <= len(names) // (copies + 1):
         for host in set(names):
             assert outlasts(placed, tuple(rank for rank, name in enumerate(names) if name == host))
@@ -431,12 +442,12 @@ def test_a_host_may_be_lost_whole(hosts: int, each: int, copies: int) -> None:
 @pytest.mark.parametrize(("ranks", "losses"), [(8, 2), (8, 3), (8, 4), (16, 2), (16, 3), (16, 4)])
 def test_pairs_survive_as_the_formula_says(ranks: int, losses: int) -> None:
     formula = comb(ranks // 2, losses) * 2**losses / comb(ranks, losses)
-    assert isclose(chance(assign_buddies(["one"] * ranks, 1), losses), formula)
+    assert isclose(chance(assign_copy_holder_ranks(["one"] * ranks, 1), losses), formula)
 
 
 @pytest.mark.parametrize(("ranks", "copies", "losses"), [(8, 1, 2), (16, 1, 3), (9, 2, 3), (15, 2, 4), (12, 3, 4)])
 def test_groups_survive_more_than_a_ring_of_all(ranks: int, copies: int, losses: int) -> None:
     ring = [tuple((rank + k) % ranks for k in range(1, copies + 1)) for rank in range(ranks)]
-    placed = assign_buddies(["one"] * ranks, copies)
+    placed = assign_copy_holder_ranks(["one"] * ranks, copies)
     assert chance(placed, losses) > chance(ring, losses)
     assert chance(placed, copies) == 1.0

@@ -14,7 +14,7 @@ from fsdpx.core.trainer.option_rules import (
     ChoiceContext,
     ExcludedPair,
     format_exclusion_lists,
-    require_compatible,
+    require_compatible_options,
 )
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, TrainingChoices
 from fsdpx.errors import ConfigError
@@ -48,9 +48,11 @@ def test_an_error_says_why_and_what_to_do(row: ExcludedPair) -> None:
     machinery, distribution = BESIDE[row.other]
     recipe = Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW()), distribution, machinery)
     with pytest.raises(ConfigError) as caught:
-        require_compatible(ELASTIC, ChoiceContext(recipe))
+        require_compatible_options(ELASTIC, ChoiceContext(recipe))
     assert str(caught.value).endswith(f": {row.why}; {row.remedy}")
 
 
 def test_what_goes_together_is_taken() -> None:
-    require_compatible(ELASTIC, ChoiceContext(Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW()))))
+    require_compatible_options(
+        ELASTIC, ChoiceContext(Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW())))
+    )

@@ -340,5 +340,5 @@ def test_windows_need_what_their_outputs_ask_for() -> None:
     parts, outputs = FieldPartition(((0, 5, 5, 9),)), FieldPartition(((0, 3, 3, 5),))
     (reach,) = find_halo_specs(parts, [(2, -1, 3)], outputs, ["circular"])
     assert reach.needs == ((-1, 6), (5, 5), (5, 10))
-    found = [(piece.receiver, piece.sender, piece.length) for piece in reach.list_pieces()]
+    found = [(piece.receiver, piece.sender, piece.length) for piece in reach.list_halo_transfers()]
     assert found == [(0, 0, 5), (0, 2, 2), (2, 0, 1), (2, 2, 4)]

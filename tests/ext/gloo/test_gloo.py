@@ -414,6 +414,6 @@ def test_an_address_that_no_rank_of_this_meeting_has_written_is_refused() -> Non
         one.store.set("1/0", planted)
         with pytest.raises(CommError, match="is not from a rank that knows the FSDPX_SECRET of this job"):
             theirs.get("1/0")
-    one.store.set("1/1", mine._rendezvous.compute_seal("1/0", b"address") + b"address")
+    one.store.set("1/1", mine._rendezvous.compute_authentication_code("1/0", b"address") + b"address")
     with pytest.raises(CommError, match="a stranger has written it"):
         theirs.get("1/1")

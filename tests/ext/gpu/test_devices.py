@@ -19,7 +19,7 @@ from fsdpx.core.comm.backend import start_through_host
 from fsdpx.core.comm.calls import COMPLETED, Call, Handle
 from fsdpx.errors import ConfigError, DataError, DesyncError
 from fsdpx.ext.gpu import cupy_devices, device, visible_devices
-from fsdpx.ext.gpu.cupy_devices import choose_gpu_number, list_gpus
+from fsdpx.ext.gpu.cupy_devices import choose_gpu_number, list_gpu_pci_addresses
 from fsdpx.ext.gpu.visible_devices import RankGpu, find_ranks_sharing_gpus, gather_rank_gpus
 
 X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
@@ -36,8 +36,10 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
 
 def test_the_namespace_of_an_array_asks_no_driver(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     array = cupy.asarray(np.ones(3))
-    monkeypatch.setattr(cupy_devices, "list_gpus", lambda: pytest.fail("each look at an array asked for all GPUs"))
-    monkeypatch.setattr(device, "list_gpus", cupy_devices.list_gpus)
+    monkeypatch.setattr(
+        cupy_devices, "list_gpu_pci_addresses", lambda: pytest.fail("each look at an array asked for all GPUs")
+    )
+    monkeypatch.setattr(device, "list_gpu_pci_addresses", cupy_devices.list_gpu_pci_addresses)
     assert namespace_of(array) is sys.modules["cupy"]
 
 
@@ -60,11 +62,11 @@ def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "cupy", Cupy(error="cudaErrorNoDevice: no CUDA-capable device is detected"))
     words = r"needs a GPU, and CuPy 14\.2\.0 finds none \(cudaErrorNoDevice: .*\): see what nvidia-smi lists, or use "
     with pytest.raises(ConfigError, match=words):
-        list_gpus()
+        list_gpu_pci_addresses()
     monkeypatch.setitem(sys.modules, "cupy", Cupy(gpus=0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ConfigError, match="this process sees none, with CUDA_VISIBLE_DEVICES=: use device='cpu'"):
-        list_gpus()
+        list_gpu_pci_addresses()
 
 
 class Hosts:
@@ -110,7 +112,7 @@ def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.Mon
     said = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
     settings = environment.read_environment(said)
     monkeypatch.setattr(environment, "read_environment", lambda: settings)
-    assert (visible_devices._find_rank_on_host(4), visible_devices._find_rank_on_host(1)) == (None, 1)
+    assert (visible_devices._find_host_local_rank(4), visible_devices._find_host_local_rank(1)) == (None, 1)
 
 
 def train(comm: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:

@@ -16,10 +16,10 @@ from test_space import MODELS, wanted
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.cupy_devices import list_gpus
+from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 
 try:
-    list_gpus()
+    list_gpu_pci_addresses()
     WHY = ""
 except ConfigError as error:
     WHY = str(error)

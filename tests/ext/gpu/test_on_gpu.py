@@ -14,12 +14,12 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array import kernels
 from fsdpx.core.array.random import NumberRange
 from fsdpx.errors import ConfigError
-from fsdpx.ext.gpu.cupy_devices import list_gpus
+from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 from fsdpx.ext.gpu.gemm import run_gemm_into
 from fsdpx.optim.optimizer import FORMULAS_BY_NAME
 
 try:
-    list_gpus()
+    list_gpu_pci_addresses()
     WHY = ""
 except ConfigError as error:
     WHY = str(error)

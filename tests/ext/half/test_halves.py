@@ -324,7 +324,7 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
         out = np.zeros((m, n), np.float32 if wide else BF16)
         flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
         is_supported = bool(x.strides[0] >= 0 or x.flags.c_contiguous)
-        assert products.multiply_small_bfloat16_into(out, x, y, False, bias) == is_supported
+        assert products.try_multiply_small_bfloat16_into(out, x, y, False, bias) == is_supported
         matmul.multiply_half_into(out, x, y, bias=bias)
         want = exact[flip] + bias.astype("f8")
         rounding = 0 if wide else 2.0**-8 * np.abs(want)
@@ -338,8 +338,8 @@ def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, 
 
 def test_what_is_large_is_no_small_product() -> None:
     a, b = normal((1024, 64), 0), normal((64, 64), 1)
-    assert not products.multiply_small_bfloat16_into(np.empty((1024, 64), BF16), a, b, False, None)
-    assert not products.multiply_small_bfloat16_into(
+    assert not products.try_multiply_small_bfloat16_into(np.empty((1024, 64), BF16), a, b, False, None)
+    assert not products.try_multiply_small_bfloat16_into(
         np.empty((4, 4), np.float16), *[np.ones((4, 4), np.float16)] * 2, False, None
     )
 

@@ -19,7 +19,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.ext.native import code_cache
 from fsdpx.ext.native.compile import KernelCache, _DigestedFile
 
-pytestmark = pytest.mark.skipif(not code_cache.can_keep_code(), reason="machine code is not kept here")
+pytestmark = pytest.mark.skipif(not code_cache.can_store_machine_code(), reason="machine code is not kept here")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from fsdpx.core.comm.calls import get_stack_frames
 from fsdpx.ext.watch.flight_recorder import (
     MAX_ACTIONS,
     FlightRecorder,
-    encode_label,
+    encode_truncated_utf8,
     format_records,
     read_all_records,
     read_record,
@@ -64,7 +64,7 @@ def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
 
 
 def test_long_names_are_cut_between_letters() -> None:
-    assert encode_label("ä" * 100, 111).decode() == "ä" * 55
+    assert encode_truncated_utf8("ä" * 100, 111).decode() == "ä" * 55
 
 
 def test_what_is_no_record_is_not_read(tmp_path: Path) -> None:

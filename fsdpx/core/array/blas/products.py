@@ -18,8 +18,13 @@ from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
-    "add_bias_and_round_total_into", "gemm", "linear_backward", "linear_backward_params", "linear_forward",
-    "multiply_small_bfloat16_into", "split_product_over_threads",
+    "add_bias_and_round_total_into",
+    "gemm",
+    "linear_backward",
+    "linear_backward_params",
+    "linear_forward",
+    "split_product_over_threads",
+    "try_multiply_small_bfloat16_into",
 ]  # fmt: skip
 
 Array = np.ndarray
@@ -114,7 +119,7 @@ def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_gra
     return (weight_grad is None or weight_grad[0].dtype is dtype) and (bias_grad is None or bias_grad[0].dtype is dtype)
 
 
-def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
+def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
     """Compute out = a @ b + bias, or out += a @ b with `accumulate`, for small bfloat16 matrices and a bfloat16 or
     float32 output. Return False, without computing, if the arguments are not of this kind."""
     gemm_address = find_small_bfloat16_gemm_address(a, b)
@@ -129,7 +134,7 @@ def multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: boo
         EMPTY_BITS if bias is None else view_as_uint16(bias),
     )
     given = gemm_address, into, view_as_uint16(a), view_as_uint16(b), shift, accumulate, *turned
-    return bool(COMPILED["multiply_small_bfloat16_into"](*given))
+    return bool(COMPILED["try_multiply_small_bfloat16_into"](*given))
 
 
 def find_small_bfloat16_gemm_address(a: Array, b: Array) -> int:
@@ -200,10 +205,10 @@ class CompiledProducts(dict[str, Callable[..., Any]]):
 
 def _compile_small_product(name: str) -> Callable[..., Any]:
     from fsdpx.core.array.jit import specialize
-    from fsdpx.core.array.kernels.compiled.product import multiply_small_bfloat16_into
+    from fsdpx.core.array.kernels.compiled.product import try_multiply_small_bfloat16_into
 
-    results = ("float32", "uint16") if name == "multiply_small_bfloat16_into" else ("float32",)
-    return specialize(multiply_small_bfloat16_into, ARGUMENTS[name], results)
+    results = ("float32", "uint16") if name == "try_multiply_small_bfloat16_into" else ("float32",)
+    return specialize(try_multiply_small_bfloat16_into, ARGUMENTS[name], results)
 
 
 COMPILED = CompiledProducts()
@@ -212,7 +217,7 @@ ARGUMENTS = {
     "linear_forward": "i C2 A2r A2r C1r",
     "linear_backward_params": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
-    "multiply_small_bfloat16_into": "i C2 C2hr C2hr C1hr b b b",
+    "try_multiply_small_bfloat16_into": "i C2 C2hr C2hr C1hr b b b",
 }
 """Types of the arguments of the compiled functions, in the notation of `specialize`."""
 EMPTY_BITS = np.empty(0, np.uint16)

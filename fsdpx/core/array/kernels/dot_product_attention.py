@@ -74,7 +74,7 @@ def attention(
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _iterate_heads(xp, q):
-        seen = _make_sample_mask(earlier, segments, b)
+        seen = _make_segment_mask(earlier, segments, b)
         scores = _compute_scores(xp, q[b, h], k[b, h // group], seen, scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
         scores = xp.exp(scores - top)
@@ -105,7 +105,7 @@ def attention_backward(
     earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _iterate_heads(xp, q):
         head_index, first = (b, h // group), h % group == 0
-        seen = _make_sample_mask(earlier, segments, b)
+        seen = _make_segment_mask(earlier, segments, b)
         p = xp.exp(_compute_scores(xp, q[b, h], k[head_index], seen, scale) - lse[b, h][:, None])
         head = partial(
             _attention_backward_of_head, xp, p, q[b, h], k[head_index], v[head_index], o[b, h], do[b, h], scale
@@ -181,7 +181,7 @@ def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
     return seen & (time[None, :] > time[:, None] - window) if window else seen
 
 
-def _make_sample_mask(earlier: Any, segments: Any, b: int) -> Any:
+def _make_segment_mask(earlier: Any, segments: Any, b: int) -> Any:
     """Return the attention mask of sample b: the mask `earlier`, restricted to positions of the same segment. Return
     None if all positions are visible."""
     if segments is None:

@@ -40,10 +40,10 @@ class ShapeDevice(Device):
         record_traffic(*arrays)
         return True
 
-    def run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+    def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
         return True
 
-    def update_shard(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
+    def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
         record_traffic(
             p, g, *slots.values(), p, *slots.values(), kernel="update"
         )  # an update reads all arrays and writes all except the gradient

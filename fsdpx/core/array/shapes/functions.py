@@ -88,14 +88,14 @@ def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
     if axis is not None:
         axis = axis % x.ndim
         dims = (*x.shape[:axis], *dims, *x.shape[axis + 1 :])
-    return _pick_elements(dims, x, indices)
+    return _make_selection_result(dims, x, indices)
 
 
 def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
-    return _pick_elements(_get_broadcast_shape_along(x, indices, axis), x, indices)
+    return _make_selection_result(_get_broadcast_shape_along(x, indices, axis), x, indices)
 
 
-def _pick_elements(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
+def _make_selection_result(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
     """Return an array of shape `dims` for elements selected from x, and count a copy that reads as many elements as it
     writes."""
     result = ShapeArray(dims, x.dtype)
@@ -187,7 +187,7 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
     A summation of two operands is counted as a matrix product. A summation of more operands is counted as one loop
     over all indices, which is how NumPy computes it.
     """
-    terms, result = _parse_terms(subscripts, operands)
+    terms, result = _parse_einsum_subscripts(subscripts, operands)
     sizes = dict[str, int]()
     for term, operand in zip(terms, operands, strict=True):
         if len(term) != operand.ndim:
@@ -216,7 +216,7 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
     return contracted
 
 
-def _parse_terms(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
+def _parse_einsum_subscripts(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
     """Parse the subscripts of `einsum`: return the letters of each operand and of the result, with new letters for the
     dims that `...` stands for."""
     if not isinstance(subscripts, str):

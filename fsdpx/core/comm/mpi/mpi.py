@@ -40,7 +40,7 @@ from fsdpx.core.comm.message_backend import (
 )
 from fsdpx.core.comm.node.shared_windows import MappedWindow
 from fsdpx.core.comm.p2p_collectives import Pairs
-from fsdpx.core.comm.reduction import is_half, is_summed_in_rank_order
+from fsdpx.core.comm.reduction import is_half, is_reduced_in_rank_order
 from fsdpx.core.comm.windows import Window
 from fsdpx.errors import CommError, CommTimeout, ConfigError, RankLost
 
@@ -290,7 +290,7 @@ class MpiCommunicator(MessageBackend):
         """Start a call with the MPI library. If the library lacks the operation, or if values must be combined in rank
         order, build it from messages."""
         begin = _NATIVE_CALLS.get(call.verb)
-        if begin is None or (call.verb in _REDUCTIONS and is_summed_in_rank_order(call.op, call.arrays[0].dtype)):
+        if begin is None or (call.verb in _REDUCTIONS and is_reduced_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().start_transfer(call)
         if self.takes_gpus:
             synchronize_devices(call.arrays)

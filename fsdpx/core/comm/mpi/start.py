@@ -21,7 +21,7 @@ from pathlib import Path
 from fsdpx.core.base import environment, safe_files
 from fsdpx.core.base.safe_files import is_owned_by_user
 from fsdpx.core.comm.default_communicator import get_running_mpi
-from fsdpx.core.comm.mpi.start_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_start_time, parse_mark
+from fsdpx.core.comm.mpi.start_watchdog import MARK_PREFIX, TIMED_OUT_MARK, get_process_start_time, parse_marker_name
 
 __all__ = [
     "FOLDER_PREFIX", "SHARED_MEMORY_FOLDER", "find_leftover_files", "find_waiting_ranks", "guarding_mpi_start",
@@ -119,9 +119,9 @@ def guarding_mpi_start() -> Iterator[None]:
     mark, clock = None, None
     try:
         job = _identify_job(launcher)
-        folder = _make_mark_folder(settings, job)
+        folder = _make_marker_folder(settings, job)
         own_mark = folder / f"{MARK_PREFIX}{launcher.rank:05}.{identify_process()}.{launcher.local_rank}"
-        mark = own_mark if safe_files.create_marker(own_mark) else None
+        mark = own_mark if safe_files.try_create_marker(own_mark) else None
         clock = _start_watchdog_process(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
         safe_files.warn_file_ignored(error)
@@ -140,7 +140,7 @@ def guarding_mpi_start() -> Iterator[None]:
             clock.communicate(b"through")
 
 
-def _make_mark_folder(settings: environment.Environment, job: str) -> Path:
+def _make_marker_folder(settings: environment.Environment, job: str) -> Path:
     """Create the private folder in which the waiting ranks of this host create marker files, and return its path.
     Raise `Untrusted` if the folder belongs to another user."""
     if settings.run is not None:
@@ -152,7 +152,9 @@ def find_waiting_ranks(run: Path) -> set[int]:
     """Return the ranks of a job that are still waiting for the initialization of MPI, as far as this host can see
     their marker files. `run` is the FSDPX_RUN folder of the job."""
     return {
-        arrival[0] for mark in run.glob(f"start-*/{MARK_PREFIX}*") if (arrival := parse_mark(mark.name)) is not None
+        arrival[0]
+        for mark in run.glob(f"start-*/{MARK_PREFIX}*")
+        if (arrival := parse_marker_name(mark.name)) is not None
     }
 
 
@@ -166,8 +168,8 @@ def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]
     if its own job removes it at the same time."""
     for left in folders:
         with suppress(FileNotFoundError):
-            if safe_files.is_own_folder(left) and is_dead(left):
-                safe_files.remove_own_folder(left)
+            if safe_files.is_user_owned_folder(left) and is_dead(left):
+                safe_files.remove_user_owned_folder(left)
 
 
 def identify_process() -> str:
@@ -193,7 +195,7 @@ def _start_watchdog_process(
     kill it together with the ranks, so it can clean up after them."""
     if os.name != "posix":
         return None
-    if not safe_files.create_marker(folder / "clock"):
+    if not safe_files.try_create_marker(folder / "clock"):
         return None
     remove_dead_folders(
         Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"),

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mark"]
+__all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_marker_name"]
 
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
@@ -42,7 +42,7 @@ def get_process_start_time(process: int) -> str:
     return "" if words[0] in "ZX" else words[19]
 
 
-def parse_mark(name: str) -> tuple[int, str, str] | None:
+def parse_marker_name(name: str) -> tuple[int, str, str] | None:
     """Parse the name of a marker file. Return (rank, process number with start time, local rank); None if `name` is
     not that of a marker file."""
     match = _MARK.fullmatch(name)
@@ -54,13 +54,13 @@ def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
-        for rank, process, local in filter(None, map(parse_mark, _list_private_folder(folder))):
+        for rank, process, local in filter(None, map(parse_marker_name, _list_folder_if_private(folder))):
             if _is_process_alive(process):
                 arrivals[rank] = process, local
     return arrivals
 
 
-def _list_private_folder(folder: str) -> list[str]:
+def _list_folder_if_private(folder: str) -> list[str]:
     if os.name != "posix":
         return os.listdir(folder)
     try:

@@ -16,8 +16,8 @@ from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, types
 
 __all__ = [
     "ADDRESS_WORDS", "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "RANKS", "STREAM",
-    "WRITTEN", "add32", "add64", "add_bfloat16", "add_float16", "advance_barrier", "meet32", "meet64", "meet_bfloat16",
-    "meet_float16",
+    "WRITTEN", "add32", "add64", "add_bfloat16", "add_float16", "poll_barrier", "synchronize_and_add32",
+    "synchronize_and_add64", "synchronize_and_add_bfloat16", "synchronize_and_add_float16",
 ]  # fmt: skip
 
 WORD = ir.IntType(64)
@@ -163,7 +163,7 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 
 @jit
-def advance_barrier(row, number, at, max_polls):
+def poll_barrier(row, number, at, max_polls):
     """Poll a barrier at most `max_polls` times; return COMPLETE, or LATE if a rank has not arrived."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
@@ -248,8 +248,8 @@ def _compile_sum_functions(name, through, kind):
     return added, jit(synchronize_and_add, name=f"meet{name}")
 
 
-add32, meet32 = _compile_sum_functions("32", return_unconverted, np.float32)
-add64, meet64 = _compile_sum_functions("64", return_unconverted, np.float64)
-add_bfloat16, meet_bfloat16 = _compile_sum_functions("_bfloat16", emit_round_to_bfloat16, np.float32)
-add_float16, meet_float16 = _compile_sum_functions("_float16", emit_round_to_float16, np.float32)
+add32, synchronize_and_add32 = _compile_sum_functions("32", return_unconverted, np.float32)
+add64, synchronize_and_add64 = _compile_sum_functions("64", return_unconverted, np.float64)
+add_bfloat16, synchronize_and_add_bfloat16 = _compile_sum_functions("_bfloat16", emit_round_to_bfloat16, np.float32)
+add_float16, synchronize_and_add_float16 = _compile_sum_functions("_float16", emit_round_to_float16, np.float32)
 """The 16-bit variants add float32 arrays whose summands are rounded to these dtypes."""

@@ -117,7 +117,7 @@ class NodeCommunicator(Backend):
             self.lanes.across.set_timeout(seconds)
 
     @property
-    def can_share(self) -> bool:
+    def is_sharing_useful(self) -> bool:
         """Whether it is useful to allocate arrays in shared memory. This is the case if this group has several ranks
         on each host, and the same number on all hosts."""
         return self.host_group is not None
@@ -228,7 +228,7 @@ class NodeCommunicator(Backend):
         and its call is never matched with this gather. That is intended: an MPI library that received both calls could
         mix up their data, corrupt its own memory (Open MPI's nonblocking collectives do) and hang."""
         (send, recv), (pieces,) = call.arrays, call.partitions
-        number = group.reserve_collective()
+        number = group.reserve_collective_number()
         group.board.view_payload(group.lane, number)[: send.nbytes] = send.view(np.uint8)
 
         def read_payloads() -> None:
@@ -248,17 +248,19 @@ class NodeCommunicator(Backend):
         there = source == (into.window, into.owner, into.offset + start)
         if self.persistent_code is not None:
             return self._start_and_cache_persistent(
-                call, self.persistent_code.bind_gather_kernel(group, call, None if there else own_part), pieces
+                call,
+                self.persistent_code.make_persistent_gather_or_barrier(group, call, None if there else own_part),
+                pieces,
             )
         if not there:
             own_part[...] = send
-        return group.start_barrier(group.reserve_collective(), call)
+        return group.start_barrier(group.reserve_collective_number(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
         """Start an all-gather in which each of N ranks copies the pieces of the other ranks, which are (N-1)/N of the
         full array, from shared memory."""
         (send, recv), (pieces,) = call.arrays, call.partitions
-        number = group.reserve_collective()
+        number = group.reserve_collective_number()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
 
         def read_pieces() -> None:
@@ -277,9 +279,9 @@ class NodeCommunicator(Backend):
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(
-                call, self.persistent_code.bind_sum_kernel(group, call, address, pieces), pieces
+                call, self.persistent_code.make_persistent_sum(group, call, address, pieces), pieces
             )
-        number, own_part = group.reserve_collective(), pieces.get_piece(send, self.rank)
+        number, own_part = group.reserve_collective_number(), pieces.get_piece(send, self.rank)
         target = own_part if aside else recv
 
         def add_pieces() -> None:
@@ -301,9 +303,9 @@ class NodeCommunicator(Backend):
         pieces = make_balanced_partition(buf.size, self.size)
         if self.persistent_code is not None and _has_compiled_sum(call):
             return self._start_and_cache_persistent(
-                call, self.persistent_code.bind_sum_kernel(group, call, address, pieces)
+                call, self.persistent_code.make_persistent_sum(group, call, address, pieces)
             )
-        number = group.reserve_collective()
+        number = group.reserve_collective_number()
 
         def add_pieces() -> None:
             """Sum this rank's slice over all ranks, and write it to every rank's buffer. Slices do not overlap, so no
@@ -318,7 +320,7 @@ class NodeCommunicator(Backend):
         address = self.memory.find_address(buf) if self.is_single_host else None
         if address is None:
             return None
-        number, root = group.reserve_collective(), call.root
+        number, root = group.reserve_collective_number(), call.root
 
         def read_root() -> None:
             if self.rank != root:
@@ -331,7 +333,7 @@ class NodeCommunicator(Backend):
         address = self.memory.find_address(send) if self.is_single_host else None
         if address is None:
             return None
-        number = group.reserve_collective()
+        number = group.reserve_collective_number()
         group.view_payload(group.lane, number)[: self.size] = sent.displs
 
         def read_pieces() -> None:
@@ -345,9 +347,11 @@ class NodeCommunicator(Backend):
 
     def _try_start_barrier(self, call: Call, group: NodeGroup) -> Handle | None:
         if self.persistent_code is not None:
-            persistent_call = self._persistent_calls["barrier"] = self.persistent_code.bind_gather_kernel(group, call)
+            persistent_call = self._persistent_calls["barrier"] = (
+                self.persistent_code.make_persistent_gather_or_barrier(group, call)
+            )
             return persistent_call.begin((), call.what)
-        return group.start_barrier(group.reserve_collective(), call) if self.is_single_host else None
+        return group.start_barrier(group.reserve_collective_number(), call) if self.is_single_host else None
 
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None

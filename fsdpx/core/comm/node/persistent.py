@@ -18,8 +18,12 @@ from fsdpx.core.comm.node.rendezvous import NodeGroup, make_timeout_error
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress
 
 __all__ = [
-    "MIN_STREAMED_BYTES", "PersistentCollective", "StartedCollective", "bind_gather_kernel", "bind_sum_kernel",
+    "MIN_STREAMED_BYTES",
+    "PersistentCollective",
+    "StartedCollective",
     "compile_collective_kernels",
+    "make_persistent_gather_or_barrier",
+    "make_persistent_sum",
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
@@ -30,25 +34,28 @@ worth caching, because it is read soon."""
 
 Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, CompiledFunction] = {
-    "f": atomics.meet32, "d": atomics.meet64, "bfloat16": atomics.meet_bfloat16, "float16": atomics.meet_float16
-}  # fmt: skip
+    "f": atomics.synchronize_and_add32,
+    "d": atomics.synchronize_and_add64,
+    "bfloat16": atomics.synchronize_and_add_bfloat16,
+    "float16": atomics.synchronize_and_add_float16,
+}
 """The compiled sum, by the dtype of the arrays or by the dtype to which float32 summands are rounded."""
 
 
 def compile_collective_kernels(kind: str) -> None:
     """Compile the code of collectives in shared memory, or load it from the cache, so that the first collective does
     not have to wait for it. `kind` is the dtype of the sums."""
-    for run in (atomics.advance_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
+    for run in (atomics.poll_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
 
-def bind_gather_kernel(group: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
+def make_persistent_gather_or_barrier(group: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
     """Return a persistent barrier, or a persistent all-gather into an array that all ranks share. `own` is the
     destination of this rank's piece; None if the piece is already in place."""
-    return PersistentCollective(group, call, atomics.advance_barrier, None, own, _make_argument_row(group, 0, 1, []))
+    return PersistentCollective(group, call, atomics.poll_barrier, None, own, _make_argument_row(group, 0, 1, []))
 
 
-def bind_sum_kernel(
+def make_persistent_sum(
     group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
 ) -> PersistentCollective:
     """Return a persistent collective in which this rank adds the elements of its piece over the first arrays of all
@@ -112,7 +119,7 @@ class PersistentCollective:
             self.own[...] = arrays[0]
         group, started = self.host_group, StartedCollective()
         started.persistent, started.what, started.done = self, what, False
-        started.number = number = group.reserve_collective(started)
+        started.number = number = group.reserve_collective_number(started)
         started.at = group.board.post_record(number, self.words)
         group.progress.pending.append(started)
         return started

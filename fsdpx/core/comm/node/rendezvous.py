@@ -134,7 +134,7 @@ class NodeGroup:
         self.latest: list[Any] = [None] * BOARD_SLOTS
         self._number = 0
 
-    def reserve_collective(self, call: object = "a call") -> int:
+    def reserve_collective_number(self, call: object = "a call") -> int:
         """Return the number of a new collective, waiting until its record in shared memory may be overwritten. The
         number is reserved as soon as a call is issued, so that all ranks give a collective the same number, even if
         they synchronize later."""
@@ -219,7 +219,7 @@ class HostLanes:
         """Gather the pieces of this rank's lane (the ranks with the same index on each host) from the other hosts.
         Then copy the pieces of the other lanes from the ranks of this host, so that the ranks of a host share the
         network traffic."""
-        group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
+        group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
         yield self._start_lane_all_gather(call)
@@ -235,8 +235,8 @@ class HostLanes:
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
         """Gather into one buffer per host. Each rank of a host receives the pieces of its own lane (the ranks with the
         same index on each host)."""
-        group, turn = self.host_group, self._take_lane_ticket()
-        first, second = group.reserve_collective(), group.reserve_collective()
+        group, turn = self.host_group, self._reserve_lane_turn()
+        first, second = group.reserve_collective_number(), group.reserve_collective_number()
         send, recv = call.arrays
         own_part = call.partitions[0].get_piece(recv, group.rank)
         copy_unless_same(own_part, send)
@@ -248,7 +248,7 @@ class HostLanes:
     def reduce_scatter_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Sum the pieces of this rank's lane (the ranks with the same index on each host) over the ranks of this host,
         then over the hosts. For n bytes and L ranks per host, the scratch memory is n/L bytes."""
-        group, turn, number = self.host_group, self._take_lane_ticket(), self.host_group.reserve_collective()
+        group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
         partial = np.empty(sums.total, send.dtype)
@@ -266,8 +266,8 @@ class HostLanes:
     def all_reduce_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
         """Each rank of a host sums one slice of the array, first inside the host, then over the hosts. Then it copies
         the other slices from the other ranks of the host."""
-        group, turn = self.host_group, self._take_lane_ticket()
-        first, second = group.reserve_collective(), group.reserve_collective()
+        group, turn = self.host_group, self._reserve_lane_turn()
+        first, second = group.reserve_collective_number(), group.reserve_collective_number()
         (buf,) = call.arrays
         pieces = make_balanced_partition(buf.size, len(group.ranks))
         own_part = pieces.get_piece(buf, group.lane)
@@ -289,7 +289,7 @@ class HostLanes:
 
         yield group.start_collective(second, address, call, read_pieces)
 
-    def _take_lane_ticket(self) -> LaneTurn:
+    def _reserve_lane_turn(self) -> LaneTurn:
         self._tickets += 1
         return LaneTurn(self, self._tickets - 1)
 

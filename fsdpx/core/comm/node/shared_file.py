@@ -50,7 +50,7 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
         on all ranks, if one of them fails"""
     opening = _SharedFileOpening(comm, nbytes, folder)
     try:
-        if not opening.share_unnamed_file():
+        if not opening.try_share_unnamed_file():
             opening.share_named_file()
         return opening.file, opening.map_and_lock_memory(preallocate)
     except BaseException:
@@ -68,7 +68,7 @@ class _SharedFileOpening:
     folder: str
     file: int = -1
 
-    def share_unnamed_file(self) -> bool:
+    def try_share_unnamed_file(self) -> bool:
         """Create the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot
         open it. Collective."""
         where = self._run_and_gather_results(self._make_unnamed_file)[0]

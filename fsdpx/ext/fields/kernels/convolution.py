@@ -80,12 +80,12 @@ def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowS
         return False
     if any(size != n - 2 - 2 * strides.first[0] for size, n in zip(sizes, shape[2:], strict=True)):
         return False
-    tiles = count_tiles(sizes[0]) * count_tiles(sizes[1])
+    tiles = count_winograd_tiles(sizes[0]) * count_winograd_tiles(sizes[1])
     filled = math.prod(sizes) >= MIN_FILLED_SHARE * tiles * TILE * TILE
     return filled and shape[0] * tiles >= MIN_TILES and weight[0] % LANES == 0 and weight[1] % LANES == 0
 
 
-def count_tiles(size: int) -> int:
+def count_winograd_tiles(size: int) -> int:
     """Return the number of Winograd tiles along a dim of `size` outputs."""
     return -(-size // TILE)
 

@@ -27,8 +27,8 @@ from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.lazy_numba import intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "call_cblas", "gemm", "linear_backward", "linear_backward_params", "linear_forward", "multiply_matrices_into",
-    "multiply_small_bfloat16_into",
+    "call_cblas", "gemm", "linear_backward", "linear_backward_params", "linear_forward", "try_multiply_matrices_into",
+    "try_multiply_small_bfloat16_into",
 ]  # fmt: skip
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
@@ -84,7 +84,7 @@ def _multiply_few_rows_into(out, a, b):
 
 
 @register_jitable
-def multiply_matrices_into(address, out, a, b, alpha, beta):
+def try_multiply_matrices_into(address, out, a, b, alpha, beta):
     """Compute out = alpha a b + beta out for 2-D arrays. Return False, without computing, if BLAS does not support
     their shapes or strides, or if BLAS is needed and `address` is 0."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
@@ -111,7 +111,7 @@ def multiply_matrices_into(address, out, a, b, alpha, beta):
 def gemm(address, out, a, b, accumulate):
     use_widest_vectors()
     one = out.dtype.type(1)
-    return multiply_matrices_into(address, out, a, b, one, one if accumulate else out.dtype.type(0))
+    return try_multiply_matrices_into(address, out, a, b, one, one if accumulate else out.dtype.type(0))
 
 
 @jit
@@ -119,7 +119,7 @@ def linear_forward(address, out, x, weight, bias):
     """Compute out = x weight^T + bias, where an empty bias means none. Return False if the arrays are not supported."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
-    if bias.size not in (0, out.shape[1]) or not multiply_matrices_into(address, out, x, weight.T, one, zero):
+    if bias.size not in (0, out.shape[1]) or not try_multiply_matrices_into(address, out, x, weight.T, one, zero):
         return False
     if bias.size:
         for i in range(out.shape[0]):
@@ -135,7 +135,9 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
-    if dweight.size and not multiply_matrices_into(address, dweight, dy.T, x, one, one if accumulate_weight else zero):
+    if dweight.size and not try_multiply_matrices_into(
+        address, dweight, dy.T, x, one, one if accumulate_weight else zero
+    ):
         return False
     if dbias.size:
         sum_columns_into(0, dbias.size, dy, dbias, accumulate_bias)
@@ -147,7 +149,7 @@ def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_
     """Compute dx = dy weight, and the parameter gradients as `linear_backward_params` does. Return False if the arrays
     are not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
-    if not multiply_matrices_into(address, dx, dy, weight, one, zero):
+    if not try_multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
     return linear_backward_params(address, dweight, dbias, dy, x, add_weight, add_bias)
 
@@ -176,19 +178,19 @@ def _round_total_into(out, total, bias, accumulate):
 
 
 @jit
-def multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, turned_a, turned_b):
+def try_multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, transposed_a, transposed_b):
     """Compute out = a b + bias, where an empty bias means none, or out += a b with `accumulate`. Return False if the
     arrays are not supported.
 
-    a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `turned_a` or `turned_b` is true, that matrix
-    is passed transposed.
+    a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `transposed_a` or `transposed_b` is true, that
+    matrix is passed transposed.
     """
     x, y, total = np.empty(a.shape, np.float32), np.empty(b.shape, np.float32), np.empty(out.shape, np.float32)
     one, zero = np.float32(1), np.float32(0)
     _widen_matrix_into(a, x)
     _widen_matrix_into(b, y)
-    left, right = x.T if turned_a else x, y.T if turned_b else y
-    fits = multiply_matrices_into(address, total, left, right, one, zero)
+    left, right = x.T if transposed_a else x, y.T if transposed_b else y
+    fits = try_multiply_matrices_into(address, total, left, right, one, zero)
     if fits:
         _round_total_into(out, total, bias, accumulate)
     return fits

@@ -34,7 +34,13 @@ from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_range, parallel_for_rows
 from fsdpx.ext.fields.kernels import convolution as places
 from fsdpx.ext.fields.kernels.compiled import depthwise, direct
-from fsdpx.ext.fields.kernels.compiled.direct import WIDE, emit_load, emit_offset, emit_pointer_cast, run_strips_of_line
+from fsdpx.ext.fields.kernels.compiled.direct import (
+    WIDE,
+    compute_line_by_strips,
+    emit_load,
+    emit_offset,
+    emit_pointer_cast,
+)
 from fsdpx.ext.fields.kernels.convolution import (
     GROUP_OUTPUTS,
     LANES,
@@ -42,7 +48,7 @@ from fsdpx.ext.fields.kernels.convolution import (
     TILE,
     GradientTarget,
     WindowStrides,
-    count_tiles,
+    count_winograd_tiles,
     is_depthwise,
     is_matmul,
     suits_winograd,
@@ -61,7 +67,7 @@ __all__ = [
 Matrix = Sequence[Sequence[float]]
 
 
-def make_linear_combination(matrix: Matrix) -> Any:
+def make_linear_combination_function(matrix: Matrix) -> Any:
     """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j] for vectors of LANES
     numbers.
 
@@ -97,7 +103,7 @@ def _emit_weighted_sum(builder: Any, vector: Any, row: Sequence[float], found: l
     return total
 
 
-_copy = make_linear_combination([[1]])
+_copy = make_linear_combination_function([[1]])
 
 
 def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
@@ -108,7 +114,7 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     pixels after the one before. Pixels outside the image are 0. The loop handles the tiles from `first` to `last`,
     counted over all samples; `base` is the tile stored first in the planes, and each sample has `down` x `right`
     tiles."""
-    rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
+    rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
         use_widest_vectors()
@@ -146,7 +152,7 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
 
     It computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. The loop takes the same
     arguments as the one from `make_winograd_input_loop`."""
-    size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination(matrix)
+    size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
         use_widest_vectors()
@@ -241,9 +247,9 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
                 w = weights + (o // LANES * block + o % LANES) * word
                 for c in range(0, inner, LONG):
                     places, steps = (1, 1, min(LONG, inner - c)), (0, 0, row * word)
-                    run_strips_of_line(like, True, b - a, cells + c * word, inner * word, rows + o * word, outer * word,
-                                  begin, c > 0, lanes, scratch, w + c * row * word, places, (0, 0, word), steps,
-                                  1)  # fmt: skip
+                    compute_line_by_strips(like, True, b - a, cells + c * word, inner * word, rows + o * word,
+                                           outer * word, begin, c > 0, lanes, scratch, w + c * row * word, places,
+                                           (0, 0, word), steps, 1)  # fmt: skip
         _to_output(a, b, y, m, a, 0, down, right)
 
 
@@ -254,7 +260,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
     minus the padding of the convolution."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
-    down, right = count_tiles(y.shape[1]), count_tiles(y.shape[2])
+    down, right = count_winograd_tiles(y.shape[1]), count_winograd_tiles(y.shape[2])
     blocks = as_contiguous(weight).reshape(-1, LANES, *((3, 3) if backward else (inner, 9)))
     rows, u = to_channels_last(blocks).reshape(-1, 3, 3, LANES), _allocate_planes(x, outer * inner)
     block, row = (LANES, outer) if backward else (LANES * inner, LANES)
@@ -267,7 +273,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
 def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
     """Return the gradient of the weight as (out, 3, 3, in), by Winograd's algorithm."""
     inner, outer = x.shape[3], dy.shape[3]
-    down, right = count_tiles(dy.shape[1]), count_tiles(dy.shape[2])
+    down, right = count_winograd_tiles(dy.shape[1]), count_winograd_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)
     for start, stop in _split_tiles_into_blocks(x.shape[0] * down * right, inner + outer, x.itemsize):
         dm, v = _allocate_planes(x, (stop - start) * outer), _allocate_planes(x, (stop - start) * inner)

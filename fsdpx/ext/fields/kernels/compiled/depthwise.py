@@ -19,13 +19,13 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     NEAR_BYTES,
     WIDE,
     WIDE_ROWS,
-    choose_strip_rows,
+    choose_strip_output_count,
     direct_backward_input,
     find_output_runs,
     get_address_and_byte_strides,
     locate_line_in_runs,
     make_outer_product_loop,
-    make_strip_loop,
+    make_strip_convolution_loop,
     reshape_to_three_dims,
     round_up_to_lanes,
 )
@@ -36,7 +36,10 @@ __all__ = ["add_depthwise_weight_gradient", "convolve_depthwise", "depthwise_bac
 OFFSETS = 8
 """Maximum number of window offsets along the last dim whose gradients stay in registers."""
 
-_wide_strip, _narrow_strip = make_strip_loop(WIDE, WIDE_ROWS, True), make_strip_loop(NARROW, NARROW_ROWS, True)
+_wide_strip, _narrow_strip = (
+    make_strip_convolution_loop(WIDE, WIDE_ROWS, True),
+    make_strip_convolution_loop(NARROW, NARROW_ROWS, True),
+)
 _wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for nbytes in (WIDE, NARROW))
 
 
@@ -73,7 +76,7 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
                         start_at, x_moves = start.ctypes.data + first * word, (moves[0, 1], moves[1, 1], moves[2, 1])
                         at = 0
                         while at < length:
-                            rows = choose_strip_rows(length - at, limit)
+                            rows = choose_strip_output_count(length - at, limit)
                             xs, ys = x_at + first * word + at * moves[2, 0], y_at + first * word + at * y_steps[3]
                             begin, step = (ys, y_steps[3]) if add else (start_at, 0)
                             if wide:

@@ -26,10 +26,26 @@ from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 __all__ = [
-    "NARROW", "NARROW_ROWS", "NEAR_BYTES", "WIDE", "WIDE_ROWS", "choose_strip_rows", "convolve_direct",
-    "direct_add_weight_gradient", "direct_backward_input", "emit_load", "emit_offset", "emit_pointer_cast",
-    "find_output_runs", "get_address_and_byte_strides", "locate_line_in_runs", "make_outer_product_loop",
-    "make_strip_loop", "reshape_to_three_dims", "round_up_to_lanes", "run_strips_of_line",
+    "NARROW",
+    "NARROW_ROWS",
+    "NEAR_BYTES",
+    "WIDE",
+    "WIDE_ROWS",
+    "choose_strip_output_count",
+    "compute_line_by_strips",
+    "convolve_direct",
+    "direct_add_weight_gradient",
+    "direct_backward_input",
+    "emit_load",
+    "emit_offset",
+    "emit_pointer_cast",
+    "find_output_runs",
+    "get_address_and_byte_strides",
+    "locate_line_in_runs",
+    "make_outer_product_loop",
+    "make_strip_convolution_loop",
+    "reshape_to_three_dims",
+    "round_up_to_lanes",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
@@ -46,7 +62,7 @@ NEAR_BYTES = 3 << 13
 cache."""
 
 
-def make_strip_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
+def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
     """Return a compiled loop that computes a strip of outputs: y[b] = start[b] + the sum over window offsets and
     channels r of x[b + offset, r] w[offset, r].
 
@@ -58,7 +74,7 @@ def make_strip_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
               x_step: Any, w: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, y, y_step, start, start_step, x, x_step, w, counts, x_steps, w_steps, run = arguments
-            vector, word = get_vector_and_itemsize(like, nbytes)
+            vector, word = get_vector_type_and_itemsize(like, nbytes)
             sums = [cgutils.alloca_once(builder, vector) for _ in range(max_rows)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
@@ -101,7 +117,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
              x_step: Any, w: Any, w_step: Any, counts: Any, x_steps: Any, w_steps: Any, run: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, y, y_step, start, start_step, x, x_step, w, w_step, counts, x_steps, w_steps, run = arguments
-            vector, word = get_vector_and_itemsize(like, NARROW)
+            vector, word = get_vector_type_and_itemsize(like, NARROW)
             sums = [[cgutils.alloca_once(builder, vector) for _ in range(outputs)] for _ in range(max_rows)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
@@ -121,7 +137,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
                     begin, to = (builder.add(base, base.type(o * word)) for base in (start, y))
                     number = emit_load(builder, like.type, begin, start_step, b)
                     to = emit_pointer_cast(builder, like.type, builder.add(to, emit_offset(builder, y_step, b)))
-                    builder.store(builder.fadd(number, emit_row_sum(builder, builder.load(sums[b][o]))), to)
+                    builder.store(builder.fadd(number, emit_lane_sum(builder, builder.load(sums[b][o]))), to)
 
             emit_switch_on_size(builder, rows, max_rows, emit_dots)
             return context.get_dummy_value()
@@ -132,7 +148,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
     return run_dots
 
 
-def emit_row_sum(builder: Any, row: Any) -> Any:
+def emit_lane_sum(builder: Any, row: Any) -> Any:
     """Emit LLVM code that sums the lanes of the vector `row`, by repeatedly adding one half of it to the other."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
@@ -155,7 +171,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False)
               x_steps: Any, dy_steps: Any) -> Any:  # fmt: skip
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             like, rows, w, x, x_step, dy, counts, x_steps, dy_steps = arguments
-            vector, word = get_vector_and_itemsize(like, nbytes)
+            vector, word = get_vector_type_and_itemsize(like, nbytes)
             kind = vector if depthwise else like.type
             sums = [cgutils.alloca_once(builder, vector) for _ in range(max_rows)]
             counts, x_steps, dy_steps = (cgutils.unpack_tuple(builder, one, 2) for one in (counts, x_steps, dy_steps))
@@ -182,7 +198,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False)
     return run_outer_product
 
 
-def get_vector_and_itemsize(like: Any, nbytes: int) -> tuple[Any, int]:
+def get_vector_type_and_itemsize(like: Any, nbytes: int) -> tuple[Any, int]:
     """Return the LLVM type of a vector of `nbytes`, and the size in bytes of one number in it."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
@@ -231,7 +247,10 @@ def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> No
     builder.position_at_end(end)
 
 
-_wide_strip, _narrow_strip = make_strip_loop(WIDE, WIDE_ROWS), make_strip_loop(NARROW, NARROW_ROWS)
+_wide_strip, _narrow_strip = (
+    make_strip_convolution_loop(WIDE, WIDE_ROWS),
+    make_strip_convolution_loop(NARROW, NARROW_ROWS),
+)
 _one, _two, _three, _four = (make_dot_product_loop(n + 1, most) for n, most in enumerate(FEW_OUTPUTS))
 _wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_product_loop(NARROW, 12)
 
@@ -276,14 +295,14 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 
 @register_jitable
-def choose_strip_rows(rows, limit):
+def choose_strip_output_count(rows, limit):
     """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. It is
     chosen such that the last two strips have similar sizes."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
 @register_jitable
-def _load_lanes(scratch, rows, valid, address, step):
+def _copy_lanes_to_scratch(scratch, rows, valid, address, step):
     """Copy the first `valid` lanes of each row at `address` to `scratch`, so that full vectors can be used there."""
     for r in range(rows):
         for v in range(valid):
@@ -308,7 +327,7 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 
 
 @register_jitable
-def run_strips_of_line(
+def compute_line_by_strips(
     like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
     """Compute a line of outputs, strip by strip. If only `valid` lanes of a vector are in use, compute the line in
@@ -316,12 +335,12 @@ def run_strips_of_line(
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < length:
-        rows = choose_strip_rows(length - at, most)
+        rows = choose_strip_output_count(length - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         to, to_step = ys, y_step
         if partial:
-            _load_lanes(scratch, rows, valid, begin, step)
+            _copy_lanes_to_scratch(scratch, rows, valid, begin, step)
             begin = to = scratch.ctypes.data
             step = to_step = WIDE
         if wide:
@@ -336,14 +355,14 @@ def run_strips_of_line(
 
 
 @register_jitable
-def _run_dots_of_line(
+def _compute_line_by_dot_products(
     like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
 ):
     """Compute a line of outputs with few channels, strip by strip. `run` is the number of bytes to multiply at each
     window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
-        rows = choose_strip_rows(length - at, most)
+        rows = choose_strip_output_count(length - at, most)
         xs, ys = x + at * x_step, y + at * y_step
         begin, step = (ys, y_step) if add else (start, 0)
         if outputs == 1:
@@ -421,11 +440,12 @@ def _convolve_lines(
                     for h in range(high):
                         xs, ys = x_at + h * x_out, y_at + h * y_out
                         if few:
-                            _run_dots_of_line(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at, places * cell,
-                                        counts, x_moves, steps, run * word)  # fmt: skip
+                            _compute_line_by_dot_products(like, valid, long, xs, x_in, ys, y_in, start_at, add, w_at,
+                                                          places * cell, counts, x_moves, steps,
+                                                          run * word)  # fmt: skip
                         else:
-                            run_strips_of_line(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch,
-                                          w_at, counts, x_moves, steps, run)  # fmt: skip
+                            compute_line_by_strips(like, wide, long, xs, x_in, ys, y_in, start_at, add, valid, scratch,
+                                                   w_at, counts, x_moves, steps, run)  # fmt: skip
             first += nbytes // word
             block += places * channels * nbytes
 
@@ -466,7 +486,7 @@ def _add_weight_gradient(
                                         nbytes, most = (WIDE, 6) if wide else (NARROW, 12)
                                         at = 0
                                         while at < run:
-                                            rows = choose_strip_rows(run - at, most)
+                                            rows = choose_strip_output_count(run - at, most)
                                             to, source = block + (row + at) * nbytes, cell + at * word
                                             slope, steps = y_at + first * word, (y_steps[2], y_steps[3])
                                             if wide:

@@ -18,7 +18,7 @@ __all__ = ["multiply_along_dim"]
 
 
 @jit
-def _sum_cells(first, last, x, y, starts, sources, weights):
+def _compute_weighted_cell_sums(first, last, x, y, starts, sources, weights):
     """Compute the rows `first` to `last` of y (lines, outputs, elements) from x (lines, cells, elements). A row is one
     output of one line."""
     use_widest_vectors()
@@ -55,5 +55,5 @@ def multiply_along_dim(xp: Any, x: np.ndarray, dim: int, matrix: CellMatrix) -> 
     y = np.empty((*before, matrix.output_count, *after), x.dtype)
     arrays = field.reshape(lines, matrix.cells, elements), y.reshape(lines, matrix.output_count, elements)
     entries = matrix.starts, matrix.sources, matrix.weights.astype(x.dtype)
-    parallel_for_range(_sum_cells, 0, lines * matrix.output_count, *arrays, *entries)
+    parallel_for_range(_compute_weighted_cell_sums, 0, lines * matrix.output_count, *arrays, *entries)
     return view_channels_first(y)
