@@ -30,7 +30,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.half.rounded import RoundedOptimizer
 from fsdpx.ext.native import code_cache
 from fsdpx.launch.catalog import list_model_and_loss_kernels
-from fsdpx.launch.info import describe_package_version
+from fsdpx.launch.info import describe_version
 
 __all__ = ["add_options", "compile_kernels"]
 
@@ -65,7 +65,7 @@ def compile_kernels(args: argparse.Namespace) -> str:
     if not code_cache.can_store_machine_code():
         return f"kernels of {what} are compiled; Numba keeps them where NUMBA_CACHE_DIR says, else beside fsdpx"
     processor = read_cpuinfo_field("model name") or platform.machine()
-    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {describe_package_version('numba')}"
+    versions = f"Python {platform.python_version()}, NumPy {np.__version__}, Numba {describe_version('numba')}"
     return (
         f"kernels of {what} are in {folder}\n"
         f"{len(new)} were compiled now, in {perf_counter() - begin:.0f} s, for {processor}, {versions}\n"

@@ -145,7 +145,7 @@ def _collect_rank_facts() -> RankFacts:
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    versions = {name: info.describe_package_version(name) for name in PACKAGES} | {
+    versions = {name: info.describe_version(name) for name in PACKAGES} | {
         "cupy": re.split("[:,]", info.describe_cupy_and_count_gpus()[0])[0]
     }
     return RankFacts(

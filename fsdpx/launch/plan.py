@@ -24,7 +24,7 @@ from fsdpx.launch.show import (
     make_no_field_error,
     parse_dims,
     parse_recompute,
-)
+)  # fmt: skip
 from fsdpx.plan.auto import MACHINE_FILE
 from fsdpx.plan.measuring import format_machine_file, measure_this_machine
 from fsdpx.plan.peak import format_changes

@@ -23,30 +23,10 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.segments import NORMS, ParamGroups, ShardSegments
 
 __all__ = [
-    "AVERAGE_SLOT",
-    "BLOCK_ELEMENTS",
-    "FORMULAS_BY_NAME",
-    "UNSCHEDULED",
-    "Average",
-    "Elementwise",
-    "LearningRate",
-    "Optimizer",
-    "SlotFormat",
-    "Slots",
-    "UpdateFormula",
-    "WrappedOptimizer",
-    "declare_update_formula",
-    "get_learning_rate",
-    "get_scheduled_values",
-    "get_slot_formats",
-    "lerp_",
-    "lerp_square_",
-    "make_zero_slots",
-    "needs_full_parameters",
-    "no_decay",
-    "scale_and_add_decay",
-    "unwrap_optimizer",
-    "update_parameters",
+    "AVERAGE_SLOT", "BLOCK_ELEMENTS", "FORMULAS_BY_NAME", "UNSCHEDULED", "Average", "Elementwise", "LearningRate",
+    "Optimizer", "SlotFormat", "Slots", "UpdateFormula", "WrappedOptimizer", "declare_update_formula",
+    "get_learning_rate", "get_scheduled_values", "get_slot_formats", "lerp_", "lerp_square_", "make_zero_slots",
+    "needs_full_parameters", "no_decay", "scale_and_add_decay", "unwrap_optimizer", "update_parameters",
 ]  # fmt: skip
 
 AVERAGE_SLOT = "average"

@@ -12,7 +12,7 @@ from fsdpx.optim.optimizer import (
     declare_update_formula,
     require_number_in_range,
     scale_and_add_decay,
-)
+)  # fmt: skip
 from fsdpx.optim.segments import ParamGroups
 
 __all__ = ["SGD", "momentum", "sgd"]

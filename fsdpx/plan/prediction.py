@@ -24,13 +24,8 @@ from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionCha
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
 __all__ = [
-    "Prediction",
-    "disabling_gc",
-    "dry_run_one_rank_per_group",
-    "predict",
-    "predict_from_dry_runs",
-    "predict_step",
-]
+    "Prediction", "disabling_gc", "dry_run_one_rank_per_group", "predict", "predict_from_dry_runs", "predict_step",
+]  # fmt: skip
 
 PROCESS_BYTES = 66 << 20
 """Bytes that interpreter, libraries and MPI take in a process before it trains anything, as measured with CPython

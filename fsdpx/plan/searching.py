@@ -445,15 +445,17 @@ class _Search:
         grow so that a step still fits, and the options that it needs.
 
         The factor is None if the model rejects larger dims."""
-        doublings, by, refused = 0, frugal[0], False
-        for options in frugal if self.limit is not None else ():
+        if self.limit is None:
+            return 1, frugal[0]
+        doublings, by, refused, limit = 0, frugal[0], False, float(self.limit)
+        for options in frugal:
             if doublings == MAX_DOUBLINGS:
                 break
             predict_bytes = partial(self._predict_bytes_of_doubled_dims, options, first, last)
             needed = predict_bytes(doublings + 1)
             refused = refused or (needed == inf and options is frugal[0])
-            if needed <= self.limit:
-                fits = bisect_right(range(MAX_DOUBLINGS + 1), self.limit, doublings + 2, key=predict_bytes)
+            if needed <= limit:
+                fits = bisect_right(range(MAX_DOUBLINGS + 1), limit, doublings + 2, key=predict_bytes)
                 doublings, by = fits - 1, options
         return None if refused and not doublings else 2**doublings, by
 

@@ -17,16 +17,8 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "BARE",
-    "LazyObject",
-    "cgutils",
-    "hash_function",
-    "intrinsic",
-    "ir",
-    "overload_function",
-    "register_jitable",
-    "resolve_lazy_objects",
-    "types",
+    "BARE", "LazyObject", "cgutils", "hash_function", "intrinsic", "ir", "overload_function", "register_jitable",
+    "resolve_lazy_objects", "types",
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}

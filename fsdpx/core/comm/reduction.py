@@ -14,13 +14,8 @@ from fsdpx.core.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "explain_undefined_reduction",
-    "get_dtype_kind",
-    "get_ufunc",
-    "is_half",
-    "is_reduced_in_rank_order",
-    "is_reduction_compilable",
-    "reduce_in_rank_order_into",
+    "explain_undefined_reduction", "get_dtype_kind", "get_ufunc", "is_half", "is_reduced_in_rank_order",
+    "is_reduction_compilable", "reduce_in_rank_order_into",
 ]  # fmt: skip
 
 _KINDS = {

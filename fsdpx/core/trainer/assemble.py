@@ -57,7 +57,7 @@ from fsdpx.core.trainer.option_rules import (
     ChoiceContext,
     require_compatible_options,
     require_tensor_axis_support,
-)
+)  # fmt: skip
 from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import ConfigError, install_hint, warn

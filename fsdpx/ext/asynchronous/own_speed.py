@@ -111,7 +111,7 @@ class CommonMemory:
 
     def read_page_counter(self, rank: int, page: int, index: int) -> int:
         """Read counter number `index` of a page in the part of the window that rank `rank` owns, without a lock."""
-        return self.window.read_page_counter(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
+        return self.window.read_word(rank, self._items[rank][LedgerKey("words", page)].start // 8 + index)
 
     def list_owners_and_ranges(self, page: int) -> Sequence[Span]:
         """Return (rank, range of elements) for all ranks that own a part of a page.
@@ -393,7 +393,7 @@ class OwnSpeedPolicy(SyncPolicy):
                 lambda: [
                     r
                     for r in self._other_ranks
-                    if self.window.read_page_counter(r, CLOCK) < first and not self.window.has_rank_died(r)
+                    if self.window.read_word(r, CLOCK) < first and not self.window.has_rank_died(r)
                 ],
                 f"step {first} of the slowest rank, staleness={bound}",
             )
@@ -455,7 +455,7 @@ class OwnSpeedPolicy(SyncPolicy):
         turn = self.memory.read_page_counter(rank, page, ADDED)
         if turn == self.rank:
             return []
-        away = self.window.read_page_counter(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
+        away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
         # read again: the rank may have added its gradient since, as part of its last step
         if away and self.memory.read_page_counter(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
@@ -530,7 +530,7 @@ class OwnSpeedPolicy(SyncPolicy):
             lambda: [
                 r
                 for r in self._other_ranks
-                if self.window.read_page_counter(r, SYNC_COUNT) < self._sync_count and not self.window.has_rank_died(r)
+                if self.window.read_word(r, SYNC_COUNT) < self._sync_count and not self.window.has_rank_died(r)
             ],
             "the last steps of the others",
         )

@@ -32,13 +32,13 @@ from fsdpx.ext.elastic.assembly import (
     find_largest_fitting_mesh,
     recv_value,
     send_value_to_ranks,
-)
+)  # fmt: skip
 from fsdpx.ext.elastic.copies import StateGeneration
 from fsdpx.ext.elastic.reshard import (
     drain_or_keep_transfers,
     iterate_rows_changed_before_commit,
     iterate_up_to_date_shards,
-)
+)  # fmt: skip
 from fsdpx.ext.watch.watchdog import Watchdog
 
 __all__ = ["Coordinator", "Recovery"]

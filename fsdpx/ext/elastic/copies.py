@@ -29,7 +29,7 @@ from fsdpx.ext.elastic.reshard import (
     describe_shard,
     drain_or_keep_transfers,
     iterate_up_to_date_shards,
-)
+)  # fmt: skip
 from fsdpx.nn.layer import ParameterSpec
 
 __all__ = [

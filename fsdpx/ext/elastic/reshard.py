@@ -23,25 +23,10 @@ from fsdpx.nn.layer import ParameterSpec
 from fsdpx.nn.shard_specs import ShardSpec
 
 __all__ = [
-    "MAX_MESSAGES_IN_FLIGHT",
-    "ElementMove",
-    "ElementRows",
-    "ElementRuns",
-    "Gaps",
-    "ReshardMessage",
-    "ReshardPlan",
-    "ShardDescriptor",
-    "ShardSupply",
-    "choose_sources_of_shard",
-    "describe_missing_elements",
-    "describe_shard",
-    "drain_or_keep_transfers",
-    "find_element_runs",
-    "find_uncovered_elements",
-    "has_elements_in_gaps",
-    "iterate_rows_changed_before_commit",
-    "iterate_up_to_date_shards",
-    "reshard_arrays",
+    "MAX_MESSAGES_IN_FLIGHT", "ElementMove", "ElementRows", "ElementRuns", "Gaps", "ReshardMessage", "ReshardPlan",
+    "ShardDescriptor", "ShardSupply", "choose_sources_of_shard", "describe_missing_elements", "describe_shard",
+    "drain_or_keep_transfers", "find_element_runs", "find_uncovered_elements", "has_elements_in_gaps",
+    "iterate_rows_changed_before_commit", "iterate_up_to_date_shards", "reshard_arrays",
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]

@@ -248,7 +248,7 @@ def test_a_rank_that_adds_its_gradient_and_then_stops_is_not_missed() -> None:
 
         def look_and_sleep_until_the_other_stops(rank: int, page: int, index: int) -> int:
             found = look(rank, page, index)
-            while found == 0 and policy.window.read_page_counter(0, 0) < 1 << 62:
+            while found == 0 and policy.window.read_word(0, 0) < 1 << 62:
                 pass
             return found
 

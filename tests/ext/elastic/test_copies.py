@@ -29,7 +29,7 @@ from fsdpx.ext.elastic.reshard import (
     describe_shard,
     iterate_up_to_date_shards,
     reshard_arrays,
-)
+)  # fmt: skip
 
 FROM = {
     "fsdp 2": (Mesh(), "fsdp", 2),

@@ -18,13 +18,8 @@ from fsdpx.core.array.kernels.choice import has_numba
 from fsdpx.core.array.kernels.half import cast_float, to_float32
 
 __all__ = [
-    "add_bias_and_round_total_into",
-    "gemm",
-    "linear_backward",
-    "linear_backward_params",
-    "linear_forward",
-    "split_product_over_threads",
-    "try_multiply_small_bfloat16_into",
+    "add_bias_and_round_total_into", "gemm", "linear_backward", "linear_backward_params", "linear_forward",
+    "split_product_over_threads", "try_multiply_small_bfloat16_into",
 ]  # fmt: skip
 
 Array = np.ndarray

@@ -18,12 +18,8 @@ from fsdpx.core.comm.node.rendezvous import NodeGroup, make_timeout_error
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress
 
 __all__ = [
-    "MIN_STREAMED_BYTES",
-    "PersistentCollective",
-    "StartedCollective",
-    "compile_collective_kernels",
-    "make_persistent_gather_or_barrier",
-    "make_persistent_sum",
+    "MIN_STREAMED_BYTES", "PersistentCollective", "StartedCollective", "compile_collective_kernels",
+    "make_persistent_gather_or_barrier", "make_persistent_sum",
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512

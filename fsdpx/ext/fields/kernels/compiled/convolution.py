@@ -40,7 +40,7 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     emit_load,
     emit_offset,
     emit_pointer_cast,
-)
+)  # fmt: skip
 from fsdpx.ext.fields.kernels.convolution import (
     GROUP_OUTPUTS,
     LANES,

@@ -26,26 +26,10 @@ from fsdpx.core.base.processor import read_cpuinfo_field
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 __all__ = [
-    "NARROW",
-    "NARROW_ROWS",
-    "NEAR_BYTES",
-    "WIDE",
-    "WIDE_ROWS",
-    "choose_strip_output_count",
-    "compute_line_by_strips",
-    "convolve_direct",
-    "direct_add_weight_gradient",
-    "direct_backward_input",
-    "emit_load",
-    "emit_offset",
-    "emit_pointer_cast",
-    "find_output_runs",
-    "get_address_and_byte_strides",
-    "locate_line_in_runs",
-    "make_outer_product_loop",
-    "make_strip_convolution_loop",
-    "reshape_to_three_dims",
-    "round_up_to_lanes",
+    "NARROW", "NARROW_ROWS", "NEAR_BYTES", "WIDE", "WIDE_ROWS", "choose_strip_output_count", "compute_line_by_strips",
+    "convolve_direct", "direct_add_weight_gradient", "direct_backward_input", "emit_load", "emit_offset",
+    "emit_pointer_cast", "find_output_runs", "get_address_and_byte_strides", "locate_line_in_runs",
+    "make_outer_product_loop", "make_strip_convolution_loop", "reshape_to_three_dims", "round_up_to_lanes",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
