@@ -193,6 +193,7 @@ def _make_dry_run_options(
         "reproducible_chunks": args.chunks,
         "precision": args.precision,
         "group_bytes": args.group_bytes,
+        "tune": False,  # the output must not depend on what was measured on this machine, as that of `plan`
         "prefetch": args.prefetch,
         "schedule": args.schedule or "1f1b",
         "sequence": args.sequence,

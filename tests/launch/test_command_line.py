@@ -14,6 +14,7 @@ from amount import pairs
 
 from fsdpx import nn
 from fsdpx.__main__ import main, make_parser
+from fsdpx.core.state import tuning
 from fsdpx.errors import install_hint
 from fsdpx.launch import show as show_module
 from fsdpx.plan import predict
@@ -408,6 +409,20 @@ def test_a_launcher_loads_nothing_that_trains() -> None:
 def test_bytes_may_have_units(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [shown(capsys, f"gpt-tiny --ranks 2 --group-bytes {given}") for given in ("1048576", "1MiB", "1024KiB")]
     assert texts[0] == texts[1] == texts[2] != shown(capsys, "gpt-tiny --ranks 2 --group-bytes 64KiB")
+
+
+def test_what_show_prints_does_not_depend_on_measurements(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it prints another program on a machine where a job has run before."""
+    printed = []
+    for known in (None, "openblas"):
+        monkeypatch.setattr(tuning, "load_record", lambda *_, known=known: known)
+        monkeypatch.setenv("FSDPX_TUNE", "1")
+        assert main(["show", "many", "--ranks", "4"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert "GATHER3" in printed[0]
+    assert printed[0].partition("process")[0] == printed[1].partition("process")[0]
 
 
 def test_a_closed_pipe_is_no_error() -> None:
