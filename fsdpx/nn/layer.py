@@ -372,6 +372,9 @@ class Layer(ABC):
     "indices", int32 or int64; "given", unchanged; "passed", the dtype that the readers of its result take. One word for
     all inputs, or a tuple with one word per input."""
 
+    foreign: bool = False
+    """Whether another library computes the layer, with kernels of its own, as PyTorch does for a `torch.nn.Module`."""
+
     kernel_names: tuple[str, ...] = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
     compiled before the first step."""

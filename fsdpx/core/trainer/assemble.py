@@ -222,7 +222,7 @@ def assemble_placement_and_model(
             output_dim=model.planned.output_dim,
             sample_layout=model.samples,
         )
-    library = _get_half_matmul_library_and_warn(world, formats, ranks.xp)
+    library = _get_half_matmul_library_and_warn(world, formats, ranks.xp, model.ordered)
     agree_on_choices(world, list_choices_to_compare(recipe, place, reducing.microbatches, library))
     return place, model.planned.model, reducing.microbatches
 
@@ -453,15 +453,16 @@ def _make_number_formats(formats: Precision) -> NumberFormats:
     return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
-def _get_half_matmul_library_and_warn(world: Communicator, formats: Precision, xp: Any) -> str:
+def _get_half_matmul_library_and_warn(world: Communicator, formats: Precision, xp: Any, model: LayerList) -> str:
     """Return the name of the library that multiplies 16-bit matrices, because results depend on it; "" if none is
-    used. Warn once if 16-bit numbers are computed as float32, which is slower."""
+    used. Warn once if it computes 16-bit numbers as float32, which is slower, unless other libraries compute all
+    layers."""
     if formats.compute == formats.gradient_dtype or xp is not np:
         return ""
     name = parse_dtype(formats.compute).name
     half = blas.load_half_matmul()
     library, able = half.get_selected_library(name), half.list_half_instructions(name)
-    if library == half.WIDENED and world.rank == 0:
+    if library == half.WIDENED and world.rank == 0 and not all(node.layer.foreign for node in model.nodes):
         why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library

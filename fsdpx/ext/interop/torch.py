@@ -112,7 +112,8 @@ class TorchLoss(Loss):
 
     The losses of all parts of a batch are summed, and the sum is divided as PyTorch would divide it for the full
     batch: by the number of elements, or, for classes, by the total weight of the targets that are not ignored. For any
-    other function, the means of the parts are averaged, weighted by their numbers of samples.
+    other function, the means of the parts are averaged, weighted by their numbers of samples. Outputs of 16 bits are
+    converted to float32 first, as under `torch.autocast`.
 
     Parameters
     ----------
@@ -131,7 +132,9 @@ class TorchLoss(Loss):
             self._sum.reduction = "sum"
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        output, wanted = to_tensor(y).detach().requires_grad_(), to_tensor(target)
+        given, wanted = to_tensor(y).detach().requires_grad_(), to_tensor(target)
+        with torch.enable_grad():
+            output = given.float() if given.dtype.itemsize < 4 else given  # a mean in 16 bits would be rounded
         if isinstance(self.function, LABELS) and not wanted.is_floating_point():
             wanted = wanted.to(torch.int64)
         elif wanted.is_floating_point() or self._needs_same_shape:
@@ -144,11 +147,11 @@ class TorchLoss(Loss):
         if total.ndim:
             raise DataError(f"{self!r} gives a tensor of shape {tuple(total.shape)}: a loss is one number")
         bare = getattr(env.xp, "holds_no_data", False)
-        return (0.0 if bare else float(total.detach())), weight, (output, total)
+        return (0.0 if bare else float(total.detach())), weight, (given, total)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        output, total = saved
-        (gradient,) = torch.autograd.grad(total, output, torch.full_like(total, seed))
+        given, total = saved
+        (gradient,) = torch.autograd.grad(total, given, torch.full_like(total, seed))
         return to_array(env.xp, gradient)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:

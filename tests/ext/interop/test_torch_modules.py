@@ -7,6 +7,7 @@ import gc
 import re
 import warnings
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from fsdpx import nn, optim  # noqa: E402
 from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError, DataError  # noqa: E402
 from fsdpx.ext.fields.over_parts import partition_model  # noqa: E402
+from fsdpx.ext.half import matmul  # noqa: E402
 from fsdpx.ext.interop.module import OVER_FIELDS  # noqa: E402
-from fsdpx.ext.interop.torch import TorchLoss, TorchModule, from_torch  # noqa: E402
+from fsdpx.ext.interop.torch import TorchLoss, TorchModule, from_torch, to_array, to_tensor  # noqa: E402
 from fsdpx.testing import LayerContract  # noqa: E402
 
 tnn = torch.nn
@@ -401,6 +403,36 @@ def test_squares_take_whole_numbers_as_targets() -> None:
     wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.ones(3, 4).double()).item()
     found, _, _ = train(net, x, np.ones((3, 4), np.int64), 1, steps=1, loss=tnn.MSELoss())
     np.testing.assert_allclose(found, [wanted], rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", [tnn.CrossEntropyLoss(), tnn.functional.cross_entropy], ids=["module", "function"])
+def test_a_loss_of_16_bit_outputs_is_computed_in_float32(loss: Any, kind: Any) -> None:
+    """As under torch.autocast; the gradient has the format of the outputs."""
+    rng = np.random.default_rng(0)
+    y, labels = torch.tensor(rng.standard_normal((6, 4)), dtype=kind, requires_grad=True), torch.arange(6) % 4
+    wanted = tnn.functional.cross_entropy(y.float(), labels)
+    wanted.backward()
+    env: Any = SimpleNamespace(xp=np)
+    array = to_array(np, y.detach())
+    total, weight, saved = TorchLoss(loss).forward(env, array, labels.numpy())
+    assert total / weight == pytest.approx(wanted.item(), rel=1e-6)
+    gradient = TorchLoss(loss).backward(env, saved, 1 / weight)
+    assert gradient.dtype == array.dtype
+    assert torch.equal(to_tensor(gradient).to(kind), y.grad)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_only_layers_of_fsdpx_are_warned_of_slow_16_bit_products(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    """PyTorch multiplies in its modules, with bfloat16 instructions of its own."""
+    monkeypatch.setattr(matmul, "get_selected_library", lambda kind="bfloat16": matmul.WIDENED)
+    net: Any = nn.Linear(4, 2) if ours else tnn.Linear(4, 2)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        fsdpx.distribute(
+            net, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="bf16", comm=spawn(lambda c: c, 1)[0]
+        )
+    assert any("bf16 is computed as float32" in str(one.message) for one in heard) == ours
 
 
 class Modes(tnn.Module):
