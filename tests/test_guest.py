@@ -180,9 +180,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_hook_is_in_place_while_somebody_holds_it(module: Any) -> None:
     before, (a, b), comm = module.f, (Place(), Place()), Comm()
-    hooks.install_hooks_for_owner(a, comm)
-    hooks.install_hooks_for_owner(b, comm)
-    hooks.install_hooks_for_owner(a, comm)
+    hooks.install_process_hooks_while_alive(a, comm)
+    hooks.install_process_hooks_while_alive(b, comm)
+    hooks.install_process_hooks_while_alive(a, comm)
     assert (module.f(), hooks.find_communicator_to_abort()) == (["ours", "theirs"], comm)
     hooks.release_hooks_of_owner(a)
     assert module.f() == ["ours", "theirs"]
@@ -195,17 +195,17 @@ def test_a_hook_is_in_place_while_somebody_holds_it(module: Any) -> None:
 
 def test_a_hook_that_is_set_over_ours_stays(module: Any) -> None:
     before, a, comm = module.f, Place(), Comm()
-    hooks.install_hooks_for_owner(a, comm)
+    hooks.install_process_hooks_while_alive(a, comm)
     under = module.f
     over = module.f = lambda: ["over", *under()]
-    hooks.install_hooks_for_owner(b := Place(), comm)  # ours comes first again, and once
+    hooks.install_process_hooks_while_alive(b := Place(), comm)  # ours comes first again, and once
     assert module.f() == ["ours", "over", "theirs"]
     hooks.release_hooks_of_owner(a)
     hooks.release_hooks_of_owner(b)
     assert module.f is over
     assert module.f() == ["over", "theirs"]
     module.f = under  # as it puts back what it found
-    hooks.install_hooks_for_owner(a, comm)
+    hooks.install_process_hooks_while_alive(a, comm)
     assert module.f() == ["ours", "theirs"]
     hooks.release_hooks_of_owner(a)
     assert module.f is before
@@ -215,16 +215,16 @@ def test_an_exception_holds_hooks_as_long_as_it_lives(module: Any) -> None:
     before, comm = module.f, Comm()
     try:
         with hooks.releasing_hooks_after_block():
-            hooks.install_hooks_for_owner(comm, comm)
+            hooks.install_process_hooks_while_alive(comm, comm)
             raise ValueError
     except ValueError:
         assert module.f() == ["ours", "theirs"]
         assert hooks.find_communicator_to_abort() is comm
     assert module.f is before
-    hooks.install_hooks_for_owner(a := Place(), comm)
+    hooks.install_process_hooks_while_alive(a := Place(), comm)
     with hooks.releasing_hooks_after_block():  # who held before holds after
-        hooks.install_hooks_for_owner(a, comm)
-        hooks.install_hooks_for_owner(comm, comm)
+        hooks.install_process_hooks_while_alive(a, comm)
+        hooks.install_process_hooks_while_alive(comm, comm)
     assert module.f() == ["ours", "theirs"]
     hooks.release_hooks_of_owner(a)
     assert module.f is before

@@ -86,7 +86,7 @@ def plan_job(args: argparse.Namespace) -> str:
         )  # fmt: skip
         best = found.best_candidate.prediction
         count("what would lower the memory")
-        changes = best.list_lowering_changes()
+        changes = best.list_memory_lowering_changes()
     if args.png is not None:
         batch = example.x(example.batch), example.y(example.batch)
         options = {**fixed, **found.best_candidate.options, "loss": example.loss}

@@ -47,7 +47,7 @@ from fsdpx.launch.catalog import CATALOG, CatalogModel, find_model
 from fsdpx.plan.dry_run import DryRun, dry_run
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import OptionChange, format_changes, list_lowering_changes
+from fsdpx.plan.peak import OptionChange, format_changes, list_memory_lowering_changes
 from fsdpx.plan.prediction import Prediction, dry_run_one_rank_per_group, predict_from_dry_runs
 
 __all__ = [
@@ -138,7 +138,7 @@ def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], N
 
     run = run_dry({})
     changes = (
-        list_lowering_changes(options, rows, lambda changes: (run_dry(changes).peak.nbytes, None))
+        list_memory_lowering_changes(options, rows, lambda changes: (run_dry(changes).peak.nbytes, None))
         if args.lower
         else None
     )

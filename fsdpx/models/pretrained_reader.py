@@ -31,8 +31,8 @@ __all__ = [
     "TensorSource",
     "TransposedShard",
     "from_pretrained",
-    "iterate_matrix_blocks",
     "iterate_transposed_shards",
+    "split_ranges_into_matrix_blocks",
 ]
 
 
@@ -55,7 +55,7 @@ class MatrixBlock:
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
-def iterate_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
+def split_ranges_into_matrix_blocks(runs: Iterable[Interval], columns: int) -> Iterator[MatrixBlock]:
     """Split ranges of flat indices of a row-major matrix into rectangular blocks, in order. Each range yields up to
     three blocks: the rest of a row, full rows, and the beginning of a row."""
     for start, stop in runs:
@@ -92,7 +92,7 @@ def iterate_transposed_shards(name: str, held: LocalShard) -> Iterator[Transpose
     rows, columns = held.spec.shape
     for block in held.iterate_blocks(BLOCK_BYTES // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0
-        for box in iterate_matrix_blocks(block.runs, columns):
+        for box in split_ranges_into_matrix_blocks(block.runs, columns):
             size = box.shape[0] * box.shape[1]
             yield TransposedShard(name, host[at : at + size], box, rows)
             at += size
@@ -134,7 +134,7 @@ class TensorSource:
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
         parts = []
         if self.transposed:
-            for box in iterate_matrix_blocks([(start, stop)], shape[1]):
+            for box in split_ranges_into_matrix_blocks([(start, stop)], shape[1]):
                 found = read_elements(self.source, self.name, box.list_transposed_intervals(shape[0]))
                 parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
         else:

@@ -87,7 +87,7 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
     partial = run_on_rank0(world, where, lambda: _create_partial_folder(path, plan))
     try:
         run_on_all_ranks(world, where, lambda: write_shards(partial, plan, _iterate_shards(state, stored)))
-        run_on_rank0(world, where, lambda: _commit_folder(path, partial, plan, source, dtype))
+        run_on_rank0(world, where, lambda: _write_headers_and_commit(path, partial, plan, source, dtype))
     except BaseException:
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -173,7 +173,9 @@ def _create_partial_folder(path: Path, plan: FileLayout) -> Path:
     return partial
 
 
-def _commit_folder(path: Path, partial: Path, plan: FileLayout, source: CheckpointSource, dtype: str | None) -> None:
+def _write_headers_and_commit(
+    path: Path, partial: Path, plan: FileLayout, source: CheckpointSource, dtype: str | None
+) -> None:
     for name, contents in plan.files.items():
         write_header_and_sync(partial / name, contents.header)
     for name, text in {**plan.texts, CONFIG_NAME: _make_config(source, dtype)}.items():

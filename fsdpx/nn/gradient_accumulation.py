@@ -56,7 +56,7 @@ class GradientEntry:
     def is_blank(self) -> bool:
         return self.flags[self.at] == BLANK
 
-    def get_zeroed_array(self) -> Array:
+    def get_array_to_add_to(self) -> Array:
         """Return the gradient array, so that the caller can add to it in place. If nothing has been written to it
         since the last reset, zero it first."""
         if self.flags[self.at] == BLANK:
@@ -82,7 +82,7 @@ class GradientEntries(dict[str, GradientEntry]):
             return ()
         blank = [name for name, entry in self.items() if entry.is_blank]
         for name in blank:
-            self[name].get_zeroed_array()
+            self[name].get_array_to_add_to()
         return blank
 
 
@@ -99,7 +99,7 @@ class Gradients(Mapping[str, Array]):
         self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
 
     def __getitem__(self, name: str) -> Array:
-        return self.entries[name].get_zeroed_array()
+        return self.entries[name].get_array_to_add_to()
 
     def __setitem__(self, name: str, array: Array) -> None:
         """Complete `g[name] += d`, at the end of which Python assigns `g[name]`. By then `array` is the gradient

@@ -49,7 +49,10 @@ class UlyssesAttention:
 
     def _all_to_all_time_to_heads(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
         """Redistribute an array from sequence shards to head shards: `(samples, this rank's time, count x all heads)`
-        -> `(samples, time, count x this rank's heads)`. Collective."""
+        -> `(samples, time, count x this rank's heads)`. Collective.
+
+        `count` is the number of arrays that lie next to each other in the last dim (3 for queries, keys and values),
+        and `thing` names them in errors."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
         y = collectives.all_to_all_dims(
             env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=make_call_label(env, thing)

@@ -176,7 +176,7 @@ class ActionCostRecorder(TimelineRecorder):
 
 
 class _Flags:
-    """Reads and writes the flags that tell which gradients of a layer have been written."""
+    """Access to the flags that tell which gradients of a layer have been written."""
 
     __slots__ = ("_entries",)
 

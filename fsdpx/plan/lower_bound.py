@@ -48,7 +48,7 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     require_enough_layers(get_or_memoize(("ordered", step.model), lambda: linearize(step.model)), pipe.width, "")
     split = pipe.width > 1 and any(action.op == "W" for action in pipe.get_schedule(m).ranks[0])
     home, (model, layers) = pipe.get_stage_ranks(m), _run_layers_and_list_costs(step, rows, split)
-    starts = split_into_stages(model, len(home), None, options.get("costs"), pipe.explain_stage_count(home))
+    starts = split_into_stages(model, len(home), None, options.get("costs"), pipe.describe_stages_per_rank(home))
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
     for layer, part, cost in layers:
         each[bisect_right(starts, layer) - 1][part].append(cost)

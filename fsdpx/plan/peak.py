@@ -36,7 +36,7 @@ __all__ = [
     "format_mesh_arguments",
     "format_option",
     "format_options",
-    "list_lowering_changes",
+    "list_memory_lowering_changes",
 ]  # fmt: skip
 
 ROW_MEANINGS = {
@@ -265,7 +265,7 @@ PeakAndSeconds = tuple[int, float | None]
 """(Bytes of the peak, step time in seconds or None if it is not known)."""
 
 
-def list_lowering_changes(
+def list_memory_lowering_changes(
     current: Mapping[str, Any], rows: int, predict_peak: Callable[[dict[str, Any]], PeakAndSeconds]
 ) -> list[OptionChange]:
     """Try changing one option at a time, and return the changes that lower the memory peak, sorted by the new peak.

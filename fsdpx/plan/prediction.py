@@ -20,7 +20,7 @@ from fsdpx.errors import warn
 from fsdpx.nn.linearize import memoizing
 from fsdpx.plan.extrapolation import StepDryRuns
 from fsdpx.plan.machine import Machine
-from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_lowering_changes
+from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_memory_lowering_changes
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
 
 __all__ = [
@@ -97,7 +97,7 @@ class Prediction:
         unit. `print` shows it as a table."""
         return self.worst_class.peak
 
-    def list_lowering_changes(self) -> list[OptionChange]:
+    def list_memory_lowering_changes(self) -> list[OptionChange]:
         """Return the changes of a single option that would lower the memory peak, each with the new peak and step
         time, sorted by the new peak.
 
@@ -112,7 +112,7 @@ class Prediction:
             known = "offload" not in changes or self.machine.disk is not None
             return found.memory, found.seconds if known else None
 
-        return list_lowering_changes(
+        return list_memory_lowering_changes(
             step.options, step.count_samples_of_group(step.sample_group_count - 1), predict_peak
         )
 

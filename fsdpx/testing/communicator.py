@@ -55,7 +55,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_all_gather(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
-            whole = _draw_values(dtype, n, seed=n)
+            whole = _make_random_array(dtype, n, seed=n)
             recv = np.zeros_like(whole)
             comm.all_gather(_get_rank_part(whole, comm).copy(), recv, what="x").wait()
             _assert_same_bytes(recv, whole)
@@ -63,7 +63,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_all_gather_in_place_and_uneven(self, comm: Communicator) -> None:
         counts = [(3 * rank) % 5 for rank in range(comm.size)]
-        whole = _draw_values("float32", sum(counts), seed=1)
+        whole = _make_random_array("float32", sum(counts), seed=1)
         recv = np.zeros_like(whole)
         own = _get_rank_part(recv, comm, counts)
         own[:] = _get_rank_part(whole, comm, counts)
@@ -72,7 +72,7 @@ class CommunicatorContract:
 
     @_on_every_rank
     def test_threads_may_change_at_every_bytecode(self, comm: Communicator) -> None:
-        ours = [_draw_values("float64", 7, seed=rank) for rank in range(comm.size)]
+        ours = [_make_random_array("float64", 7, seed=rank) for rank in range(comm.size)]
         with switching_at_every_bytecode():
             for _ in range(2):
                 mine, gathered = ours[comm.rank].copy(), np.empty(7 * comm.size)
@@ -86,7 +86,7 @@ class CommunicatorContract:
     def test_reduce_scatter(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
             for op in _list_operations(dtype):
-                ours = [_draw_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
+                ours = [_make_random_array(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
                 want = _get_rank_part(_compute_reduction(ours, op), comm)
                 recv = np.zeros_like(want)
                 comm.reduce_scatter(ours[comm.rank], recv, op).wait()
@@ -97,7 +97,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_reduce_scatter_in_place_and_uneven(self, comm: Communicator, dtype: str, op: ReduceOp) -> None:
         counts = [(3 * rank + 1) % 5 for rank in range(comm.size)]
-        ours = [_draw_values(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
+        ours = [_make_random_array(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
         want = _get_rank_part(_compute_reduction(ours, op), comm, counts)
         buf = ours[comm.rank].copy()
         comm.reduce_scatter(buf, buf[: want.size], op, counts).wait()
@@ -109,12 +109,12 @@ class CommunicatorContract:
     def test_all_reduce(self, comm: Communicator, dtype: str, algorithm: str) -> None:
         if algorithm == "ring" and dtype in ("float16", "bfloat16"):
             with pytest.raises(ConfigError, match=r"does not add .* in rank order: use algorithm='library'"):
-                comm.all_reduce(_draw_values(dtype, 3, seed=0), ReduceOp.SUM, "ring")
+                comm.all_reduce(_make_random_array(dtype, 3, seed=0), ReduceOp.SUM, "ring")
             return
         found = []
         for n in LENGTHS:
             for op in _list_operations(dtype):
-                ours = [_draw_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
+                ours = [_make_random_array(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
                 buf = ours[comm.rank].copy()
                 comm.all_reduce(buf, op, algorithm).wait()
                 _assert_close(buf, _compute_reduction(ours, op))
@@ -124,9 +124,9 @@ class CommunicatorContract:
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
-        ours = [_draw_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
+        ours = [_make_random_array(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
         if comm.size > 2:  # in rank order large values cancel first; in another order the small ones would be lost
-            ours[0] = _draw_values(dtype, 33, seed=9) * 4096
+            ours[0] = _make_random_array(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]
         total = ours[0].astype(np.float32)
@@ -147,7 +147,7 @@ class CommunicatorContract:
     def test_summands_are_rounded_to_wire_dtype(self, comm: Communicator, dtype: str, wire: str) -> None:
         for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
             n = 61 if counts is None else sum(counts)
-            ours = [_draw_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
+            ours = [_make_random_array(dtype, n, seed=n + rank) for rank in range(comm.size)]
             ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # these values overflow or underflow in float16
             with np.errstate(over="ignore"):
                 want = ours[0].astype(wire).astype(dtype) if comm.size > 1 else ours[0]
@@ -168,7 +168,7 @@ class CommunicatorContract:
     def test_broadcast_from_every_root(self, comm: Communicator) -> None:
         for root in range(comm.size):
             for dtype in ALL_DTYPES:
-                want = _draw_values(dtype, 7, seed=root)
+                want = _make_random_array(dtype, 7, seed=root)
                 buf = want.copy() if comm.rank == root else np.zeros_like(want)
                 comm.broadcast(buf, root).wait()
                 _assert_same_bytes(buf, want)
@@ -178,7 +178,7 @@ class CommunicatorContract:
     def test_reduce_to_every_root(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
             for op in _list_operations(dtype):
-                ours = [_draw_values(dtype, 7, seed=rank) for rank in range(comm.size)]
+                ours = [_make_random_array(dtype, 7, seed=rank) for rank in range(comm.size)]
                 send = ours[comm.rank].copy()
                 recv = np.zeros_like(send) if root % 2 else send  # roots with an even number reduce in place
                 comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
@@ -190,7 +190,7 @@ class CommunicatorContract:
     def test_gather_and_scatter(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
             for counts in (None, [rank % 3 for rank in range(comm.size)]):
-                whole = _draw_values(dtype, 11 if counts is None else sum(counts), seed=root)
+                whole = _make_random_array(dtype, 11 if counts is None else sum(counts), seed=root)
                 own = _get_rank_part(whole, comm, counts)
                 at_root = comm.rank == root
                 recv = np.zeros_like(whole) if at_root else None
@@ -206,7 +206,7 @@ class CommunicatorContract:
     def test_all_to_all(self, comm: Communicator, dtype: str) -> None:
         size, rank = comm.size, comm.rank
         counts = [[(2 * source + dest) % 4 for dest in range(size)] for source in range(size)]
-        rows = [_draw_values(dtype, sum(counts[source]), seed=source) for source in range(size)]
+        rows = [_make_random_array(dtype, sum(counts[source]), seed=source) for source in range(size)]
         received = [counts[source][rank] for source in range(size)]
         recv = np.zeros(sum(received), rows[0].dtype)
         comm.all_to_all(rows[rank], recv, counts[rank], received).wait()
@@ -237,7 +237,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_handles_may_be_waited_for_in_any_order(self, comm: Communicator) -> None:
         order = np.random.default_rng(comm.rank).permutation(6)
-        bufs = [_draw_values(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
+        bufs = [_make_random_array(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
         rings = [np.arange(9.0) + comm.rank for _ in range(3)]
         handles = [comm.all_reduce(buf) for buf in bufs]
         handles += [comm.all_reduce(ring, ReduceOp.SUM, "ring") for ring in rings]
@@ -246,7 +246,7 @@ class CommunicatorContract:
             assert handles[i].test()
         comm.barrier().wait()
         for buf, dtype in zip(bufs, ("float64", "bfloat16", "float16"), strict=True):
-            _assert_close(buf, _compute_reduction([_draw_values(dtype, 9, seed=1)] * comm.size, ReduceOp.SUM))
+            _assert_close(buf, _compute_reduction([_make_random_array(dtype, 9, seed=1)] * comm.size, ReduceOp.SUM))
         for ring in rings:
             _assert_same_bytes(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
 
@@ -340,7 +340,7 @@ class CommunicatorContract:
         comm.barrier().wait()
 
 
-def _draw_values(dtype: str, n: int, seed: int) -> np.ndarray:
+def _make_random_array(dtype: str, n: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     if dtype in FLOATS:
         return generator.standard_normal(n).astype(dtype)

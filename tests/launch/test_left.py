@@ -20,7 +20,7 @@ from fsdpx.__main__ import main
 from fsdpx.core.base import safe_files
 from fsdpx.core.comm.mpi.start import find_leftover_files, identify_process, is_process_alive, remove_leftover_files
 from fsdpx.ext.watch.flight_recorder import FlightRecorder
-from fsdpx.ext.watch.watchdog import _choose_record_folder
+from fsdpx.ext.watch.watchdog import _choose_record_folder_and_remove_dead_ones
 from fsdpx.launch.info import _describe_cache
 from fsdpx.launch.run import _make_temporary_folder_and_remove_dead
 
@@ -59,7 +59,7 @@ def test_records_go_when_all_who_wrote_them_are_dead(tmp_path: Path, monkeypatch
     (tmp_path / "fsdpx-flight-begins").mkdir()
     for folder in (gone, *kept):
         os.utime(folder, (0, 0))  # a job may run for long
-    assert _choose_record_folder("new", "") == tmp_path / "fsdpx-flight-new"
+    assert _choose_record_folder_and_remove_dead_ones("new", "") == tmp_path / "fsdpx-flight-new"
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "fsdpx-flight-begins"])
 
 
@@ -75,7 +75,7 @@ def test_records_that_go_meanwhile_are_no_records(tmp_path: Path, monkeypatch: p
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", late)
-    assert _choose_record_folder("new", "") == tmp_path / "fsdpx-flight-new"
+    assert _choose_record_folder_and_remove_dead_ones("new", "") == tmp_path / "fsdpx-flight-new"
     assert not ends.exists()
 
 

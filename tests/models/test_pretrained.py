@@ -16,7 +16,7 @@ from fsdpx.core.checkpoint import format as layout
 from fsdpx.core.checkpoint.format import lay_out_files
 from fsdpx.core.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.models.pretrained_reader import TensorSource, iterate_matrix_blocks
+from fsdpx.models.pretrained_reader import TensorSource, split_ranges_into_matrix_blocks
 from fsdpx.models.tokenizer_files import find_largest_token, read_end_tokens
 
 WIDTH, VOCAB, TIME = 8, 11, 6
@@ -256,7 +256,9 @@ def test_adapters_take_the_names_of_the_folder(tmp_path: Path) -> None:
 def test_boxes_are_the_runs() -> None:
     whole = np.arange(35).reshape(7, 5)
     for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
-        parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in iterate_matrix_blocks([run], 5)]
+        parts = [
+            whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in split_ranges_into_matrix_blocks([run], 5)
+        ]
         assert np.concatenate([[], *parts]).tolist() == list(range(*run))
 
 

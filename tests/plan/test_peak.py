@@ -16,7 +16,7 @@ from fsdpx.core.comm import Communicator, FakeCommunicator
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.plan import predict
 from fsdpx.plan.dry_run import DryRun
-from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_changes, list_lowering_changes
+from fsdpx.plan.peak import Holding, MemoryPeak, OptionChange, format_changes, list_memory_lowering_changes
 
 WIDTH = 64
 PAGE = 4 * WIDTH * WIDTH
@@ -98,7 +98,7 @@ def test_units_one_after_another_that_hold_as_much_are_one() -> None:
 
 def test_changes_lower_the_peak_to_what_they_then_hold() -> None:
     now = {"strategy": "ddp", "microbatches": 1, "schedule": "1f1b", "recompute": None, "group_bytes": 0}
-    found = list_lowering_changes(now, ROWS, lambda changes: (dry(**{**now, **changes}).peak.nbytes, None))
+    found = list_memory_lowering_changes(now, ROWS, lambda changes: (dry(**{**now, **changes}).peak.nbytes, None))
     words = [one.python_text for one in found]
     assert {"strategy='zero2'", "strategy='fsdp'", "microbatches=2", "precision='bf16-true'"} <= set(words)
     assert [one.nbytes for one in found] == sorted(one.nbytes for one in found)
@@ -115,7 +115,7 @@ def test_changes_of_a_mesh_leave_its_other_axes() -> None:
         tried.append(OptionChange(changes, 0).python_text)
         return 1, None
 
-    assert list_lowering_changes(now, 1, count) == []
+    assert list_memory_lowering_changes(now, 1, count) == []
     assert "strategy='fsdp', mesh=fsdpx.Mesh(pipe=2)" in tried
     assert "schedule='1f1b'" in tried
     assert "offload=fsdpx.OffloadConfig('/local/disk', 'optimizer')" in tried
@@ -132,7 +132,7 @@ def test_times_of_changes_are_beside_them() -> None:
 def test_a_prediction_says_what_would_lower_its_peak() -> None:
     x = ((16, WIDTH), "float32")
     found = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0)
-    one = next(one for one in found.list_lowering_changes() if one.python_text == "strategy='fsdp'")
+    one = next(one for one in found.list_memory_lowering_changes() if one.python_text == "strategy='fsdp'")
     again = predict(chain(), (x, x), ranks=2, machine="laptop", group_bytes=0, strategy="fsdp")
     assert (one.nbytes, one.seconds) == (again.memory, again.seconds)
     assert found.peak.nbytes == found.memory > again.memory

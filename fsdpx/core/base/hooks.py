@@ -24,7 +24,7 @@ from typing import Any
 
 __all__ = [
     "STOP_SIGNALS", "Hook", "SignalHandler", "add_exit_listener", "find_communicator_to_abort",
-    "install_hooks_for_owner", "notify_exit_listeners", "register_hooks", "release_hooks_of_owner",
+    "install_process_hooks_while_alive", "notify_exit_listeners", "register_hooks", "release_hooks_of_owner",
     "releasing_hooks_after_block",
 ]  # fmt: skip
 
@@ -114,7 +114,7 @@ def register_hooks(*hooks: Hook) -> None:
                 hook.install()
 
 
-def install_hooks_for_owner(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
+def install_process_hooks_while_alive(owner: Any, comm: Any, beyond_scope: bool = False) -> None:
     """Install all hooks until `owner` releases them or is garbage-collected, or until the enclosing block of
     `releasing_hooks_after_block` ends.
 
@@ -182,7 +182,7 @@ def releasing_hooks_after_block() -> Iterator[None]:
             held = _ExceptionHolder(comm)
             with suppress(AttributeError):  # some exceptions have no __dict__
                 error._fsdpx_held = held  # type: ignore[attr-defined]
-                install_hooks_for_owner(held, comm)
+                install_process_hooks_while_alive(held, comm)
                 begun.pop()
         raise
     finally:

@@ -29,7 +29,7 @@ __all__ = [
     "MAX_RECORD_BYTES", "READABLE", "TEMPORARY_PREFIX", "Untrusted", "can_write_folder", "create_file",
     "describe_json_error", "describe_read_error", "expanduser", "get_path_of_open_file", "is_owned_by_user",
     "is_user_owned_folder", "make_folder", "make_temporary_path", "open_file", "open_for_append", "open_lock_file",
-    "open_unnamed_file", "parse_json", "read_file", "read_if_trusted", "read_json", "remove_user_owned_folder",
+    "open_self_deleting_file", "parse_json", "read_file", "read_if_trusted", "read_json", "remove_user_owned_folder",
     "require_json_fields", "require_private_folder", "try_create_marker", "warn_file_ignored", "write_file",
     "write_lock_text",
 ]  # fmt: skip
@@ -311,7 +311,7 @@ def create_file(path: Path, mode: int = PRIVATE) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
 
 
-def open_unnamed_file(folder: str | os.PathLike[str]) -> int:
+def open_self_deleting_file(folder: str | os.PathLike[str]) -> int:
     """Create a file that is deleted when the last process closes it. Return its file descriptor, open for reading and
     writing.
 

@@ -358,7 +358,7 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
         _require_mpi_with_all_ranks(request)
         from fsdpx.core.comm.mpi.mpi import MpiCommunicator, MpiWorld
 
-        hooks.install_hooks_for_owner(ranks := MpiWorld(), ranks)
+        hooks.install_process_hooks_while_alive(ranks := MpiWorld(), ranks)
         opened = set_up_world(
             MpiCommunicator(request.comm, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared
         )
@@ -379,7 +379,7 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
-    hooks.install_hooks_for_owner(carrier, carrier)
+    hooks.install_process_hooks_while_alive(carrier, carrier)
     if carrier.size > 1:
         agree_on_settings(carrier, environment.read_environment().shared_settings, get_compared_arguments())
     world_comm = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier

@@ -170,7 +170,7 @@ def load_microbatch_inputs(run: ProgramRun, action: Action, taken: Values, read:
 
 
 def forward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    keep = get_action_target(action) in run.stage.backward_units
+    keep = get_action_target(action) in run.stage.units_with_backward
     outputs, saved = _run_forward(run, action, taken, read, added, keep)
     return (*outputs, *([saved] if keep else []), *added)
 
@@ -295,8 +295,8 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """Return, for each page, a dict from parameter name to gradient. When a buffer is used for the first time, mark
-    its gradients, so that layers overwrite them instead of adding to them."""
+    """Return one dict (parameter name -> gradient) per page. On the first use of a page's gradient buffer, mark its
+    gradients as blank, so that layers overwrite them instead of adding to them."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(

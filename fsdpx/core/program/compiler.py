@@ -198,7 +198,7 @@ def _compile_cached(
 ) -> Program:
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     actions = insert_recompute(
-        _list_compute_actions(request), request.recompute & stage.backward_units if kind.ops == "FB" else ()
+        _list_compute_actions(request), request.recompute & stage.units_with_backward if kind.ops == "FB" else ()
     )
     if kind.compile_without_peers is not None:
         return _make_program(request, kind.compile_without_peers(actions, request))
@@ -314,7 +314,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:
-        units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.backward_units)]
+        units = [u for u in stage.own_units if kind.ops and (kind.ops != "B" or u in stage.units_with_backward)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _make_slots("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
     slots |= request.sync.get_slots(request.sync.ends, stage.trained_pages)
@@ -330,7 +330,7 @@ def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 def _list_saved_slots(request: ProgramRequest) -> set[Slot]:
     """Return the slots (named buffers) of activations that a "forward" program saves for a later "backward" program."""
-    units = (u for u in request.stage.own_units if u in request.stage.backward_units)
+    units = (u for u in request.stage.own_units if u in request.stage.units_with_backward)
     return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 
 

@@ -172,7 +172,7 @@ class Stage:
         return "total" if self.needs_join else "part"
 
     @cached_property
-    def backward_units(self) -> frozenset[int]:
+    def units_with_backward(self) -> frozenset[int]:
         """Numbers of the units that run a backward: those with trainable parameters, or with an input that depends on
         trainable parameters."""
         units = enumerate(self.units)
@@ -191,7 +191,7 @@ class Stage:
         """
         if op in "FE":
             return op
-        if unit not in self.backward_units:
+        if unit not in self.units_with_backward:
             return None
         if op == "B":
             return op
@@ -336,7 +336,7 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     "coded": lambda a, s, n: _pair_with_microbatch({a.unit} & s.pages_with_codec_memory),
     "twins": lambda a, s, n: _pair_with_microbatch(s.tie_groups.get(_require_unit_number(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
-    "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward_units else [],
+    "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.units_with_backward else [],
     "moving": lambda a, s, n: _pair_with_microbatch({a.unit} & s.units_with_statistics),
     "pages": lambda a, s, n: _pair_with_microbatch(s.units[_require_unit_number(a)].pages),
     "trained": lambda a, s, n: _pair_with_microbatch(
@@ -420,7 +420,7 @@ def _make_edges(
         edges.append(Edge(len(edges), value, source, target, home[source], home[target], gradient))
 
     for value in sorted({v for _, _, given in units for v in given} - set(inputs)):
-        chain = _list_stages_of_value(value, units, outputs, stages, len(home) - 1)
+        chain = _list_stages_computing_or_reading(value, units, outputs, stages, len(home) - 1)
         first = [stage for i, stage in enumerate(chain) if home[stage] not in {home[s] for s in chain[:i]}]
         for source, target in pairwise(first):
             add_edge(value, source, target, gradient=False)
@@ -430,7 +430,7 @@ def _make_edges(
     return tuple(edges)
 
 
-def _list_stages_of_value(
+def _list_stages_computing_or_reading(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
     """Return the numbers of the stages that compute or read a value, in ascending order."""

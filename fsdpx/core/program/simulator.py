@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from fsdpx.core.program.compiler import Program
-from fsdpx.core.program.verbs import VERBS, Action, Slot, format_marked_action, get_partner_verb, parse_actions
+from fsdpx.core.program.verbs import VERBS, Action, Slot, format_action_with_neighbors, get_partner_verb, parse_actions
 from fsdpx.errors import ConfigError, ProgramError
 
 __all__ = [
@@ -411,7 +411,7 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
     whom = [f"{message} of rank {program.stage.edge_of(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
     yield f"rank {wait.rank} of the pipe, at {program.actions[wait.at]}, waits for {', '.join(whom)}"
-    yield format_marked_action(program.actions, wait.at)
+    yield format_action_with_neighbors(program.actions, wait.at)
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
@@ -432,13 +432,16 @@ def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -
     return tasks
 
 
-def _make_task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> SimulatedTask:
-    """Convert the action with index `at` to a simulated task. `time` counts how often this action has occurred so far,
-    including now."""
+def _make_task(
+    program: Program, rank: int, at: int, occurrence: int, waits: Waits, seconds: float
+) -> SimulatedTask:
+    """Convert the action with index `at` to a simulated task. `occurrence` is 1 if this action occurs for the first
+    time in the program, 2 for the second time, and so on."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.is_synchronizing:
-        return SimulatedTask(action, (action, time), waits, seconds, (rank, verb.lane), (action, time))
+        joint = action, occurrence
+        return SimulatedTask(action, joint, waits, seconds, (rank, verb.lane), joint)
     if verb.is_receive:
         sent = Action(get_partner_verb(action.op), action.unit, action.mb)
         return SimulatedTask(action, key, waits, lane=(rank, verb.lane), until=sent)

@@ -20,7 +20,7 @@ __all__ = [
     "SlotKind",
     "Verb",
     "VerbTransfer",
-    "format_marked_action",
+    "format_action_with_neighbors",
     "get_buffer_slot",
     "get_partner_verb",
     "parse_actions",
@@ -76,7 +76,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def format_marked_action(actions: Sequence[Action], index: int) -> str:
+def format_action_with_neighbors(actions: Sequence[Action], index: int) -> str:
     """Return the text of an action and its neighbors (six before, six after), with an arrow below the action."""
     start = max(index - 6, 0)
     words = [str(a) for a in actions[start : index + 7]]

@@ -18,7 +18,7 @@ from fsdpx.core.program.simulator import (
     simulate_programs_by_rank,
     simulate_until_deadlock,
 )
-from fsdpx.core.program.verbs import VERBS, Action, format_marked_action, get_buffer_slot, get_partner_verb
+from fsdpx.core.program.verbs import VERBS, Action, format_action_with_neighbors, get_buffer_slot, get_partner_verb
 from fsdpx.errors import ProgramError
 
 __all__ = ["check", "check_pipe", "compile_and_check_pipe", "validate"]
@@ -65,9 +65,8 @@ def _require_valid_slots(program: Program) -> None:
     left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
     if left or missing:
         fault = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
-        raise ProgramError(
-            f"the {program.kind} program {fault}\n{format_marked_action(program.actions, len(program.actions) - 1)}"
-        )
+        last = format_action_with_neighbors(program.actions, len(program.actions) - 1)
+        raise ProgramError(f"the {program.kind} program {fault}\n{last}")
 
 
 def _require_same_collective_order(first: Program, other: Program, rank: int) -> None:
@@ -77,7 +76,9 @@ def _require_same_collective_order(first: Program, other: Program, rank: int) ->
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             fault = f"collective {index} is {a} in program 0 but {b} in program {rank}"
-            raise ProgramError(f"{fault}\n{format_marked_action(ours, index)}\n{format_marked_action(theirs, index)}")
+            raise ProgramError(
+                f"{fault}\n{format_action_with_neighbors(ours, index)}\n{format_action_with_neighbors(theirs, index)}"
+            )
     if len(ours) != len(theirs):
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
 
@@ -102,7 +103,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _require_matched_messages(programs)
 
 
-@lru_cache(maxsize=128)  # ranks that share a process (threads or simulated ranks) repeat the same check
+@lru_cache(maxsize=128)  # ranks in the same process (threads or simulated ranks) make the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     """Compile the requests of all pipeline ranks and check the programs with `check_pipe`. The result is cached."""
     check_pipe([compile(request) for request in requests])
@@ -138,7 +139,7 @@ def _require_matched_messages(programs: Sequence[Program]) -> None:
 
 
 def _make_program_error(actions: Sequence[Action], at: int, what: str) -> ProgramError:
-    return ProgramError(f"action {at}, {actions[at]}, {what}\n{format_marked_action(actions, at)}")
+    return ProgramError(f"action {at}, {actions[at]}, {what}\n{format_action_with_neighbors(actions, at)}")
 
 
 ACTION_NAMES = {"F": "forward", "I": "gradient of the input", "W": "gradient of the parameters"}

@@ -89,7 +89,7 @@ class PipelineChoice:
         home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
-    def explain_stage_count(self, home: tuple[int, ...]) -> str:
+    def describe_stages_per_rank(self, home: tuple[int, ...]) -> str:
         """If the schedule chose more stages than ranks, return a phrase for error messages that says how many stages
         each rank has; otherwise return "". `home` is the pipeline rank of each stage."""
         if self.stages is not None or len(home) <= self.width:

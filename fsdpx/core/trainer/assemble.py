@@ -332,7 +332,7 @@ def _lay_out_stages_and_pages(
     # checked first, because a model with too few layers has no schedule
     require_enough_layers(ordered, axes.pipe.size, "")
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
-    starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.explain_stage_count(home))
+    starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.describe_stages_per_rank(home))
     bitwise = reducing.accumulation.bitwise
     spread = ModelSpread(starts, home, axes.tensor.rank, axes.tensor.size, model.planned.partial, bitwise)
     return LaidOutModel(pipe, _make_model_layout(recipe, ranks, formats, ordered, spread, reducing))

@@ -295,7 +295,7 @@ TARGET = "the target"
 
 
 def _format_array_name(name: str) -> str:
-    """Return the phrase for an array of the batch in an error message, such as "input 'x'"."""
+    """Return how error messages refer to an array of the batch, such as "input 'x'"."""
     return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
 
 

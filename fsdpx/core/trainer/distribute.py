@@ -244,7 +244,7 @@ def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
     """For as long as the trainer exists, let an uncaught exception on this rank end all ranks, if the ranks are
     processes. Return the trainer."""
     if (carrier := find_message_backend(world)) is not None:
-        hooks.install_hooks_for_owner(trainer, carrier, beyond_scope=True)
+        hooks.install_process_hooks_while_alive(trainer, carrier, beyond_scope=True)
     return trainer
 
 
@@ -280,7 +280,7 @@ def _open_world_and_agree_on_arguments(
         agree_on_call(open_comm, words, arguments)
     world: Any = open_survivor_communicator(comm) if elastic else _adopt_or_open_comm(comm, backend, device, device_map)
     if (carrier := find_message_backend(world)) is not None:
-        hooks.install_hooks_for_owner(carrier, carrier)
+        hooks.install_process_hooks_while_alive(carrier, carrier)
     if not elastic and world is not open_comm:
         report_call_to_watchdog(world, "distribute")
         agree_on_call(world, words)

@@ -345,9 +345,9 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous collective on a separate communicator, because other ranks may start it at a different
-    point between their other calls. With NCCL, which has only one communicator, ranks compare their calls before the
-    collective starts."""
+    """Start an asynchronous collective on a communicator of its own, because ranks may start it in a different order
+    relative to their other collectives. The NCCL backend has only one communicator, so there the ranks first compare
+    their calls."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)

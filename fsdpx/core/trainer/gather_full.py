@@ -26,7 +26,7 @@ __all__ = [
     "all_gather_gradients",
     "all_gather_outputs_of_batch",
     "all_gather_parameters",
-    "all_gather_statistics",
+    "all_gather_running_statistics",
     "all_reduce_input_gradients",
     "copy_weights_and_get_restorer",
     "replace_parameters_by_averages",
@@ -151,7 +151,7 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
     return _all_gather_full_arrays(state, gather_page, gradients=True)
 
 
-def all_gather_statistics(state: TrainState) -> dict[str, np.ndarray]:
+def all_gather_running_statistics(state: TrainState) -> dict[str, np.ndarray]:
     """Return the running statistics, such as those of BatchNorm, on every rank, as a dict from name to array. The
     pipeline rank that runs a layer provides the layer's statistics. Collective."""
     state_arrays = {}

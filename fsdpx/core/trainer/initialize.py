@@ -33,15 +33,15 @@ def init(
     """Open the default communicator and return it. If it is already open, `init()` without arguments returns the open
     one. Collective.
 
-    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; after an exception the job
-    ends instead.
+    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; if the block raises, the job
+    is aborted instead.
 
     With FSDPX_CHECK=1 ranks compare every collective before it begins.
 
     Parameters
     ----------
-    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world` (default: found from
-        the launcher)
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world` (default: detected
+        from the launcher)
     comm : communicator to use instead of one with all ranks; either a `Communicator`, or an mpi4py communicator, which
         is duplicated
     rank, size : rank and size of a fake communicator
@@ -64,7 +64,7 @@ def init(
     if (backend, comm, rank, size) == (None, None, None, None):
         existing.comm.leave = finalize
         if (carrier := find_message_backend(existing.comm)) is not None:
-            hooks.install_hooks_for_owner(carrier, carrier)
+            hooks.install_process_hooks_while_alive(carrier, carrier)
         return existing.comm
     if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")

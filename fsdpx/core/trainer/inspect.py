@@ -132,7 +132,7 @@ class Inspection:
             self._call_runner.session.save_trace()
 
     def reset_counters(self) -> None:
-        """Set the counters of traffic and time to zero."""
+        """Reset the traffic and time counters to zero."""
         self.engine.reset_counters()
 
 

@@ -42,7 +42,7 @@ def choose_recomputed_units(
 
 def _list_backward_units(stage: Stage) -> list[int]:
     """Return the indices of the units of this pipeline rank that keep activations for backward."""
-    return [u for u in stage.own_units if u in stage.backward_units]
+    return [u for u in stage.own_units if u in stage.units_with_backward]
 
 
 @dataclass(frozen=True)

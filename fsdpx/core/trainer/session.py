@@ -1,5 +1,5 @@
-"""A session runs a model on fixed ranks: it checks batches, compiles programs for them, and runs the programs. A
-trainer has one session; an elastic trainer gets a new one after every change of ranks."""
+"""A session runs a model on a fixed set of ranks: it checks batches, compiles programs for them, and runs the
+programs. A trainer has one session; an elastic trainer gets a new one whenever that set changes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Session:
         # if all ranks hold parts of the same samples, `predict` need not wait for all ranks, only for neighbors
         together = self.placement.sample_layout.has_one_group
         self._uncoordinated = (
-            UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros) if together else None
+            UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros_after_error) if together else None
         )
         # compiled programs, keyed by (request for the program, kinds of programs that had run before it)
         self._executables: dict[tuple[Any, ...], Executable] = {}
@@ -544,8 +544,8 @@ class Session:
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """Pairs of (program of a step, number of times that it runs). There is one pair; in local training, there is
-        one for each different step between two synchronizations."""
+        """Programs of the steps of one round, as pairs (program, number of times that it runs). Usually there is a
+        single pair; with local SGD, there is one pair for each distinct program between two synchronizations."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )
@@ -587,7 +587,7 @@ class Session:
             )
         return self.to_caller_arrays(outputs, feed)
 
-    def _predict_on_zeros(self, shapes: tuple[Any, ...]) -> None:
+    def _predict_on_zeros_after_error(self, shapes: tuple[Any, ...]) -> None:
         """Run a prediction on zeros of these shapes and dtypes, so that other ranks can finish their predictions after
         an error."""
         zeros = tuple(self.placement.xp.zeros(shape, dtype=dtype) for shape, dtype in shapes)

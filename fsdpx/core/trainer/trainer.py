@@ -431,9 +431,9 @@ class Trainer:
         if parameters is None:
             self._call_runner.agree_on_call("parameters" if names is None else f"parameters(names={sorted(names)})")
             with self._call_runner.using_weights(weights):
-                from fsdpx.core.trainer.gather_full import all_gather_parameters, all_gather_statistics
+                from fsdpx.core.trainer.gather_full import all_gather_parameters, all_gather_running_statistics
 
-                parameters = all_gather_parameters(self._session.state, names) | all_gather_statistics(
+                parameters = all_gather_parameters(self._session.state, names) | all_gather_running_statistics(
                     self._session.state
                 )
         return {n: parameters[n] for n in self._placement.layout.specs if names is None or n in names}

@@ -535,7 +535,7 @@ class OwnSpeedPolicy(SyncPolicy):
             "the last steps of the others",
         )
 
-    def read_full_page(self, key: LedgerKey) -> Any:
+    def assemble_full_page(self, key: LedgerKey) -> Any:
         """Return all elements of a page of parameters or optimizer state, without the help of other ranks. Not
         collective.
 
@@ -563,7 +563,7 @@ class OwnSpeedPolicy(SyncPolicy):
     def read_common_parameters(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for page in self.placement.layout.pages:
-            named = page.view_parameters_by_name(self.read_full_page(LedgerKey("master", page.index)))
+            named = page.view_parameters_by_name(self.assemble_full_page(LedgerKey("master", page.index)))
             found |= {f.source: named[f.name] for f in page.fields}
         return found
 
@@ -573,7 +573,9 @@ class OwnSpeedPolicy(SyncPolicy):
         if self.choice.sharded:
             return None
         rows = [
-            (self.memory.get_own_array(key), self.read_full_page(key)) for key in self.memory.keys if key.kind in kinds
+            (self.memory.get_own_array(key), self.assemble_full_page(key))
+            for key in self.memory.keys
+            if key.kind in kinds
         ]
         return partial(set_arrays_returning_undo, rows)
 
@@ -581,7 +583,7 @@ class OwnSpeedPolicy(SyncPolicy):
         keys = {LedgerKey("master", p): page.own_range for p, page in self.placement.pages.items()}
         return partial(
             set_arrays_returning_undo,
-            [(self.memory.get_own_array(k), self.read_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
+            [(self.memory.get_own_array(k), self.assemble_full_page(k)[m.start : m.stop]) for k, m in keys.items()],
         )
 
     def close(self) -> None:

@@ -350,7 +350,9 @@ class FieldDataset:
                     names = "" if is_single_array(root) else _format_names(v.name for v in variables)
                     shape = tuple(sizes[letter] for letter in letters)
                     self.sources.append(
-                        self._with_window_count(TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"])
+                        self._check_and_add_window_count(
+                            TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"]
+                        )
                     )
         assert letters is not None
         self.shape, self._letters = shape or (), letters
@@ -366,7 +368,7 @@ class FieldDataset:
             )
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
-    def _with_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
+    def _check_and_add_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
         """Return a copy of `source` that records its number of time windows, computed from its number of steps.
 
         Raises DataError if `source` is too short for one window, or if its fields or channels differ from those of the

@@ -127,7 +127,7 @@ class Grid(Domain):
         self.parts = FieldPartition(cuts, letters=self._dim_letters)
         self.coords = _unravel_rank(self._ranks.index(rank), self.dims)
         self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
-        self._comm, self._free = _duplicate_communicator(self, comm)
+        self._comm, self._free = _duplicate_communicator_and_make_finalizer(self, comm)
 
     @classmethod
     def from_shape(
@@ -643,7 +643,7 @@ class FieldSamples:
     grid : the domain decomposition of the input
     outputs : partition of the model's output
     axes : the communicators of the mesh on this rank
-    padding_mistake : warning about a layer whose padding contradicts the periods of the grid, or ""
+    padding_mistake : warning about a layer whose padding conflicts with the grid's periodicity, or ""
     """
 
     grid: Grid
@@ -678,8 +678,8 @@ class FieldSamples:
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return a warning if the parts of neighboring ranks seem to overlap, or if a layer's padding contradicts the
-        periods of the grid, else "". Collective."""
+        """Return a warning if the parts of neighboring ranks seem to overlap, or if a layer's padding conflicts with the
+        grid's periodicity; otherwise return "". Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None
         if getattr(x, "holds_no_data", False):
@@ -728,7 +728,7 @@ _UNFREED_COMMUNICATORS: list[Any] = []
 it may run in any thread and must not call MPI."""
 
 
-def _duplicate_communicator(grid: Grid, comm: Any) -> tuple[Any, Any]:
+def _duplicate_communicator_and_make_finalizer(grid: Grid, comm: Any) -> tuple[Any, Any]:
     """Duplicate an mpi4py communicator for a grid, and return the duplicate and a finalizer that marks it for freeing.
 
     The grid needs its own communicator, because the solver may free `comm`. A communicator without `Dup` is returned

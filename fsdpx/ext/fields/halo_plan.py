@@ -21,7 +21,7 @@ __all__ = [
     "OwnCells",
     "RecvMessage",
     "SendMessage",
-    "find_overlap",
+    "find_overlap_slices",
     "make_halo_plan",
     "slice_dim",
 ]
@@ -239,11 +239,11 @@ def _iterate_copies(
         there[dim], here[dim] = to_device_index(xp, into), to_device_index(xp, cells)
         for needs in exchanged:
             d = needs.halo.dim
-            there[d], here[d] = find_overlap(box.offset[d - 2], box.shape[d], needs.size)
+            there[d], here[d] = find_overlap_slices(box.offset[d - 2], box.shape[d], needs.size)
         yield CellCopy(number, tuple(there), tuple(here))
 
 
-def find_overlap(offset: int, count: int, size: int) -> tuple[slice, slice]:
+def find_overlap_slices(offset: int, count: int, size: int) -> tuple[slice, slice]:
     """Intersect the cells [offset, offset + count) with [0, size). Return the overlap as two slices, the first counted
     from cell 0, and the second from cell `offset`."""
     a = max(offset, 0)

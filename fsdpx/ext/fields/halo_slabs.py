@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.ext.fields.halo import HaloSpec, get_rank_along
-from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, find_overlap, make_halo_plan, slice_dim
+from fsdpx.ext.fields.halo_plan import HaloLine, HaloPlan, OwnCells, find_overlap_slices, make_halo_plan, slice_dim
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -45,7 +45,7 @@ def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence
 def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
     """Intersect a box with the array of own cells and halo, whose shape is `sizes`. Return the index of the overlap in
     the array, and its index in the box."""
-    rows = [find_overlap(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
+    rows = [find_overlap_slices(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
 

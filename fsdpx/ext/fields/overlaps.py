@@ -1,5 +1,5 @@
 """Warnings about likely mistakes in a `Grid`: parts that overlap, for example because ghost cells were not declared in
-`ghosts`, and layers whose padding contradicts the periods of the grid."""
+`ghosts`, and layers whose padding conflicts with the grid's periodicity."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
 def describe_padding_mistake(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
-    """Return a warning about the first layer whose padding contradicts the periods of the grid, or "" if there is
+    """Return a warning about the first layer whose padding conflicts with the grid's periodicity, or "" if there is
     none.
 
     If no dim is periodic, nothing is reported, because the periods may be unknown. Along dims with ghost cells, the

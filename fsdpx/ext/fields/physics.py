@@ -31,13 +31,13 @@ class MatchMean(FieldLayer):
         y, before = x
         if y.shape != before.shape or y.ndim < 3:
             raise ShapeError(f"{self!r} wants two inputs (samples, channels, *cells), got {y.shape} and {before.shape}")
-        return y + self._all_reduce_mean(env, before - y), ()
+        return y + self._all_reduce_mean_over_cells(env, before - y), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        mean = self._all_reduce_mean(env, dy)
+        mean = self._all_reduce_mean_over_cells(env, dy)
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
-    def _all_reduce_mean(self, env: LayerContext, a: Array) -> Array:
+    def _all_reduce_mean_over_cells(self, env: LayerContext, a: Array) -> Array:
         """Return the mean over all cells of the full field. The cell dims are kept with size 1."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)

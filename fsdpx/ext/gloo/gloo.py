@@ -326,9 +326,9 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return by letting a wait for the same messages time out.
+        """Make the background thread return: wait here, with a short timeout, for the messages that it waits for.
 
-        When a wait times out, Gloo fails everything under way in the same group."""
+        When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
         for work in self._works:
             with suppress(RuntimeError):  # a wait that times out raises RuntimeError
                 work.wait(timedelta(milliseconds=1))

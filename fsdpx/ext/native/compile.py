@@ -244,7 +244,7 @@ def _warn_cannot_cache(error: Exception) -> None:
         _warned = True
         warn(
             f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again "
-            "(some seconds): set NUMBA_CACHE_DIR to a folder that can be written",
+            "(10 to 20 seconds): set FSDPX_CACHE to a folder that can be written",
         )
 
 

@@ -252,7 +252,7 @@ class _TraceLanes:
     def __init__(self, header: TraceHeader) -> None:
         self.header = header
         self.found: list[JSON] = []
-        self._free: dict[str, list[float]] = {}  # lane -> time from which each of its threads is free
+        self._free: dict[str, list[float]] = {}  # lane -> for each of its threads, the time at which it becomes free
         self._threads: dict[tuple[str, int], int] = {}
 
     def iterate_name_metadata(self) -> Iterator[JSON]:

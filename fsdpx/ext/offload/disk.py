@@ -250,7 +250,7 @@ def _open_unnamed_file(folder: Path, direct: bool | None) -> tuple[int, bool]:
 
     flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
     try:
-        file = safe_files.open_unnamed_file(folder)
+        file = safe_files.open_self_deleting_file(folder)
     except OSError as error:
         raise OffloadError(f"{folder}: {error.strerror}") from error
     try:

@@ -87,7 +87,7 @@ def start_watchdog(
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
             number = list(dict.fromkeys(hosts)).index(hosts[base.rank])
             watchdog = base.watched_by = Watchdog(
-                base, _choose_record_folder(tokens[0], runs[here[0]]), timeout, here, number
+                base, _choose_record_folder_and_remove_dead_ones(tokens[0], runs[here[0]]), timeout, here, number
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
@@ -396,7 +396,7 @@ def _rename_and_remove_folder(folder: Path) -> None:
         time.sleep(0.02)
 
 
-def _choose_record_folder(token: str, run: str) -> Path:
+def _choose_record_folder_and_remove_dead_ones(token: str, run: str) -> Path:
     """Return the path of the folder with the flight records of this host's ranks.
 
     `run` is the value of FSDPX_RUN on the host's first rank. If it is not set, a temporary folder is used, and the

@@ -47,7 +47,7 @@ def test_what_nobody_trains_has_no_backward(name: str, frozen: tuple[int, ...]) 
             for action in program.actions:
                 unit = action.unit
                 if action.op in ("B", "I", "W", "C", "R"):
-                    assert unit in stage.backward_units, action
+                    assert unit in stage.units_with_backward, action
                 if action.op in ("I", "W"):
                     assert stage.is_unit_trainable(unit), action
                     assert not stage.constant.issuperset(stage.units[unit].inputs), action

@@ -18,7 +18,7 @@ __all__ = ["map_shared_file"]
 
 try:
     import fcntl
-except ImportError:  # Windows has no fcntl; shared windows are then provided by MPI
+except ImportError:  # not on Microsoft Windows, where MPI provides shared memory
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class _SharedFileOpening:
         ranks."""
         if self.comm.rank:
             return ()
-        self.file = safe_files.open_unnamed_file(self.folder)
+        self.file = safe_files.open_self_deleting_file(self.folder)
         os.truncate(self.file, self.nbytes)
         return os.getpid(), self.file, *_get_device_and_inode(os.fstat(self.file))
 
