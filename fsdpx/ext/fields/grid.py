@@ -678,8 +678,8 @@ class FieldSamples:
         return f"{array.dtype} of {array.shape[1]} channels"
 
     def describe_sharding_mistake(self, x: Any) -> str:
-        """Return a warning if the parts of neighboring ranks seem to overlap, or if a layer's padding conflicts with the
-        grid's periodicity; otherwise return "". Collective."""
+        """Return a warning if the parts of neighboring ranks seem to overlap, or if a layer's padding conflicts with
+        the grid's periodicity; otherwise return "". Collective."""
         grid, groups = self.grid, self.axes.groups
         assert groups is not None
         if getattr(x, "holds_no_data", False):

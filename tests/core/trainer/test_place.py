@@ -397,7 +397,7 @@ def test_an_optimizer_of_pytorch_is_named_with_its_counterpart() -> None:
 
 
 def test_the_page_of_names_has_the_whole_table() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "coming-from.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "translations.md").read_text()
     for table in (words.NAMES_ELSEWHERE, words.CALLS_ELSEWHERE):
         by_equivalent: dict[str, list[str]] = {}
         for word, ours in table.items():
