@@ -105,7 +105,7 @@ def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(cache, "KernelCache", nowhere)
-    with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a folder that can be written") as caught:
+    with pytest.warns(RuntimeWarning, match="set FSDPX_CACHE to a folder that can be written") as caught:
         first, second = dispatcher(lambda x: x + 1), dispatcher(lambda x: x + 2)
     assert len(caught) == 1
     assert (first(1), second(1)) == (2, 3)

@@ -121,7 +121,7 @@ with warnings.catch_warnings(record=True) as caught:
     assert kernels.square_sum(np, np.ones(3, np.float32)) == 3.0
     assert kernels.sigmoid(np, np.zeros(3, np.float32)).tolist() == [0.5] * 3
 results = [str(c.message) for c in caught]
-assert len(results) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in results[0], results
+assert len(results) == 1 and "set FSDPX_CACHE to a folder that can be written" in results[0], results
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
