@@ -14,7 +14,7 @@ from fsdpx.core.base.config import get_config_or_make_from_folder
 from fsdpx.core.base.messages import log_on_rank0
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.base.option_names import DtypeName
-from fsdpx.core.base.safe_files import expanduser
+from fsdpx.core.base.safe_files import can_write_folder, expanduser
 from fsdpx.core.checkpoint.atomic_commit import iterate_checkpoints
 from fsdpx.core.checkpoint.save import SaveChoices
 from fsdpx.core.trainer.call_runner import CallRunner
@@ -165,6 +165,13 @@ class CheckpointConfig:
         folders = list(iterate_checkpoints(expanduser(self.folder), FOLDER_PREFIX))
         return folders[-1][1] if folders else None
 
+    def require_writable_and_find_latest(self) -> Path | None:
+        """Return `find_latest()`. Raise CheckpointError if the folder cannot be written, so that a run fails at its
+        start and not at its first checkpoint."""
+        if not can_write_folder(folder := expanduser(self.folder)):
+            raise CheckpointError(f"{folder}: no checkpoints can be saved there: it is read-only, or no folder")
+        return self.find_latest()
+
     def resume_latest(self, call_runner: CallRunner, loader: Any, history: FitHistory) -> ResumePoint | None:
         """Load the newest checkpoint and return the point at which the run resumes; None if there is no checkpoint.
         Collective.
@@ -178,7 +185,8 @@ class CheckpointConfig:
         Raises
         ------
         ConfigError : if the loader cannot save its position
-        CheckpointError : if there is a checkpoint and `resume` is False, or it was not saved by `fit`
+        CheckpointError : if the folder cannot be written, there is a checkpoint and `resume` is False, or it was not
+            saved by `fit`
         """
         for method in ("state_dict", "load_state_dict", "epoch"):
             if not hasattr(loader, method):
@@ -187,7 +195,7 @@ class CheckpointConfig:
                     "resumed run would not know its position in the data; use a data.DataLoader"
                 )
         call_runner.wait_for_background_save()
-        path = call_runner.run_on_rank0(f"resume from {self.folder}", self.find_latest)
+        path = call_runner.run_on_rank0(f"resume from {self.folder}", self.require_writable_and_find_latest)
         if path is None:
             return None
         if not self.resume:

@@ -661,6 +661,18 @@ def test_checkpoints_may_be_a_folder(tmp_path: Path) -> None:
     assert ranks(2, run, tmp_path / "run")[0].losses == [], "the run is finished"
 
 
+def test_a_folder_that_cannot_be_written_is_named_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def run(comm: Communicator) -> int:
+        trainer = make(comm, "mlp")
+        with pytest.raises(CheckpointError, match=f"{tmp_path}/file/runs: no checkpoints can be saved there"):
+            trainer.fit(loader(trainer), progress=False, checkpoints=tmp_path / "file" / "runs")
+        return trainer.global_step
+
+    assert ranks(2, run) == [0, 0]
+
+
 @in_full
 def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"patience": None}
