@@ -142,7 +142,7 @@ def describe_machine() -> str:
 def describe_mpi() -> str:
     """Return the name of the MPI library that mpi4py would load, or the reason why there is none."""
     loaded, reason = probe_mpi_library()
-    return loaded or f"none ({reason}); {install_hint('mpich')}"
+    return loaded or f"none ({reason}); load the module of your site's MPI, or {install_hint('mpich')}"
 
 
 def describe_launcher() -> str:
