@@ -145,7 +145,7 @@ class RoundSchedule:
         return OuterStep(**{name: frozenset(pages) for name, pages in found.items()})
 
     def get_fragment(self, page: int) -> int:
-        """Return the number of the fragment to which a page belongs."""
+        """Return the index of the fragment to which a page belongs."""
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def count_outer_steps(self, page: int, step: int) -> int:
@@ -174,7 +174,8 @@ class LocalSGD(SyncChoice):
     fragments : number of parts into which the model is divided; each part is sent at a different point of the round
     delay : number of steps that the transfers of a fragment may take while training continues, less than `sync_every`.
         The outer gradient is sent during the first half of these steps, and the new parameters during the second half
-    mix : weight of a replica's own parameters, in [0, 1), when it mixes them with the outer parameters to continue
+    mix : weight, in [0, 1), of a replica's own parameters in the weighted mean with the outer parameters from which it
+        continues
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """
@@ -335,7 +336,7 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """For each page number, the parameters among the elements that this rank updates in the outer step."""
+        """Page number -> the parameters, or parts of parameters, that this rank updates in the outer step."""
         axes, trained = self.placement.axes, self.placement.stage.trained_pages
         alone = axes.data.size == axes.tensor.size == 1
         whole = axes.data.size == axes.world.size
@@ -378,8 +379,8 @@ class LocalSyncPolicy(SyncPolicy):
             array[...] = state.ledger.get_array("master", page)
 
     def on_loaded(self, state: TrainState) -> None:
-        """Begin a new round after loading a checkpoint: set the parameters to the outer parameters, and clear sums
-        that were pending."""
+        """Begin a new round after loading a checkpoint: set the parameters to the outer parameters, and zero the
+        restored sums of outer gradients."""
         for page, array in _iterate_outer_parameters(state):
             state.ledger.get_array("master", page)[...] = array
         for row, array in state.ledger.iterate_saved_rows():
@@ -447,7 +448,7 @@ class LocalSyncPolicy(SyncPolicy):
 
 
 def _iterate_outer_parameters(state: TrainState) -> Iterator[tuple[int | None, Any]]:
-    """Yield (page number, array) of the outer parameters that this rank holds."""
+    """Yield (page number, array) for each array of outer parameters that this rank holds."""
     return ((row.key.page, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind == "outer")
 
 

@@ -121,7 +121,8 @@ class CommonMemory:
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return which parameters the elements of a page that rank `rank` owns belong to, as the optimizer needs them.
+        """Return how the elements of a page that rank `rank` owns divide into parameters, in the form that the
+        optimizer takes.
         """
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_owned_element_range(self.placement, page, rank, self.sharded)
@@ -337,8 +338,8 @@ class OwnSpeedPolicy(SyncPolicy):
     Attributes
     ----------
     clock : number of steps that this rank has taken since all ranks last synchronized
-    staleness_counts : staleness -> number of this rank's updates that had it. The staleness of an update is the number
-        of other updates since the parameters were read"""
+    staleness_counts : staleness -> number of this rank's updates with that staleness. The staleness of an update is the
+        number of other updates of the page since this rank read it"""
 
     is_synchronous, own_speed = False, True
     memory: CommonMemory
@@ -373,8 +374,8 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement.axes.counters.add_calls("world", call, elements * int(np.dtype(dtype).itemsize))
 
     def pull_page(self, page: int, full: Any) -> None:
-        """Read the current parameters of a page into `full`. Before that, if this rank is too far ahead of the slowest
-        rank, wait for it."""
+        """Read the current parameters of a page into `full`. If this rank is too far ahead of the slowest rank, first
+        wait for that rank."""
         self._wait_for_staleness_bound()
         with self.window.access_epoch("pull"):
             for rank, span in self.memory.list_owners_and_ranges(page):
@@ -423,8 +424,8 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._count_traffic("push", span.size, own.dtype)
 
     def _add_gradient_in_rank_order(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
-        """Add this rank's gradient after those of all lower ranks, as in synchronous training. The last rank then
-        updates the page."""
+        """Add this rank's gradient to the part of a page that rank `rank` owns, after the gradients of all lower ranks,
+        as in synchronous training. The last rank to add its gradient then updates that part."""
         self.window.wait_until_none_missing(
             lambda: self._list_ranks_to_wait_for(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
@@ -449,14 +450,15 @@ class OwnSpeedPolicy(SyncPolicy):
             self._count_traffic("push", gradient.size, gradient.dtype)
 
     def _list_ranks_to_wait_for(self, rank: int, page: int) -> list[int]:
-        """Return a list with the rank that is next to add its gradient, or an empty list if that is this rank.
+        """Return a list with the rank whose turn it is to add its gradient, or an empty list if it is this rank's turn.
 
-        Raises DataError if the rank has stopped taking steps."""
+        Raises DataError if the rank whose turn it is has stopped taking steps. `rank` is the owner of the part of the
+        page to which gradients are added."""
         turn = self.memory.read_page_counter(rank, page, ADDED)
         if turn == self.rank:
             return []
         away = self.window.read_word(turn, CLOCK) == AWAY_CLOCK or self.window.has_rank_died(turn)
-        # read again: the rank may have added its gradient since, as part of its last step
+        # read again, because rank `turn` may have added its gradient in the meantime, as part of its last step
         if away and self.memory.read_page_counter(rank, page, ADDED) == turn:
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
         return [turn]

@@ -22,7 +22,8 @@ TWO_TO_MINUS_16 = ir.Constant(ir.FloatType(), 2.0**-16)
 
 @intrinsic
 def draw_random_fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
-    """Return random number `place` of the counter-based stream (key0, key1), as a float32 in [0, 1)."""
+    """Numba intrinsic that returns the random number at index `place` of the counter-based stream (key0, key1), as a
+    float32 in [0, 1)."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place, key0, key1 = (builder.trunc(a, WORD) for a in arguments)
@@ -125,7 +126,7 @@ search."""
 
 @jit
 def _find_kth_largest_bitwise(sizes, count, k):
-    """Return the largest threshold that at least `k` elements of `sizes` reach, found bit by bit.
+    """Return the largest threshold that at least `k` of the first `count` elements of `sizes` reach, found bit by bit.
 
     The search stops as soon as exactly `k` elements reach the threshold."""
     least = np.int32(0)
@@ -204,8 +205,8 @@ def select_largest_elements(
     x: np.ndarray, block: int, per_block: int, rest: int, values: np.ndarray, positions: np.ndarray,
     residual: np.ndarray | None,
 ) -> None:  # fmt: skip
-    """Write the elements of each block that are largest in absolute value, and their positions. This is the compiled
-    version of `topk.select_largest_elements`.
+    """Compiled version of `topk.select_largest_elements`: write the elements of each block that are largest in absolute
+    value to `values`, and their indices within the block to `positions`.
 
     `per_block` and `rest` are the numbers of elements to take from each full block and from the remainder."""
     if residual is not None and residual is not x:

@@ -38,7 +38,7 @@ class CompressedCodec(Codec):
     next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all`, owners
     also pack their sums, and add the error of that packing to the error that they keep.
 
-    Inf and NaN arrive as NaN wherever a loss scale checks for them, and are not kept in the error."""
+    Inf or NaN in a gradient leads to NaN in the sum, so that a loss scale detects it. Neither is kept in the error."""
 
     feedback = True
     """True if the error of packing is kept."""
@@ -52,7 +52,7 @@ class CompressedCodec(Codec):
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
         """Return the size in bytes of a compressed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`.
 
-        `step` is the number of the reduction. If the size depends on it, the first reduction has the largest."""
+        `step` is the number of the reduction. If the size depends on `step`, it is largest in the first reduction."""
 
     @abstractmethod
     def pack_part(
@@ -100,7 +100,8 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the size in bytes of the send and receive buffers of a reduction whose parts all have equal size.
+        """Return the size in bytes of the send and receive buffers of a reduction of `size` elements over `width`
+        ranks, in parts of equal size.
 
         If some part is larger, the reduction allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)

@@ -23,8 +23,8 @@ with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are sent, as a total for all full blocks and the number for the remainder. Of
-    each block, ceil(share * block) elements are sent."""
+    """Return how many of `size` elements are sent, as (total from all full blocks, number from the remainder). Of each
+    full block, ceil(share * block) elements are sent."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
@@ -82,8 +82,8 @@ def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
-    """Return two pairs, for the full blocks and for the remainder: a matrix with one block per row, and the slice of
-    `values` that belongs to it."""
+    """Return two pairs (matrix, slice), one for all full blocks and one for the remainder: the matrix has one block per
+    row, and the slice selects the elements of `values` that were taken from it."""
     whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]
@@ -105,8 +105,8 @@ INITIAL_SHARE = 0.25
 class TopK(CompressedCodec):
     """Codec that sends only the ceil(fraction * n) elements of each part that are largest in absolute value.
 
-    Each takes 4 bytes for its index and 4 for its value. The other elements are added to the next gradient (Deep
-    Gradient Compression, Lin et al. 2018). Among equal elements, the first are sent.
+    Each element sent takes 4 bytes for its index and 4 for its value. The elements not sent are added to the next
+    gradient (Deep Gradient Compression, Lin et al. 2018). Among equal elements, the first are sent.
 
     Parameters
     ----------

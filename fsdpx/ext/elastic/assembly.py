@@ -165,7 +165,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Assembler:
-    """Builds an `Assembly` at the start of a run and after each change of ranks, with the same settings.
+    """Builds an `Assembly` at the start of a run and after each change of ranks, always from the settings given here.
 
     `commit` is called before each update (see `StepInputs`)."""
 
@@ -183,12 +183,13 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks, with the newest state that the ranks together still hold in
-        full. Collective.
+        """Return the assembly after a change of ranks, with the newest state of which the surviving ranks together hold
+        every element. Collective.
 
         Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
-        state. `report` is called with text about the progress. `timeout` is the timeout of the previous watchdog,
-        because the timeout of a watched communicator is longer."""
+        state. `report` is called with text about the progress. `timeout` is the timeout of the previous watchdog in
+        seconds. It must be passed, because it cannot be taken from `control`, whose own timeout the previous watchdog
+        has extended."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations

@@ -227,7 +227,7 @@ class ElasticRunner(CallRunner):
     def copy_weights_and_get_restorer(self, trainer: Any) -> Callable[[], None]:
         """Copy the current weights of `trainer`, and return a function that restores them. Collective.
 
-        Every rank copies the full weights, because ranks and their shards may change before they are restored.
+        Every rank copies the full weights, because ranks and their shards may change before the weights are restored.
 
         Parameters
         ----------
@@ -335,10 +335,10 @@ class ElasticRunner(CallRunner):
             self._recover_from_loss(error)
 
     def _run_on_training_ranks(self, effect: str, what: str, mine: Callable[[], T]) -> T:
-        """Run a collective call on the training ranks, and return its result on all ranks, idle ones included.
+        """Run the collective call `mine` on the training ranks, and return its result on all ranks, idle ones included.
 
-        If the call replaces the trainer's state, as loading a checkpoint does, the other ranks have copies of the new
-        state on return."""
+        `what` is the name of the call, and `effect` says what it changes. If the call replaces the trainer's state, as
+        loading a checkpoint does, this method also waits until ranks hold copies of each other's new state."""
         if self.is_training:
             found = self._run_and_send_errors(partial(self._run_and_raise_abandoned_save, what, mine))
             self._coordinator.send_result_to_idle_ranks(what, (found, self.loss_weight))
@@ -352,8 +352,8 @@ class ElasticRunner(CallRunner):
         return found
 
     def _run_and_raise_abandoned_save(self, what: str, function: Callable[[], T]) -> T:
-        """Run a call on this training rank. If the call waits for a background save that was abandoned, it raises
-        CheckpointError."""
+        """Run `function` on this training rank, as the call named `what`. Raises CheckpointError if the call waits for
+        a background save that was abandoned."""
         if what == SAVE:
             self._coordinator.report_to_observers("saving")
         found = function()

@@ -65,7 +65,8 @@ class Recovery:
     lost : ranks that died, numbered as at the start of the job
     ranks : number of ranks that train from now on
     replayed : number of steps that had to be repeated
-    seconds : time from the moment when this rank noticed the loss until it continued, without the repeated steps"""
+    seconds : time from when this rank noticed the loss until it continued, not counting the time of the repeated
+        steps"""
 
     step: int
     lost: tuple[int, ...]
@@ -81,7 +82,8 @@ class Recovery:
 
 
 class AgreementRefused(RankLost):
-    """Loss of a rank that an agreement of all living ranks reported, so that all of them know of it."""
+    """Raised when an agreement of all living ranks reports the loss of a rank, so that all living ranks know of the
+    loss."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ class Coordinator:
         """Wait for all living ranks, and raise RankLost on all of them if a rank was lost before all had arrived.
         Collective.
 
-        The same agreement tells whether copies have arrived, whether a resize is requested, and how often to copy."""
+        In this agreement, ranks also exchange whether copies have arrived, whether a resize is requested, and how often
+        to copy."""
         flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.advance_and_test_copies() else 0)
         flags |= SIZE_UNCHANGED if self._read_requested_rank_count() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(

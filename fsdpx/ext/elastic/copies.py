@@ -175,8 +175,8 @@ class StateCopies:
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """Agree on which ranks keep copies of which state. Collective.
 
-        `comm` is used only for copies. `state` is this rank's state; an idle rank may pass any state. `copies` is the
-        number of copies of each rank's state."""
+        `comm` is used only for copies. `state` is this rank's state; an idle rank, for which `trains` is False, may
+        pass any state. `copies` is the number of copies of each rank's state."""
         self._comm, self._state, self._trains = comm, state, trains
         self.needed = are_copies_needed(comm.size, state.placement.axes.replica.size, copies)
         self.copy_seconds = 0.0
@@ -187,7 +187,7 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # a loss that was noticed while transfers were being started
+        self._lost: RankLost | None = None  # an error while transfers were started, to be raised later
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
         self._begun = 0.0
         self._buffer_count = 0
@@ -280,8 +280,8 @@ class StateCopies:
     def drop_old_generations(self) -> None:
         """Free all generations but the newest complete one.
 
-        Older generations are stored on the same ranks, so a death that makes the newest one incomplete does the same
-        to them."""
+        Older generations are stored on the same ranks as the newest one, so a death that makes the newest one
+        incomplete also makes the older ones incomplete."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.free_ledger_rows()
         del self._complete[1:]

@@ -251,8 +251,8 @@ class ReshardMessage(NamedTuple):
 
     Attributes
     ----------
-    number : position in the order of all messages, the same on all ranks: (round, position among the messages between
-        the two ranks, sender)
+    number : sort key of the message, which sender and receiver compute alike: (round, position among the messages between
+        the two ranks, sender). In round k, each rank sends to rank + k
     sends : whether this rank sends the message
     peer : the other rank
     rows : elements in the message. They index the shards that this rank holds if it sends, else the shards that
@@ -279,8 +279,8 @@ class ReshardPlan:
     block: int = BLOCK_BYTES
 
     def require_all_elements_held(self) -> None:
-        """Assert that every wanted element is held by some rank, in the wanted dtype. The result is the same on all
-        ranks."""
+        """Assert that every wanted element is held by some rank, in the wanted dtype. Either all ranks pass, or all
+        raise AssertionError."""
         supplies = {
             name: [o.part for some in ranks.values() for o in some]
             for name, ranks in self._sendable_shards_by_name.items()
@@ -416,7 +416,8 @@ ALIGN_BYTES = 8
 def choose_sources_of_shard(
     want: ShardDescriptor, index: int, receiver: int, supplies: Sequence[ShardSupply], holder_offset: int, chunk: int
 ) -> list[ElementMove]:
-    """Choose which rank supplies which elements of the shard `want`, and return the moves, in order for each source.
+    """Choose which rank supplies which elements of the shard `want`, and return one move per source shard, with its
+    runs in the order of `want`.
 
     `want` is number `index` among the shards that `receiver` wants. The receiver copies elements that it holds itself.
     For all other elements, the ranks that hold them take turns every `chunk` elements; `holder_offset` and the

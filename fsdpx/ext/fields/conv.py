@@ -110,10 +110,10 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return, for each dim, how many zeros before the field the convolution kernel adds by itself.
+        """Return, for each dim, how many zeros the convolution kernel itself adds before the field.
 
-        There are none along a dim that is partitioned, has ghost cells, or uses another padding mode, because there
-        the halo exchange provides the padding."""
+        The kernel adds none along a dim that is partitioned, has ghost cells, or uses a padding mode other than zeros,
+        because the halo exchange provides the padding along such a dim."""
         if parts.ghosts:
             return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
@@ -301,7 +301,7 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # added separately, the contribution of halo slabs would round 16-bit sums twice
+        # adding the contribution of halo slabs separately would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         rims = HaloSlabs(env, x, halos)

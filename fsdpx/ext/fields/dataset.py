@@ -79,8 +79,8 @@ class TrajectoryFile:
     ----------
     file, group : path of the file and name of the group in it
     variables : the fields to read
-    names : names of the fields joined to one text, so that files can be compared; "" if the file is a single unnamed
-        array
+    names : names of all fields joined into one string, so that files can be compared; "" if the file is a single
+        unnamed array
     count : number of trajectories
     windows : number of time windows in each trajectory
     """
@@ -389,7 +389,7 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"grid": None}  # an unpickled copy has no grid: its process is not a rank of it
+        return self.__dict__ | {"grid": None}  # the process that unpickles the copy is not a rank of the grid
 
     def __len__(self) -> int:
         return self._ends[-1]

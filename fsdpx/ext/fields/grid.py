@@ -59,9 +59,9 @@ class Grid(Domain):
     """Domain decomposition: a field partitioned over a Cartesian grid of ranks. Collective.
 
     Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
-    sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be
-    numbered in any order. If the communicator has a multiple of the ranks in `dims`, there are several fields, the
-    members of an ensemble. The first ranks of the communicator then hold the parts of the first member.
+    sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be numbered
+    in any order. If the communicator has k times as many ranks as the grid (the product of `dims`), there are k fields,
+    the members of an ensemble. The first ranks of the communicator then hold the parts of the first member.
 
     Parameters
     ----------
@@ -732,8 +732,8 @@ def _duplicate_communicator_and_make_finalizer(grid: Grid, comm: Any) -> tuple[A
     """Duplicate an mpi4py communicator for a grid, and return the duplicate and a finalizer that marks it for freeing.
 
     The grid needs its own communicator, because the solver may free `comm`. A communicator without `Dup` is returned
-    unchanged, with None. Also frees the communicators of grids that were garbage-collected. At exit, MPI frees the
-    duplicate."""
+    unchanged, with None instead of a finalizer. Also frees the communicators of grids that were garbage-collected. At
+    exit, MPI frees the duplicate."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):

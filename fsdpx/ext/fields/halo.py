@@ -274,7 +274,8 @@ class FieldLayer(Layer):
             cls.dims = dims
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return the partition of the output, given the partition `parts` of the input. By default it is the same."""
+        """Return the partition of the output, given the partition `parts` of the input. By default, the output is
+        partitioned like the input."""
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:

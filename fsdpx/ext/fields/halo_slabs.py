@@ -103,7 +103,7 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._padding_value  # for corner cells beyond the ends of the field, which no message fills
+            flat[...] = self._padding_value  # no message fills corner cells beyond the ends of the field
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:

@@ -17,8 +17,8 @@ __all__ = ["partition_model"]
 
 
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
-    """Convert `model`, which takes full fields, to the model that each rank runs on its part. Return this and the
-    partition of its output. Communicates nothing.
+    """Convert `model`, which takes full fields, to the model that each rank runs on its part. Return the converted
+    model and the partition of its output. Communicates nothing.
 
     `parts` is the partition of the input; an output with the same number of cells gets the same partition. Raises
     ConfigError with the path of the first layer that cannot run on a part."""

@@ -355,8 +355,8 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
     the second transforms them back.
 
     Real and imaginary parts are interleaved. Modes that do not exist with only n cells are zeros. `is_last_dim` says
-    that the input along this dim is real, so that positive modes also stand for their complex conjugates. The first
-    matrix is then (cells, 2 modes), and (2 cells, 2 modes) otherwise."""
+    that the input along this dim is real, so that positive modes also stand for their complex conjugates. In this case,
+    the first matrix is (cells, 2 modes); for other dims, it is (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)

@@ -337,8 +337,8 @@ class WaitedMessages:
 class _WaitingThreads:
     """Background threads that wait for messages. Each thread waits for one `WaitedMessages` at a time.
 
-    They do not delay the end of the process. Their waits are ended before it, because a thread that returned to Python
-    during the shutdown would crash the process."""
+    The threads do not delay the end of the process. Their waits are aborted before the interpreter shuts down, because
+    a thread that returned to Python during the shutdown would crash the process."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[WaitedMessages] = SimpleQueue()

@@ -73,8 +73,8 @@ class RankArrival(NamedTuple):
 
 
 def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
-    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. Only a process that knows the secret can
-    compute it."""
+    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. `challenges` are random bytes that
+    ranks exchange, so that no code can be replayed. Only a process that knows the secret can compute the code."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 

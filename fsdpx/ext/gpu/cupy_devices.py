@@ -54,10 +54,10 @@ def list_gpu_pci_addresses() -> tuple[str, ...]:
 
 
 def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
-    """Return the number of the GPU that a local rank uses, out of `count` GPUs.
+    """Return the index, from 0 to `count` - 1, of the GPU that the rank with number `local_rank` on its host uses.
 
-    It is taken from `device_map` or, if that is None, assigned round-robin. Raises ConfigError if `device_map` names a
-    GPU that does not exist."""
+    The index is taken from `device_map` or, if that is None, assigned round-robin. Raises ConfigError if `device_map`
+    names a GPU that does not exist."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))

@@ -118,7 +118,8 @@ def _get_shape_and_strides(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 def _call_cublas(gemm_call: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if gemm_call.turned else (b, a)
     double = a.dtype == np.float64
-    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))  # host pointers
+    # cuBLAS reads alpha and beta through pointers to host memory
+    alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))
     matrices = [
         [x.data.ptr, _get_cublas_type(x.dtype), ld]
         for x, ld in ((first, gemm_call.ld_first), (second, gemm_call.ld_second), (out, gemm_call.ld_out))

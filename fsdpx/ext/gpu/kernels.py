@@ -136,7 +136,7 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     """Return a decorator that registers a function as the GPU implementation of the kernel of the same name.
 
     `roles` says what the kernel accepts, with one word for each positional argument. For contiguous arrays, the words
-    are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (either of these), `double` (float64),
+    are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (`real` or `wide`), `double` (float64),
     `index` (integers) and `mask` (bools). `view` is like `real`, but with any strides. `any` is not an array, and `0`
     must be 0 or None. A final `?` allows None."""
 

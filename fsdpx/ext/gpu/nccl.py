@@ -95,8 +95,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Create NCCL's communicator of these ranks. Collective: rank 0 makes the id, and every rank needs it before
-        it can initialize."""
+        """Create NCCL's communicator of these ranks. Collective, because every rank needs the communicator's id, which
+        rank 0 makes."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)

@@ -18,7 +18,7 @@ from fsdpx.ext.gpu.cupy_devices import get_gpu_number, import_cupy, is_on_gpu, u
 
 __all__ = ["SideStream", "StreamEvent", "allocate_pinned", "get_copy_stream_after_current", "synchronize"]
 
-TO_GPU, TO_HOST = 1, 2  # cudaMemcpyKind
+TO_GPU, TO_HOST = 1, 2  # values of CUDA's enum cudaMemcpyKind
 
 
 def synchronize() -> None:

@@ -476,7 +476,7 @@ class _ExportPlan:
             if name is not None and "assert" not in str(node.target):
                 self._of[node] = found.setdefault(name, _ExportSegment(name))
                 self._of[node].nodes.append(node)
-        if self.result not in self._of:  # the case if the last operations have no parameters
+        if self.result not in self._of:  # the result is in no unit if the last operations have no parameters
             last = self._of[self.result] = found[""] = _ExportSegment("")
             last.nodes.append(self.result)
         for segment in found.values():
@@ -602,7 +602,7 @@ class _ExportPlan:
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         if segment in names:
-            return ""  # the layer is named after its only parameter
+            return ""  # the layer is named after its only parameter, so the parameter's name within it is empty
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
             self.borrowed[join_path(segment, full)] = names
@@ -665,7 +665,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def find_tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """For parameters that a module holds under several names, return each further name -> first name."""
+    """Return additional name -> first name, for the parameters that a module holds under several names."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]

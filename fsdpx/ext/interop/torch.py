@@ -190,7 +190,7 @@ class TorchLoss(Loss):
             return float(output.numel())
         if not isinstance(self.function, LABELS):
             return float(output.shape[0])
-        if target.is_floating_point():  # class probabilities
+        if target.is_floating_point():  # the target holds class probabilities
             return float(output.numel() // max(output.shape[1], 1))
         if target.device.type == "meta":
             return float(target.numel())

@@ -68,7 +68,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     ----------
     trainer : trainer of a model returned by `nn.add_lora`
     folder : path of a folder with `adapter_config.json` and `adapter_model.safetensors`
-    convert : whether to cast floats of another dtype
+    convert : whether to cast floats of another dtype to that of the model's parameters
     """
     adapted = _find_adapted_layers(trainer, "load_adapter")
     world = trainer.call_runner.world

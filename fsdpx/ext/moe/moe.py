@@ -304,7 +304,8 @@ class ShardedMoE(Layer):
     Parameters
     ----------
     d_model, d_hidden, experts, active, balance, init, out_init : arguments of the full layer, as in `MoE`
-    sequence : whether input and result are sharded along dim 1 or dim 0; False: every rank has them in full
+    sequence : whether input and result are sharded, along either dim 0 or dim 1; False (default): every rank has them
+        in full
     """
 
     acts_on = "position"

@@ -154,7 +154,7 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Let a Numba dispatcher cache on disk what it compiles. It compiles `function` or a copy of it.
+    """Let a Numba dispatcher cache on disk what it compiles, which is `function` or a copy of `function`.
 
     `bare` says whether the code lacks an entry point for Python."""
     try:
@@ -168,8 +168,8 @@ class KernelCache(FunctionCache):
     be read or written.
 
     Numba's own cache names files after a running number, so two ranks that compile at the same time can pick the same
-    name. It also notices changes only in the kernel's own source file, not in those of the functions that the kernel
-    calls."""
+    name. Besides, Numba's own cache notices changes only in the source file of the kernel, not in the source files of
+    the functions that the kernel calls."""
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)

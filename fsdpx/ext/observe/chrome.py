@@ -148,7 +148,7 @@ class TraceHeader:
     clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end
     shown : number of the representative run, whose timeline is shown in reports; None if there is none
     simulated : (action, start, end) of the rank in that run, simulated with messages that take no time
-    alive : (seconds, bytes of activations) during that run
+    alive : pairs (seconds, bytes of activations from then on) during that run
     memory : kind of memory -> bytes that the rank holds in addition to activations"""
 
     rank: int

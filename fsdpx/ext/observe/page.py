@@ -55,7 +55,7 @@ class WaitMatrix:
 
 def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
     """Return how long each rank waited for each other rank, in seconds over all steps of the traces."""
-    # key of a transfer -> (time of entering it, rank) of each rank
+    # key of a transfer -> pairs (time when the rank entered the transfer, rank)
     come: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for n, one in enumerate(ranks):
         for key, begin, _, _ in _iterate_transfers(one):

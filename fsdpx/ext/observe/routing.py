@@ -29,7 +29,8 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : for each expert, how often it was chosen for a position of this rank, or of any rank
+    chosen : for each expert, how often the router chose it: for positions of this rank or, in a sum over ranks, for
+        positions of all ranks
     computed : for each rank that has the layer, how many choices its experts computed"""
 
     chosen: tuple[int, ...]

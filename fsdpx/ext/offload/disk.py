@@ -375,7 +375,8 @@ def _map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
         return [_map_leaves(one, function) for one in value]
     if type(value) is tuple:
         return tuple(_map_leaves(one, function) for one in value)
-    if isinstance(value, tuple) and not isinstance(value, ArrayAddress):  # a named tuple
+    # a named tuple takes its fields as separate arguments
+    if isinstance(value, tuple) and not isinstance(value, ArrayAddress):
         return type(value)(*(_map_leaves(one, function) for one in value))
     return function(value)
 
@@ -384,8 +385,8 @@ class DiskStorage(StateStorage):
     """The offloaded state of a rank in one file.
 
     A record is a set of arrays that are read and written together, such as the optimizer state of one page (flat
-    parameter buffer). They are contiguous in the file, so that a single read fetches them. `file` is None in a dry
-    run, which transfers nothing."""
+    parameter buffer). The arrays of a record are contiguous in the file, so that a single read fetches them. `file` is
+    None in a dry run, which transfers nothing."""
 
     def __init__(self, rows: Sequence[LedgerRow], elsewhere: StoredSlots, xp: Any) -> None:
         self.xp = xp

@@ -18,7 +18,7 @@ SPILLED = ("saved", "held")
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return pairs of each record and the slot that says whether the record is stored on disk."""
+    """Return a pair (record, slot) for each record; the slot has a value as long as the record is stored on disk."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 

@@ -19,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_reco
 __all__ = ["fetch_record", "store_record"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # has a value as long as the record is stored on disk
+SLOTS["stored"] = SlotKind("stored", "control")  # such a slot has a value as long as its record is on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),

@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more than any job has; ranks are subtracted from it, so that lower ranks have larger keys
+_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that lower ranks have larger keys
 
 
 class JobPreempted(SystemExit):

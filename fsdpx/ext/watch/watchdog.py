@@ -81,7 +81,7 @@ def start_watchdog(
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
         *base.all_gather_data(mine), strict=True
-    )  # even if this rank already has a watchdog, because all ranks must take part
+    )  # done even if this rank already has a watchdog, because all ranks must take part
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -91,7 +91,8 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_data(None)  # waits until all records exist: a rank that ended before would take itself for the last
+    # wait until all records exist, because a rank that ended earlier would take itself for the last one
+    base.all_gather_data(None)
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():

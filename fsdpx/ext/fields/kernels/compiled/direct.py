@@ -218,8 +218,8 @@ def emit_address(builder: Any, base: Any, indices: Sequence[Any], steps: Sequenc
 
 
 def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> None:
-    """Emit LLVM code that branches on `rows` to the code that `body(n)` has emitted for n = `rows`, which is from 1 to
-    `max_size`, so that loops over rows are unrolled."""
+    """Emit an LLVM switch on the value `rows`, with a case for each n from 1 to `max_size` whose code `body(n)` emits.
+    The code of each case can thus unroll its loops over rows."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
     for n in range(1, max_size + 1):
