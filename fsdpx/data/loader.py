@@ -414,7 +414,7 @@ class DataLoader:
         communicator
     rank, size, shuffle, seed, drop_last, reproducible_chunks : see `DistributedSampler`. rank=0, size=1 without comm
         means that the dataset holds only this rank's samples, and that batch_size counts this rank's samples
-    sampler : a sampler to use instead of batch_size, comm and the six arguments above
+    sampler : a sampler to use instead of batch_size, comm, and the arguments from rank to reproducible_chunks
     collate : function from a list of samples to a batch; None: `take` of the dataset if it has one, else stacking
     transform : function from batch to batch, which runs in the reading thread, like collate
     prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. 0: no thread

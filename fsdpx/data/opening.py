@@ -1,5 +1,5 @@
-"""Open files of fields (HDF5, NetCDF, Zarr, NumPy) with the library for their format, follow links inside HDF5 files,
-and explain why a file cannot be read."""
+"""Opens files of fields (HDF5, NetCDF, Zarr, NumPy) with the library for their format, follows links inside HDF5
+files, and explains why a file cannot be read."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _is_zarr(folder: Path) -> bool:
 
 
 def _explain_unreadable(path: Path, file: Any, known: str) -> str:
-    """Return an error text that says which unsupported format a file has, and how to convert or unpack it."""
+    """Return an error text that says which unsupported format a file has (`known`), and how to convert or unpack it."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
         into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))
@@ -138,7 +138,8 @@ def _import_library(name: str, path: Path) -> Any:
 
 @contextmanager
 def naming_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
-    """Return a context manager that converts read errors to a DataError that names the file."""
+    """Return a context manager that converts read errors to a DataError that names the file. In the message, `what`
+    stands between the name of the file and the error."""
     try:
         yield
     except FsdpxError:

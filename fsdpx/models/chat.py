@@ -54,8 +54,8 @@ class ChatTemplate:
     tokenizer: Any
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant,
-        the text to train on.
+        """Return the tokens of a conversation, and for each token whether the token belongs to an answer of the
+        assistant. Only answers are trained on.
 
         Answers are the parts that the template marks by `{% generation %}`. If the template marks none, an answer is
         the text that an assistant message adds to the rendered conversation."""
@@ -175,7 +175,8 @@ def _explain_exit_status(status: int) -> str:
 
 
 def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
-    """Kill the child process and wait for it. Do nothing in a forked process that did not start it."""
+    """Kill the child process and wait for it. Do nothing unless `owner`, the id of the process that started the child,
+    is the id of this process, which may be a fork."""
     if os.getpid() == owner:
         with suppress(BrokenPipeError), child:  # leaving `with child` waits until the process has ended
             if child.poll() is None and child.stdin is not None:
@@ -183,8 +184,8 @@ def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if there is none. The template is looked up in the same
-    files as in transformers.
+    """Return the chat template in a model's folder, or None if there is none. The template is looked up in the files
+    in which transformers looks it up.
 
     Parameters
     ----------

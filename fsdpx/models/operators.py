@@ -1,8 +1,8 @@
 """Loads field models (neural operators) from the weights of other projects: the usual U-Net, neuraloperator's FNO and
 PDEBench's models.
 
-The model is determined by the names and shapes of the tensors. A table for each project maps its tensor names to
-parameters."""
+The model is determined by the names and shapes of the tensors. There is a table for each project, which maps tensor
+names to parameters."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Project:
 
 
 def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
-    """Build the field model that the given weights belong to, and initialize it with them. Every rank must pass the
-    same weights.
+    """Build the field model that the given weights belong to, and initialize it with these weights. Every rank must
+    pass the same weights.
 
     Supported models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
@@ -195,8 +195,8 @@ def _build_model_with_values(project: Project, tensors: Tensors, options: Mappin
 
 
 def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
-    """Return an initializer with the values of a tensor; complex numbers become pairs (real, imaginary). Raise
-    CheckpointError unless the tensor has the parameter's shape, apart from dims of size 1."""
+    """Return an initializer for parameter `name` with the values of the tensor `array`; complex numbers become pairs
+    (real, imaginary). Raise CheckpointError unless the tensor has the parameter's shape, apart from dims of size 1."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
@@ -218,8 +218,8 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _compute_last_n_modes(modes: int) -> int:
-    """Return the FNO option `n_modes` for the last dim, given that weights are stored only for its `modes` nonnegative
-    frequencies."""
+    """Return the FNO option `n_modes` for the last dim, given that weights are stored only for the `modes` nonnegative
+    frequencies of this dim."""
     return max(2 * (modes - 1), 1)
 
 

@@ -72,8 +72,8 @@ def split_ranges_into_matrix_blocks(runs: Iterable[Interval], columns: int) -> I
 
 @dataclass(frozen=True)
 class TransposedShard:
-    """A block of a matrix with `rows` rows, for writing it to a file in which the matrix is stored transposed. It has
-    those methods of `LocalShard` that writing needs."""
+    """A block of a matrix, to be written to a file in which the matrix is stored transposed. `rows` is the number of
+    rows of the full matrix. The class has those methods of `LocalShard` that writing needs."""
 
     name: str
     array: Any
@@ -81,7 +81,8 @@ class TransposedShard:
     rows: int
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield the block, transposed, with its file positions. It is small enough to be written in one piece."""
+        """Yield the block, transposed, with its file positions. The block is small, so it is not split, and `elements`
+        is ignored."""
         part = self.array.reshape(self.box.shape).T
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
@@ -172,9 +173,9 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     index.
 
     This function reads only the headers of files. If the configuration ties the head to the embedding but the files
-    contain a head, it also compares the two. A head that differs becomes a separate parameter. When `distribute`
-    creates the shards, each rank reads the elements that it holds and converts them to the dtype of its parameters.
-    `fsdpx.models.save_pretrained` writes such a folder.
+    contain a head, the function also compares head and embedding. A head that differs from the embedding becomes a
+    separate parameter. When `distribute` creates the shards, each rank reads the elements that it holds and converts
+    them to the dtype of its parameters. `fsdpx.models.save_pretrained` writes such a folder.
 
     Parameters
     ----------
@@ -262,7 +263,7 @@ def _find_tied_tensors(source: CheckpointSource, architecture: Architecture, val
 
 
 def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
-    """Return whether two tensors in files have the same values. They are read block by block up to the first
+    """Return whether two tensors in files have the same values. The tensors are read block by block up to the first
     difference."""
     one, two = (source.locations[n][1] for n in (name, other))
     if one.shape != two.shape or not {one.code, two.code} <= set(FLOAT_CODES):

@@ -218,8 +218,8 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
-    """Return the contents of `config.json` as they were read, except for the dtype if the weights are written in
-    another one."""
+    """Return the contents of `config.json` as they were read. Only the dtype is replaced if the weights are written in
+    another dtype."""
     text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text

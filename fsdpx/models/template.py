@@ -56,8 +56,8 @@ def _answer_request(do: Callable[[dict[str, Any]], str], request: dict[str, Any]
 
 
 def _limit_memory_and_make_timer(seconds: float, nbytes: int) -> Callable[[bool], None]:
-    """Limit the memory of this process, and return a function that starts (True) or stops (False) a CPU timer, which
-    kills the process when it expires. On Windows, nothing is limited."""
+    """Limit the memory of this process, and return a function that starts (True) or stops (False) a CPU timer. The
+    timer kills the process when it expires. On Windows, nothing is limited."""
     try:
         from resource import RLIMIT_AS, RLIMIT_CORE, setrlimit
         from signal import ITIMER_PROF, setitimer

@@ -53,7 +53,7 @@ Shape = tuple[int, ...]
 
 class PendingCollective:
     """A collective in progress; `wait()` returns its result. The argument `sent` is the send buffer, which must stay
-    alive until then."""
+    alive until `wait` has returned."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -73,7 +73,8 @@ def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
 
 
 def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
-    """Return the sum of `x` over the ranks, on every rank. With `fresh`, the sum may overwrite `x`. Collective."""
+    """Return the sum of `x` over the ranks, on every rank. With `fresh`, the sum may overwrite `x`. `what` names the
+    call in error messages. Collective."""
     return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
@@ -91,7 +92,7 @@ def start_all_reduce_sum(
 
 def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
     """Return the shards of all ranks concatenated along `dim`. `total` is the size of the full dim; None means that
-    all shards have equal sizes. Collective."""
+    all shards have equal sizes. `what` names the call in error messages. Collective."""
     return start_all_gather_dim(xp, comm, x, dim, total, what=what).wait()
 
 
@@ -111,7 +112,8 @@ def start_all_gather_dim(
 
 
 def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> Array:
-    """Sum `x` over the ranks, and return this rank's shard of the sum along `dim`. Collective."""
+    """Sum `x` over the ranks, and return this rank's shard of the sum along `dim`. `what` names the call in error
+    messages. Collective."""
     return start_reduce_scatter_dim(xp, comm, x, dim, what=what).wait()
 
 
@@ -148,8 +150,8 @@ def all_to_all_dims(
 ) -> Array:
     """Redistribute a value from shards along the dim `merge` to shards along the dim `split`. Collective.
 
-    `total` is the size of the full dim `merge`; None means that all shards have equal sizes. The adjoint swaps `split`
-    and `merge`."""
+    `total` is the size of the full dim `merge`; None means that all shards have equal sizes. `what` names the call in
+    error messages. The adjoint swaps `split` and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim
@@ -168,8 +170,8 @@ def all_to_all_rows(
     """Send the rows of `x`, ordered by destination rank, and return the received rows, ordered by source rank.
     Collective.
 
-    `send_counts` and `recv_counts` are the numbers of rows sent to, and received from, each rank. The adjoint swaps
-    them."""
+    `send_counts` and `recv_counts` are the numbers of rows sent to, and received from, each rank; the adjoint swaps
+    these two arguments. `what` names the call in error messages."""
     if comm.size == 1:
         return x
     row = math.prod(x.shape[1:])
@@ -185,7 +187,8 @@ def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
 
 
 def require_divisible_dim(shape: Sequence[int], dim: int, size: int, what: str = "") -> None:
-    """Raise ShapeError unless the dim can be divided evenly among `size` ranks."""
+    """Raise ShapeError unless the dim can be divided evenly among `size` ranks. The message begins with `what`, the
+    name of the call."""
     if shape[dim] % size:
         raise ShapeError(
             f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "

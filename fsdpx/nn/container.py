@@ -50,7 +50,7 @@ class ChildCall:
 
 class RecomputePlaceholder:
     """Placeholder that is saved for backward instead of the result of a cheap step. Backward recomputes the result
-    when it is needed.
+    when it needs it.
 
     The result is that of step number `step` of the container `owner`. During forward, `y` keeps the result itself
     alive, so that no other array can get its id."""
@@ -224,9 +224,9 @@ class Container(Layer):
         """Run backward through the steps in reverse order, and return the gradients of the container's inputs. The
         gradient is None for an input to which no gradient flows.
 
-        `backward_step(step, saved, dy)` returns the gradients of a step's inputs. A step is skipped if no output
-        depends on its results, or if all of its results are in `constant`, the names of values that need no
-        gradient."""
+        `parts` are the parameters, grouped by child layer. `backward_step(step, saved, dy)` returns the gradients of a
+        step's inputs. A step is skipped if no output depends on its results, or if all of its results are in
+        `constant`, the names of values that need no gradient."""
         whole = partial(self._resolve_placeholder, env, parts, saved)
         given_here = zip(self.outputs, _as_tuple(dy, len(self.outputs)), strict=True)
         grads = {name: part for name, part in given_here if name not in constant}
@@ -242,6 +242,7 @@ class Container(Layer):
 
     def _resolve_placeholder(self, env: LayerContext, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
         """Return `part` itself, or the recomputed result if `part` is a `RecomputePlaceholder` of this container.
+        `parts` are the parameters, grouped by child layer.
 
         This is a method, because a closure that calls itself would be a reference cycle and would keep `saved` alive
         until the garbage collector runs."""
@@ -328,8 +329,8 @@ def chain_layers(
     """Connect `layers` in a chain that starts at the value `source`. Return the steps, the names of the chain's
     inputs, and the name of the last layer's result.
 
-    `shared` names extra inputs, such as an attention mask. Every layer with several inputs reads them after the
-    previous layer's result."""
+    `shared` names extra inputs, such as an attention mask. Every layer with several inputs takes the previous layer's
+    result as its first input, and these as its further inputs."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -393,8 +394,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the names of the values that no later step reads, so that they can be freed after the
-    step. The container's outputs are never among these values."""
+    """Return, for each step, the names of the values that this step is the last one to read, so that they can be freed
+    after it. The container's outputs are never among these values."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -509,7 +510,7 @@ class ComposeTrace:
 
     def get_value_name(self, value: Any, who: str) -> str:
         """Return the name of a symbolic value. Raise ConfigError if `value` comes from the `compose` of another layer
-        or is not symbolic."""
+        or is not symbolic; the message begins with `who`, such as "compose returns"."""
         if not isinstance(value, ComposeValue) or value.tracing is not self:
             raise ConfigError(
                 f"{self.owner}: {who} {value!r}; {WORKS}: for a number or a function of numpy use nn.Lambda"

@@ -1,5 +1,5 @@
-"""The method `Layer.as_distributed`. The stub file next to this module declares its options and result for type
-checkers."""
+"""The method `Layer.as_distributed`. The stub file next to this module declares the options and the result of this
+method for type checkers."""
 
 from importlib import import_module
 from typing import Any

@@ -304,13 +304,13 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 class VocabParallelCrossEntropyLoss(Loss):
-    """`CrossEntropyLoss` of logits that are sharded along their last dim, the classes: y is
-    `(samples, ..., classes of this rank)`.
+    """`CrossEntropyLoss` of logits that are sharded along their last dim, the classes: y is `(samples, ..., classes of
+    this rank)`.
 
-    Every rank has the full target `(samples, ...)`, and gets the same total and weight, over all classes. Forward
-    performs two all-reduces of float64 arrays with one element per position: first the maximum of the position's
-    logits, then the sum of their exponentials. The second array also carries one sum over all positions, or two with
-    label smoothing. Backward communicates nothing.
+    Every rank has the full target `(samples, ...)`. Total and weight are those over all classes, and equal on all
+    ranks. Forward performs two all-reduces of float64 arrays with one element per position: first the maximum of the
+    position's logits, then the sum of their exponentials. The second array also carries one sum over all positions, or
+    two with label smoothing. Backward communicates nothing.
 
     Parameters
     ----------

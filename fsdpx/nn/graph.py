@@ -15,7 +15,7 @@ class Graph(Container):
 
     A node runs after the nodes that it reads; apart from that, nodes run in the given order. Several inputs are passed
     as a tuple, and several outputs are returned as a tuple. If a nested Graph has several outputs, they are read as
-    `"name.output"`. A node whose result nothing reads runs, too; the gradient of its parameters is zero. Raises
+    `"name.output"`. A node runs even if nothing reads its result; the gradient of its parameters is then zero. Raises
     ConfigError for a cycle, and for an unknown or duplicate name.
 
     Parameters

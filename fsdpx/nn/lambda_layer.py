@@ -23,8 +23,8 @@ class Lambda(Layer):
     elements of several arrays.
 
     The constructor compares the derivative with central differences at 64 normally distributed points, except where
-    the differences are not finite. It raises ConfigError if they differ, if the function does not act on each element
-    separately, or if it converts float32 to float64.
+    the central differences are not finite. It raises ConfigError if the derivative does not match them, if the
+    function does not act on each element separately, or if it converts float32 to float64.
 
     Parameters
     ----------

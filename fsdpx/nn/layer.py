@@ -57,16 +57,16 @@ __all__ = [
 
 
 def require_positive(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each keyword argument is an integer of at least 1. The keywords are the names of
-    constructor arguments of `owner`, which the message quotes."""
+    """Raise ConfigError unless each keyword argument is an integer of at least 1. The message quotes the keywords,
+    which are names of constructor arguments of `owner`."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be a whole number >= 1, got {value!r}")
 
 
 def require_fraction(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The keywords are the names of
-    constructor arguments of `owner`, which the message quotes."""
+    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The message quotes the keywords, which
+    are names of constructor arguments of `owner`."""
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
@@ -236,8 +236,9 @@ class LayerContext:
         ranks have equal lengths
     cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward with a
         cache is not followed by a backward, so containers save nothing
-    constants : cached arrays that layers need repeatedly, such as tables of cosines. The key must contain everything
-        on which the array depends. All layers of a trainer share the cache, which lives as long as the trainer
+    constants : dict of arrays that layers need repeatedly, such as tables of cosines. The key of an array must contain
+        everything on which the array depends. All layers of a trainer share this dict, which lives as long as the
+        trainer
     """
 
     xp: Any
@@ -536,8 +537,8 @@ class Layer(ABC):
         """Return the layer that each rank of a tensor axis runs instead of this one, given the sharding of its inputs.
 
         By default, this is the layer itself, which each rank runs on its shard of the inputs. The inputs may be
-        replicated, sharded by samples, or sharded in a way that `acts_on` allows. A layer that supports more overrides
-        this method, and calls the base method for all other requests.
+        replicated, sharded by samples, or sharded in a way that `acts_on` allows. Override this method for a layer
+        that supports further shardings, and call the base method for all other requests.
 
         Parameters
         ----------
@@ -683,8 +684,8 @@ def group_arrays_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> 
 
 
 def format_constructor(thing: Any) -> str:
-    """Return a repr such as `Linear(64, 128, bias=False)`, built from the constructor's signature and the attributes
-    with the same names as its arguments.
+    """Return a repr of the object `thing`, such as `Linear(64, 128, bias=False)`, built from the signature of its
+    constructor and from the attributes that are named like the constructor's arguments.
 
     If an argument has no attribute, the child layers are listed as well, because they may depend on that argument."""
     words, inside = [], {}
@@ -703,8 +704,8 @@ def format_constructor(thing: Any) -> str:
 
 
 def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
-    """Store the arguments of a constructor as attributes with the same names, for `format_constructor`. `given` are
-    the constructor's `locals()`."""
+    """Store the arguments of the constructor of `thing` as its attributes, under the names of the arguments, for
+    `format_constructor`. `given` are the constructor's `locals()`."""
     kind: Any = type(thing)
     vars(thing).update({name: given[name] for name in _list_init_parameters(kind)})
 

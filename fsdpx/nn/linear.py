@@ -54,7 +54,7 @@ class Linear(Layer):
         in_features)
     bias : whether the layer has a `bias (out_features,)`
     init : initializer of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
-    bias_init : initializer of `bias`; None: the same distribution
+    bias_init : initializer of `bias`; None: U(-k, k) with the k of `init`
     """
 
     acts_on = "position"
@@ -187,13 +187,14 @@ class Linear(Layer):
 
 
 class ShardedLinear(Layer):
-    """Base class for ColumnParallelLinear and RowParallelLinear; it has the options of the full Linear and its
-    sharding.
+    """Base class for ColumnParallelLinear and RowParallelLinear. It holds the options of the full Linear, and how this
+    Linear is sharded.
 
-    The two form a pair, as in Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the following
-    RowParallelLinear, activations are sharded along the features, and nothing is communicated. With `sequence`,
-    activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the following
-    numbers of bytes, where n is the size in bytes of the full activation outside the pair, and N the size of the axis:
+    The two subclasses form a pair, as in Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the
+    following RowParallelLinear, activations are sharded along the features, and nothing is communicated. With
+    `sequence`, activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the
+    following numbers of bytes, where n is the size in bytes of the full activation outside the pair, and N the number
+    of ranks on the tensor axis:
 
                                   forward          backward
         ColumnParallelLinear              0                2n(N-1)/N
@@ -413,14 +414,15 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
 
 
 def make_call_label(env: LayerContext, thing: str) -> str:
-    """Return the label of a collective for error messages: the path of the layer, and the kind of array that is
-    communicated."""
+    """Return the label of a collective for error messages: the path of the layer, and `thing`, the kind of array that
+    is communicated."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
 def require_known_length(env: LayerContext, x: Array, what: str) -> None:
     """Raise ShapeError unless the full length of a sequence is known from this rank's shard `x` of it along dim 1. The
-    length is `env.time` if that is set; otherwise, the shards of all ranks must have equal lengths."""
+    length is `env.time` if that is set; otherwise, the shards of all ranks must have equal lengths. `what` describes
+    the sequence in the message."""
     if env.time is None:
         collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -142,7 +142,8 @@ def resolve_input_dtypes(layer: Layer, count: int, wanted: Sequence[frozenset[st
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several if the layers that read it differ.
 
-    `wanted` are the sets for the layer's results. They replace the value "passed"."""
+    `wanted` are the sets for the layer's results. They replace the value "passed" of `Layer.takes`, which means that
+    an input is read in the dtype in which the result is read."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -316,7 +317,7 @@ def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
     """Run a layer on shape-only arrays. Return its result, a description of what is wrong with the layer ("" if
-    nothing is), and the exception that caused it."""
+    nothing is), and the exception that revealed this (None if there was none)."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
@@ -397,8 +398,8 @@ def get_or_memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
     """Return `find()`, or, inside `memoizing`, the stored result of an earlier call with an equal key. Callers must
     not change the result.
 
-    `key` must contain everything on which the result depends. Shape-only arrays in it are compared by shape and dtype,
-    and other objects, such as models, by identity."""
+    `key` must contain everything on which the result depends. Shape-only arrays in the key are compared by shape and
+    dtype, numbers, texts and dtypes by value, and other objects, such as models, by identity."""
     if _kept.results is None:
         return find()
     held: list[Any] = []

@@ -274,9 +274,10 @@ class MSELoss(_Elementwise):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross-entropy of sigmoid(y) with targets from 0 to 1, or bools. The weight is the number of elements.
+    """Binary cross-entropy of sigmoid(y) and targets, which are numbers from 0 to 1 or bools. The weight is the number
+    of elements.
 
-    It is computed without overflow, as max(y, 0) - y target + log(1 + exp(-|y|))."""
+    The error of an element is computed without overflow, as max(y, 0) - y target + log(1 + exp(-|y|))."""
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)

@@ -30,8 +30,8 @@ class PerHead(Layer):
     """Base class for layers that treat each attention head separately, so that a tensor rank can run them on its own
     heads. Inputs are the concatenated features of all heads.
 
-    All heads share the parameters, so a rank that runs only some heads computes only what these contribute to each
-    gradient."""
+    All heads share the parameters, so a rank that runs only some heads computes only what these heads contribute to
+    the gradient of each parameter."""
 
     d_head: int
     blocks = 1
@@ -39,7 +39,8 @@ class PerHead(Layer):
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         """Return the layer that a rank runs on its own heads, or on its part of the sequence. Raise ConfigError if the
-        inputs are sharded so that a head is split, or that a rank gets different heads of different inputs."""
+        inputs are sharded in such a way that a head is split, or that a rank gets different heads of one input than of
+        another."""
         kinds = request.kinds[:3]  # leave out a fourth input, the segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):

@@ -67,8 +67,8 @@ class AllGatherFeatures(Layer):
 
 
 class WithInputOutput(Layer):
-    """Wraps a model with an optional layer before it and one after it. Unlike in a `Sequential`, the names of
-    parameters do not change."""
+    """Runs a model between two optional layers, one before and one after the model. Unlike in a `Sequential`, the
+    names of parameters do not change."""
 
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave

@@ -129,8 +129,8 @@ class RingAttention:
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
     def _is_block_visible(self, rank: int, block: int, q: Array, kv: Array) -> bool:
-        """Return whether the queries of `rank` attend to any key in the block that belongs to rank `block`. They do
-        not if either rank has no positions, which happens for short sequences."""
+        """Return whether the queries of `rank` attend to any key in the block that belongs to rank `block`. The result
+        is False if one of the two ranks has no positions, which happens for short sequences."""
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
@@ -211,8 +211,9 @@ def _start_shift(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Combine the attention over two disjoint sets of keys into the attention over all keys. Each of the three is a
-    pair: the normalized result, and the log-sum-exp of its scores."""
+    """Combine the attention over two disjoint sets of keys into the attention over all keys. The attention over a set
+    of keys is given and returned as a pair: the normalized result (`o` or `part`), and the log-sum-exp of the scores
+    (`lse` or `part_lse`)."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

@@ -42,8 +42,9 @@ def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of one dim of an array over n ranks. The dim consists of equal blocks, and each block of k grains,
-    groups of elements that are never split. In every block, rank r holds the grains [floor(k r/n), floor(k (r+1)/n)).
+    """The sharding of one dim of an array over n ranks. The dim consists of equal blocks. Each block consists of k
+    grains, which are groups of elements that are never split. In every block, rank r holds the grains [floor(k r/n),
+    floor(k (r+1)/n)).
 
     Parameters
     ----------
@@ -258,6 +259,7 @@ class FieldPartition:
     Parameters
     ----------
     cuts : for each dim, the first cell of each rank along the dim, followed by the number of cells of the full field
+        along the dim
     ghosts : for each dim and each rank along it, the numbers of ghost cells before and after the part in the caller's
         arrays; (): there are no ghost cells
     periods : for each dim, whether it is periodic, which determines how ghost cells are filled; (): unknown
@@ -349,9 +351,9 @@ Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPart
 @dataclass(frozen=True)
 class ColumnParallel:
     """Tensor-plan mark that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the features,
-    until a layer with the mark RowParallel sums over them.
+    until a layer with the mark RowParallel sums over the features.
 
-    A mark without options takes those that the enclosing layer's built-in plan defines for this Linear.
+    A mark without options has the options that the built-in plan of the enclosing layer defines for this Linear.
 
     Parameters
     ----------

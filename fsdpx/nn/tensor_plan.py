@@ -54,7 +54,7 @@ class ShardingWalk:
     Attributes
     ----------
     partial : names of the parameters for which each rank computes only a partial gradient
-    ties : alias -> name of tied parameters in the full model
+    ties : alias -> canonical name, for the tied parameters of the full model
     redistribution_functions : functions that choose which redistributions to insert before a step; they are called in
         order
     """
@@ -261,7 +261,7 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
     """Raise ConfigError unless the loss can be computed on shards of the sequence, which needs `acts_on = "position"`.
-    A loss without this attribute is treated as if it were "sample"."""
+    A missing attribute counts as "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return

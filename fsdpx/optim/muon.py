@@ -39,8 +39,9 @@ class Muon:
     """Muon (Jordan et al. 2024): updates each weight matrix by its orthogonalized momentum.
 
     m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors of
-    g + momentum m and singular values near 1, from five Newton-Schulz steps. The factor makes steps as large as
-    AdamW's, so that both use the same learning rate and weight decay (Liu et al. 2025).
+    g + momentum m and singular values near 1, from five Newton-Schulz steps. The factor 0.2 sqrt(max(rows, columns))
+    makes steps as large as AdamW's, so that learning rates and weight decays for AdamW also suit Muon (Liu et al.
+    2025).
 
     Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
     convolutions are treated as matrices with one row per output channel. Every rank that holds a part of a matrix
@@ -100,7 +101,7 @@ class Muon:
         ----------
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
-        g : their gradient `(n,)` before `scale`; not changed
+        g : gradient of these parameters, `(n,)`, before it is multiplied by `scale`; not changed
         slots : dict from name to state array `(n,)`; changed in place
         lr : learning rate of the step
         step : 1 for the first update

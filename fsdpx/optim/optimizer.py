@@ -72,8 +72,8 @@ def needs_full_parameters(optimizer: Any) -> bool:
 
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
-    """Return an optimizer's state arrays before step 1, as a dict from name to an array of zeros, for a shard of this
-    dtype."""
+    """Return an optimizer's state arrays before step 1, as a dict from name to an array of zeros. `dtype` is the dtype
+    of the parameter shard."""
     return {name: xp.zeros(segments.size, kept.get_dtype(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
@@ -162,7 +162,7 @@ class Optimizer(Protocol):
         ----------
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
-        g : their gradient `(n,)` before `scale`; not changed
+        g : gradient of these parameters, `(n,)`, before it is multiplied by `scale`; not changed
         slots : dict from name to state array `(n,)`; changed in place
         lr : learning rate of the step, `get_learning_rate(optimizer, step)`
         step : 1 for the first update. If some parameters have missed updates, see `update_parameters`
@@ -195,9 +195,9 @@ def update_parameters(
 
     The arguments are those of `Optimizer.update`, except that `step` is the number of steps of the trainer.
 
-    In general the optimizer is called once for each span of parameters with the same number of updates, and gets this
-    number as `step`. An optimizer that communicates, an `Elementwise` or a `WrappedOptimizer` is called only once on
-    every rank, and reads `missed` from the segments."""
+    The optimizer is called once for each span of parameters with the same number of updates, and gets this number as
+    `step`. There are three exceptions, which are called only once on every rank and read `missed` from the segments:
+    optimizers that communicate, subclasses of `Elementwise`, and subclasses of `WrappedOptimizer`."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
         hasattr(optimizer, n) for n in ("gathers", "count_sent_elements")
@@ -273,7 +273,8 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
 
 
 def require_number_in_range(owner: object, name: str, value: object, below: float | None = None) -> None:
-    """Raise ConfigError unless the option `name` of the optimizer `owner` is a finite number in [0, below)."""
+    """Raise ConfigError unless the option `name` of the optimizer `owner` is a finite number in [0, below); None as
+    `below` means no upper limit."""
     wanted = "a finite number >= 0" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < 0 or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")

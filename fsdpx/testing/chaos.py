@@ -37,9 +37,10 @@ class Fault:
     ----------
     kind : "kill", "stop" or "delay"
     rank : the rank on which the fault occurs
-    action : the fault occurs after the rank has run this number of actions since that start of the job
+    action : the fault occurs once the rank has run this number of actions since start number `start` of the job
     seconds : duration of a delay
-    start : which start of the job the fault occurs in, counted from 0
+    start : number of the start of the job after which the fault occurs, counted from 0; each restart is a further
+        start
     """
 
     kind: str
@@ -87,7 +88,7 @@ def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, thre
     """Inject this rank's faults for start number `start` of the job.
 
     If the rank is a process, it gets SIGKILL or SIGSTOP. If ranks are threads (`threads`), `InjectedFault` is raised
-    in the thread instead. Raise ConfigError for a fault of an unknown kind."""
+    in the thread instead. Raises ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for fault in faults:
         if fault.kind not in FAULT_KINDS:
@@ -115,8 +116,8 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return the result of that call and its
-    argument.
+    """Call `run(0)`, `run(1)`, ... until a call raises no `InjectedFault`. Return the result and the argument of the
+    call that raises none.
 
     Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):
@@ -128,8 +129,8 @@ def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T
 
 
 class StepLog:
-    """A log of the steps of all ranks, to check a job that was restarted after faults. Each rank has a file for each
-    start of the job, with one line per step, which is written during the step."""
+    """A log of the steps of all ranks, to check a job that was restarted after faults. There is one file for each rank
+    and each start of the job. It has one line per step, which the rank writes during the step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

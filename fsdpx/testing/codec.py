@@ -101,8 +101,8 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that take turns on the same memory arrays give the same bits as a single codec, which
-        shows that a codec stores no state elsewhere."""
+        """Check that two codecs that take turns on the same memory arrays give the same bits as a single codec that
+        handles all turns. This shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)

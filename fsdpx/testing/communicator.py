@@ -43,7 +43,7 @@ class CommunicatorContract:
     """Tests of a communicator. Inherit the class and define `run`, which every test calls once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        """Call `body(comm)` on every rank. If it fails on any rank, raise the error of one rank. To be overridden.
+        """Call `body(comm)` on every rank. If calls fail, raise the error of one of them. To be overridden.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Compare named arrays, and report the element that differs most, with its tensor, index, and both values."""
+"""Compares named arrays, and reports the element that differs most: its tensor, its index, and both of its values."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class WorstElement:
 
     Parameters
     ----------
-    tensor : name of its tensor
+    tensor : name of the tensor that contains the element
     index : index of the element in the tensor
     got, want : actual and expected values of the element
     relative : absolute difference of the two values, divided by the largest absolute value of the expected tensor
-    beyond, elements : number of elements of the tensor that differ by more than the tolerance, and total number of its
+    beyond, elements : number of elements of this tensor that differ by more than the tolerance, and number of all its
         elements
     tensors : number of tensors with elements that differ by more than the tolerance
     """

@@ -81,8 +81,8 @@ class LayerContract(GradientContract):
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
-        """Return inputs of the layer: a float64 or integer array, or a tuple of arrays, each with at least 2 samples in
-        dim 0. To be overridden."""
+        """Return inputs of the layer: an array, or a tuple of arrays. Each array is float64 or integer, and has at
+        least 2 samples in dim 0. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
     def draw_normal(self, *shape: int) -> np.ndarray:
@@ -150,7 +150,7 @@ class LayerContract(GradientContract):
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
         """Check that two threads can run forward and backward of one layer concurrently, each on its own samples, and
-        get the same bits as when they run one after the other."""
+        get the same bits as when the threads run one after the other."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -188,8 +188,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
     def test_samples_are_computed_independently(self) -> None:
-        """Check that two parts of a batch give the same outputs as the full batch, even if the layer draws random
-        numbers, and that their parameter gradients add up to those of the full batch."""
+        """Split a batch into two parts. Check that the parts give the same outputs as the full batch, even if the
+        layer draws random numbers, and that the parameter gradients of the parts add up to those of the full batch."""
         layer, x, p = self._make_test_case()
         if not self.samples_are_independent:
             return
@@ -238,7 +238,8 @@ class LayerContract(GradientContract):
             assert [_get_shape_and_dtype(a) for a in dx_flat] == [_get_shape_and_dtype(a) for a in dx]
 
     def test_integer_inputs_are_declared(self) -> None:
-        """Check that `Layer.takes` declares integer inputs, because a trainer converts all other inputs to floats."""
+        """Check that `Layer.takes` declares which inputs are integers, because a trainer converts all other inputs to
+        floats."""
         layer, x, _ = self._make_test_case()
         takes = resolve_input_dtypes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
@@ -323,7 +324,8 @@ class LossContract(GradientContract):
         raise TypeError(f"{type(self).__name__} must define make(), which returns the loss to be tested")
 
     def outputs(self) -> Any:
-        """Return outputs of a model: a float64 array of at least 3 samples, or a tuple of arrays. To be overridden."""
+        """Return outputs of a model, on which the loss is computed: a float64 array of at least 3 samples, or a tuple
+        of such arrays. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define outputs(), which returns what a model gives")
 
     def target(self) -> np.ndarray:

@@ -27,9 +27,9 @@ class OptimizerContract:
             takes_groups = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    `make` must take `lr`, a number or a function of the step (counted from 1) that returns a number. With
-    `takes_groups` (the default), it must also take `weight_decay` and `groups`. Each shard is updated in its own
-    thread, so that optimizers can sum the norms of full parameters over shards."""
+    `make` must take the option `lr`, a number or a function from the step (counted from 1) to a number. If
+    `takes_groups` is True (the default), `make` must also take the options `weight_decay` and `groups`. Each shard is
+    updated in its own thread, so that optimizers can sum the norms of full parameters over shards."""
 
     shard_alignment: int = 1
     """1 if results do not depend on where shards begin; 1024 if shards may begin only at multiples of 1024 in each
@@ -98,7 +98,8 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads that share an optimizer get the same bits as a thread with its own optimizer."""
+        """Check that each of two threads that share an optimizer gets the same bits as a thread with an optimizer of
+        its own."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_parameters_gradients_and_slots("float32", slice(None), optimizer)
@@ -121,8 +122,8 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
-        """Check that a parameter that was frozen for two steps gets its first update in step 3, in which the other
-        parameters get their third."""
+        """Check that a parameter that was frozen for two steps gets its update number 1 in step 3, in which the other
+        parameters get their update number 3."""
         # test the inner optimizer, because the wrapper that averages parameters counts the trainer's steps
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None), optimizer)

@@ -61,7 +61,8 @@ class ScheduleContract:
             validate(made)
 
     def test_repeated_calls_give_same_schedule(self) -> None:
-        """Check that two calls give the same schedule, because each rank calls the schedule function itself."""
+        """Check that two calls of the schedule function give equal schedules, because each rank calls the function for
+        itself."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 

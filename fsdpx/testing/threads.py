@@ -1,5 +1,5 @@
-"""Helpers for testing objects that are shared by ranks that run as threads: run functions on threads that switch at
-every bytecode."""
+"""Helpers for testing objects that several ranks share when ranks run as threads. They run functions in threads that
+switch at every bytecode."""
 
 import sys
 import threading
@@ -26,8 +26,8 @@ themselves."""
 def switching_at_every_bytecode() -> Iterator[None]:
     """Return a context manager in which other threads may run at every bytecode that this thread executes.
 
-    Frames of NumPy, Numba and the parts of Python's standard library that wrap calls run without switches. A bytecode
-    that has been executed `MAX_VISITS` times, for example in a loop, no longer switches either."""
+    There are no switches in frames of NumPy, of Numba, and of those modules of Python's standard library that wrap
+    calls. A bytecode that has been executed `MAX_VISITS` times, for example in a loop, no longer switches either."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

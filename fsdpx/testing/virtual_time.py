@@ -1,5 +1,5 @@
-"""Virtual time for ranks that run as threads. They access shared memory in the order in which ranks of given speeds
-would access it, so that asynchronous training is reproducible."""
+"""Virtual time for ranks that run as threads. The threads access shared memory in the order in which ranks of given
+speeds would access it, so that asynchronous training is reproducible."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class VirtualTime:
     """A virtual clock for ranks that run as threads: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
     Pulls (reading parameters) and updates take no time. The step between a pull and an update takes the time that
-    `seconds` gives for the rank. If two ranks have the same virtual time, the lower rank continues first. Ranks
-    compute one at a time.
+    `seconds` gives for the rank. Of two ranks at equal virtual times, the one with the lower number continues first.
+    Ranks compute one at a time.
 
     Parameters
     ----------
@@ -140,8 +140,8 @@ class VirtualTime:
             self._wait_until_ready(lambda: rank not in self._waiting, window, what)
 
     def arrive_at_barrier(self, rank: int) -> None:
-        """Record that a rank has arrived at a barrier. When the last rank has arrived, the virtual time of all ranks
-        becomes the latest time of any rank.
+        """Record that a rank has arrived at a barrier. When all ranks have arrived, the virtual time of every rank
+        becomes the latest among them.
 
         Parameters
         ----------

@@ -1,5 +1,5 @@
-"""Text generation on any number of ranks: the ranks compute logits together, and exchange the tokens that each has
-chosen."""
+"""Text generation on any number of ranks: the ranks compute logits together, and exchange the tokens that each rank
+has chosen."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> Any:
-    """Implement `Trainer.generate`: return the new tokens of one prompt, or a list of them for several prompts.
-    Collective.
+    """Implement `Trainer.generate`: return the new tokens of one prompt as an array, or a list of such arrays for
+    several prompts. Collective.
 
     `sampling` are the arguments of `Sampling`, in order."""
     with host.raising_errors_on_all_ranks("generate"):

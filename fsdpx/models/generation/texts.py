@@ -44,8 +44,8 @@ class Sampling:
     top_k : draw only from the `top_k` most likely tokens; None: from all tokens
     top_p : draw only from the smallest set of most likely tokens whose probabilities sum to at least `top_p` (Holtzman
         et al. 2020)
-    repetition_penalty : positive logits of tokens that occur in the text are divided by it, negative ones are
-        multiplied by it (Keskar et al. 2019); 1: no penalty
+    repetition_penalty : positive logits of tokens that occur in the text are divided by this number, and negative
+        logits are multiplied by it (Keskar et al. 2019); 1: no penalty
     seed : seed of the random numbers
     """
 
@@ -90,8 +90,8 @@ class Sampling:
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
     def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
-        """Return the tokens to draw from after top-k and top-p, in ascending order. `weights` are proportional to the
-        probabilities of all tokens."""
+        """Return the tokens that are left to draw from after top-k and top-p are applied, in ascending order of token
+        id. `weights` are proportional to the probabilities of all tokens."""
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
         count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)
@@ -106,8 +106,8 @@ class Sampling:
 
 
 def _find_top_k_tokens(weights: np.ndarray, count: int) -> np.ndarray:
-    """Return the tokens with the `count` largest weights, in descending order of weight. Of equal weights, the smaller
-    token comes first. Only these tokens are sorted, to save time."""
+    """Return the tokens with the `count` largest weights, in descending order of weight. Of tokens with equal weights,
+    the one with the smaller id comes first. Only these tokens are sorted, to save time."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
         tokens = np.flatnonzero(weights >= least)
