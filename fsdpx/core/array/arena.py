@@ -1,11 +1,10 @@
-"""Memory of a rank: the arena, which allocates all of its large buffers, and a C heap that does not return freed
+"""Memory of a rank: the arena, which allocates all large buffers of the rank, and a C heap that does not return freed
 memory to the system.
 
 Some buffers live as long as the trainer. All other buffers live for part of a program, which is the list of actions of
-a step. Their lifetimes are known before the program runs, so they are packed into one slab, in which buffers that are
-never alive at the same time share memory. Memory that a step frees stays with the process, so that the next step has
-no page faults.
-"""
+a step. The lifetimes of these other buffers are known before the program runs, so they are packed into one slab, in
+which buffers that are never alive at the same time share memory. Memory that a step frees stays with the process, so
+that the next step has no page faults."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ def keep_freed_memory() -> bool:
     """Make the C library keep freed memory for later allocations, instead of returning large arrays (above 128 KiB) to
     the system. Return whether this works. It works on Linux with glibc; elsewhere nothing changes.
 
-    This saves time, because each new memory page costs a page fault and is zeroed by the kernel, which for 4 KiB takes
-    about as long as filling the page. The price is that the memory of the process never drops below its peak.
-    """
+    This saves time, because each new memory page costs a page fault, in which the kernel fills the page with zeros.
+    For a page of 4 KiB, the fault takes about as long as writing data to the entire page. The price is that the memory
+    of the process never drops below its peak."""
     library = _load_glibc()
     return library is not None and bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))
 
@@ -175,8 +174,9 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Free arrays of `allocate_shared` whose arena has been garbage-collected, now or as soon as it is safe. This
-        does not communicate, because garbage collection happens on this rank only, in any thread and at any time."""
+        """Free arrays of `allocate_shared` at once, or as soon as it is safe. The arena that used the arrays has been
+        garbage-collected. This does not communicate, because garbage collection happens on this rank only, in any
+        thread and at any time."""
         ...
 
 
@@ -186,8 +186,8 @@ class Arena:
     Parameters
     ----------
     xp : array module that allocates the buffers (NumPy, CuPy, or shape-only arrays)
-    memory : memory shared with other ranks, in which the slab is allocated if there is enough of it. All ranks must
-        then use slab plans of equal size
+    memory : memory shared with other ranks, in which the slab is allocated if there is enough of it. If it is given,
+        all ranks must use slab plans of equal size
     """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
@@ -218,11 +218,10 @@ class Arena:
         return self.kept[name]
 
     def _allocate_aligned_zeros(self, shape: tuple[int], dtype: Any) -> Any:
-        """Return a buffer of zeros that begins at the start of a cache line. NumPy's own arrays begin 16 bytes after
-        it.
+        """Return a buffer of zeros whose address is a multiple of the cache line size. (NumPy's own arrays begin 16
+        bytes after such an address.)
 
-        Many buffers are slices of one large block, so that the system can store even small buffers in huge pages.
-        """
+        Many buffers are slices of one large block, so that the system can store even small buffers in huge pages."""
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:

@@ -43,7 +43,9 @@ class Device:
         """Raise ConfigError if this process cannot compute on the device."""
 
     def select_gpu_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        """Select the GPU of this rank if the host has several, and return messages for the user. Collective."""
+        """Select the GPU of this rank if the host has several, and return messages for the user. Collective.
+
+        `world` is the communicator of all ranks, and `device_map` the user's choice of a GPU for each local rank."""
         return []
 
     def as_array(self, value: Any) -> Any:
@@ -64,8 +66,8 @@ class Device:
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on one device, and this rank can compute on it: the host or the rank's
-        own GPU."""
+        """Raise DataError unless all arrays are on one device, and that device is one on which this rank can compute
+        (the host or the rank's own GPU)."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         """Return a context manager inside which this thread computes on the device that holds `array`."""
@@ -106,8 +108,8 @@ class Device:
         return False
 
     def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Call `run` to update a shard of parameters p with gradients g. If the arrays have no values, return False
-        without calling it."""
+        """Call `run`, which updates a shard of parameters p with gradients g and the optimizer's state arrays `slots`.
+        If the arrays have no values, return False without calling `run`."""
         run()
         return True
 

@@ -34,9 +34,8 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
     """Make a function that Numba compiles on its first call with each combination of argument types. The compiled code
     releases the GIL and divides according to IEEE 754.
 
-    If a factory defines the same function several times around different inner functions, `name` must tell these
-    apart.
-    """
+    If a factory defines the function several times, each time around a different inner function, each definition must
+    get a different `name`."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__  # becomes part of the cache file's name
@@ -55,7 +54,7 @@ def specialize(
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for an array with two dims in any layout,
         `C2` for one in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A
         final `r` means that the function only reads the array, so a read-only or unaligned array may be passed
-    formats : names of the dtypes that all other arrays may have
+    formats : names of the dtypes that arrays without `h` and `s` may have
     """
     compiled = _fixed.get(function)
     if compiled is None:

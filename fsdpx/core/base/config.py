@@ -34,11 +34,10 @@ _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": 
 
 
 def to_python_number(value: Any) -> Any:
-    """Convert a NumPy scalar, or a 0-d array or tensor, to a Python number, which unlike them does not affect dtype
+    """Convert a NumPy scalar, or a 0-d array or tensor, to a Python number, because Python numbers do not affect dtype
     promotion.
 
-    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged.
-    """
+    Numbers inside a list, tuple or dict are converted as well. Any other value is returned unchanged."""
     if value.__class__ in _PYTHON:
         return value
     if isinstance(value, dict):

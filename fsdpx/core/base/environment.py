@@ -191,9 +191,8 @@ def set_rank_variables(
 ) -> None:
     """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, whatever launcher started it.
 
-    Do nothing if fsdpx would then detect a different launcher. Together with FSDPX_STORE, for example, these variables
-    declare a rank without MPI.
-    """
+    Set nothing if these variables would make fsdpx detect a different launcher. Together with FSDPX_STORE, for
+    example, they declare a rank without MPI."""
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):
@@ -418,11 +417,10 @@ def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, s
 
 
 def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of ranks for which the scheduler has allocated resources, and the name of the variable that
-    says so. Return None if there is no allocation.
+    """Return the number of ranks for which the scheduler has allocated resources, and the name of the environment
+    variable that contains this number. Return None if there is no allocation.
 
-    If SLURM_NTASKS is not set, the number is computed from the number of nodes and the tasks per node (default: 1).
-    """
+    If SLURM_NTASKS is not set, the number is computed from the number of nodes and the tasks per node (default: 1)."""
     if "SLURM_JOB_ID" in environ:
         nodes = _parse_count_variable(environ, "SLURM_NNODES") or 1
         each = _parse_count_variable(environ, "SLURM_NTASKS_PER_NODE") or 1
@@ -435,7 +433,7 @@ def get_allocated_ranks_and_variable(environ: Mapping[str, str] = os.environ) ->
 
 
 def is_single_host_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the job runs on a single host, because its allocation has one host or there is no allocation."""
+    """Return whether the job runs on a single host: its allocation has one host, or there is no allocation."""
     if "SLURM_JOB_ID" in environ:
         return _parse_count_variable(environ, "SLURM_NNODES") == 1
     return not find_scheduler(environ) and get_allocated_ranks_and_variable(environ) is None
@@ -443,7 +441,7 @@ def is_single_host_job(environ: Mapping[str, str] = os.environ) -> bool:
 
 def find_hostfile_and_variable(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
     """Return the path of the hostfile that the scheduler or the cluster provides for this job, and the name of the
-    variable that contains it. Return None if there is none."""
+    environment variable that contains the path. Return None if there is no hostfile."""
     known = ("PBS_NODEFILE", "HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
     return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
 

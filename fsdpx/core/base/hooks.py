@@ -89,8 +89,7 @@ class _Holder:
 
     Attributes
     ----------
-    comm : weak reference to the communicator whose `abort` ends all ranks, so that it can be freed together with its
-        owner
+    comm : the communicator whose `abort` ends all ranks, as a weak reference, so that a holder does not keep it alive
     end : finalizer that runs when the owner is garbage-collected
     """
 
@@ -167,11 +166,10 @@ class _ExceptionHolder:
 
 @contextmanager
 def releasing_hooks_after_block() -> Iterator[None]:
-    """Return a context manager that, at its end, removes all owners of hooks that were added inside its block.
+    """Return a context manager that, when its block ends, removes all hook owners that were added inside the block.
 
     If an exception leaves the block, the exception becomes an owner instead, so that all ranks end if nobody catches
-    it.
-    """
+    it."""
     begun: list[Any] = []
     token = _visit.set(begun)
     try:
@@ -196,7 +194,7 @@ _observers: list[Callable[[int, str], object]] = []
 
 def add_exit_listener(listener: Callable[[int, str], object]) -> None:
     """Register a function that is called as `listener(status, error)` before this rank ends all other ranks. `error`
-    is the name of the exception that made it do so, or ""."""
+    is the name of the exception because of which this rank ends them, or ""."""
     _observers.append(listener)
 
 
@@ -256,7 +254,8 @@ class SignalHandler:
             self.function(int(self.number), frame)
 
     def restore(self, ours: Any) -> None:
-        """Install this handler again, unless the program has meanwhile replaced `ours` by another function."""
+        """Install this handler again, unless the program has meanwhile replaced `ours`, the handler of fsdpx, by
+        another function."""
         if signal.getsignal(self.number) != ours:
             return
         signal.signal(self.number, signal.SIG_DFL if self.function is None else self.function)

@@ -248,7 +248,8 @@ def _refuse_deep_nesting(value: Any) -> None:
 
 
 def can_write_folder(path: Path) -> bool:
-    """Return whether files can be created in a folder, or the folder itself if it does not exist yet."""
+    """Return whether files can be created in a folder. If the folder does not exist yet, return whether it can be
+    created."""
     nearest = next(folder for folder in (path, *path.parents) if os.path.exists(folder))
     return nearest.is_dir() and os.access(nearest, os.W_OK)
 

@@ -83,8 +83,8 @@ class Backend(Communicator):
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Start all sends and receives of one call and return a single handle for them. All messages carry the tag of
-        `call`."""
+        """Start all sends and receives of one call and return a single handle for them. `outgoing` and `incoming` are
+        (rank, array) pairs. All messages carry the tag of `call`."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
         return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)

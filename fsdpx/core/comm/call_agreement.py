@@ -65,8 +65,8 @@ class CallAgreement:
     Attributes
     ----------
     base : communicator whose calls are compared
-    comm : second communicator of the same ranks, used for the comparison and for the data of asynchronous calls; it is
-        closed with this object
+    comm : second communicator of the ranks of `base`, used for the comparison and for the data of asynchronous calls;
+        it is closed with this object
     single_host : whether all ranks run on one host with shared memory
     turn : number of the call to be compared next"""
 
@@ -159,7 +159,7 @@ class CallAgreement:
 class AgreementStage(ABC):
     """Base class of the handles that wait for one stage of comparing a call between ranks.
 
-    `wait` polls only this comparison a few times, and then also advances other transfers between polls."""
+    At first, `wait` polls this comparison alone. After a few polls, it also advances other transfers between polls."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
@@ -207,14 +207,14 @@ class AgreementStage(ABC):
 
 
 class EarlierCallsStage(AgreementStage):
-    """Handle that is complete when all calls issued before this one have been compared."""
+    """Handle that is complete when all calls that this rank has issued earlier have been compared."""
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
         while seen < agreement.turn < self.number:  # advance earlier calls, since the caller may never wait for them
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # raised again when the caller waits for that earlier call
+                with suppress(DesyncError):  # raised again when the caller waits for call number `seen`
                     first.test()
         return True if agreement.turn >= self.number else None
 

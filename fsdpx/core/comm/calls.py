@@ -423,8 +423,8 @@ class TimedTransfer:
     Attributes
     ----------
     issued_at, completed_at : times at which the transfer began and at which this rank saw its end
-    busy_seconds : the part of that time that this rank spent advancing the transfer or waiting for it; during the
-        rest, the transfer overlapped with computation"""
+    busy_seconds : the part of the time between them that this rank spent advancing the transfer or waiting for it;
+        during the rest, the transfer overlapped with computation"""
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 

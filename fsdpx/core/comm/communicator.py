@@ -228,8 +228,7 @@ class Communicator(ABC):
 
         Parameters
         ----------
-        send : this rank's piece, (counts[rank],); the call is in place if this is the same memory as the piece of
-            `recv`
+        send : this rank's piece, (counts[rank],); the call is in place if `send` is this rank's piece of `recv`
         recv : full array, (sum of counts,)
         counts : elements of each rank, the same on all ranks (default: the balanced partition)
         what : names the action and the tensor in errors
@@ -491,7 +490,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return a communicator of the ranks that pass the same `color`, ordered by (key, rank). Collective, blocking.
+        """Return a communicator of all ranks that pass this rank's `color`, ordered by (key, rank). Collective,
+        blocking.
 
         Parameters
         ----------

@@ -23,7 +23,7 @@ _FINGERPRINT_TAG = 7
 
 
 class CheckedCommunicator(CommunicatorWrapper):
-    """A communicator that compares each collective between ranks before it starts, on a separate channel.
+    """A communicator that, before a collective starts, compares the call between ranks through a separate channel.
 
     Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root;
     whatever only some ranks know is left out. If fingerprints differ, every rank raises DesyncError with the call of

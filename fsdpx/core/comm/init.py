@@ -190,7 +190,7 @@ def open_world(
         that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory
         inside them; "nccl", MPI, and NCCL for GPU arrays; "local", a single rank (for several, use `fsdpx.spawn`);
         "fake", a rank that transfers nothing. Default: "node" if an MPI launcher started this process ("mpi" with
-        FSDPX_NODE=0 and where ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a
+        FSDPX_NODE=0, or where ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a
         similar launcher did, else "local"
     comm : existing communicator to use instead of opening one. An mpi4py communicator is duplicated; a `Communicator`
         is returned as it is
@@ -265,8 +265,8 @@ def find_message_backend(comm: Any) -> MessageBackend | None:
 
 
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
-    """Return a new communicator of the same ranks that keeps working when some of them die. `comm` stays usable.
-    Collective.
+    """Return a new communicator of the ranks of `comm`, which keeps working when some of these ranks die. `comm` stays
+    usable as well. Collective.
 
     Surviving deaths requires Open MPI 5 started with `mpiexec --with-ft ulfm`, or ranks started as threads by
     `spawn(survive=True)`. `fsdpx.core.comm.can_survive` returns whether this is the case.
@@ -279,8 +279,7 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
     Returns
     -------
     SurvivorCommunicator
-        communicator of the same ranks
-
+        communicator of the ranks of `comm`
     Raises
     ------
     ConfigError
@@ -497,7 +496,7 @@ def spawn(
             for thread in threads:
                 thread.start()
             late = _join_and_find_unfinished_threads(threads, world)
-    except BaseException as stop:  # such as Ctrl-C in an interactive session: each thread ends at its next call
+    except BaseException as stop:  # for example Ctrl-C in an interactive session; each thread ends at its next call
         world.record_failure(stop)
         raise
     if failures:

@@ -102,7 +102,7 @@ class ThreadWorld:
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.raise_if_failed()  # if a rank has failed, raise that instead: it explains the error better
+        self.raise_if_failed()  # the failure of a rank, if there is one, explains the error better
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
@@ -223,7 +223,8 @@ class ThreadCollective:
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return an error if the call of `rank` differs from that of the ranks that arrived before it, else None."""
+        """Return an error if the call of `rank` differs from that of the ranks that arrived before it, else None.
+        `terms` are the arguments that must be equal on all ranks."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -534,7 +535,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             vote.add_arrival(self.rank, given)
         deadline = world.compute_deadline()
         while True:
-            with suppress(RankLost):  # ignored here: it is raised again by the wait for that transfer
+            with suppress(RankLost):  # ignored here, because the wait for that transfer raises the error again
                 self.progress.advance_transfers()
             with world.condition:
                 if group.decide_if_all_voted(number, vote, decide):

@@ -22,7 +22,9 @@ def can_be_watched(comm: Any) -> bool:
 
 def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True) -> Any:
     """Start a watchdog (`fsdpx.ext.watch.watchdog`) for the ranks of `comm` and return it; return None if `comm`
-    cannot be watched. Collective."""
+    cannot be watched. Collective.
+
+    `other_comms`, `timeout` and `extend_waits` are passed to `start_watchdog`."""
     if not can_be_watched(comm):
         return None
     return load_extension("observer", "watchdog")(comm, *other_comms, timeout=timeout, extend_waits=extend_waits)

@@ -80,10 +80,10 @@ class Window(ABC):
         """Announce that this rank will not access the window until the next synchronization of all ranks is over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `missing()`, which returns the ranks that have yet to act, returns none; raise CommTimeout after
+        """Wait until `missing()`, the list of the ranks that have yet to act, is empty; raise CommTimeout after
         `timeout` seconds.
 
-        Once the result of `missing` is empty, it must stay empty. `what` is text that says what this rank waits for."""
+        Once the list is empty, it must stay empty. `what` is text that says what this rank waits for."""
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:

@@ -67,8 +67,8 @@ def find_preferred_library() -> str | None:
 
 
 def list_library_files(name: str) -> list[Path]:
-    """Return the files that may be library "mkl", "openblas" or "onednn". Of the files in one folder, the newest comes
-    first."""
+    """Return the files that may contain the library `name` ("mkl", "openblas" or "onednn"). Of the files in one
+    folder, the newest comes first."""
     if name in WHEELS:
         folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
         return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
@@ -180,7 +180,7 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """A dict: dtype character -> address of the gemm function for this dtype, which is looked up on first use."""
+    """A dict: dtype character -> address of the gemm function for this dtype. Addresses are looked up on first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_selected_library()) if char in "fd" else None

@@ -45,8 +45,9 @@ def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -
 
 
 def _measure_product_seconds(rows: int, columns: int, summed: int, budget: float) -> float:
-    """Time as many calls as fit into `budget` seconds (at least one), and return the time in seconds of the fastest. A
-    call that is not timed comes first, to initialize the library."""
+    """Multiply matrices (rows, summed) and (summed, columns) as often as possible within `budget` seconds (at least
+    once), and return the duration of the fastest call in seconds. One call that is not measured comes first, to
+    initialize the library."""
     a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)
     out = np.empty((rows, columns), np.float32)
     gemm(out, a, b.T)

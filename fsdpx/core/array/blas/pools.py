@@ -61,10 +61,9 @@ def set_thread_limit(threads: int | None) -> None:
 class limit_threads:  # noqa: N801
     """Context manager inside which NumPy's BLAS uses at most as many threads as `set_thread_limit` allows.
 
-    If fsdpx calls the same library directly and splits its products over threads itself, the limit is one thread.
-    Several threads may be inside at the same time; the last one to leave restores the numbers that the user's program
-    has set.
-    """
+    If fsdpx calls NumPy's BLAS directly and splits matrix products over threads itself, the limit is one thread.
+    Several threads may be inside at the same time; the last one to leave restores the numbers of threads that the
+    user's program has set."""
 
     __slots__ = ()
 

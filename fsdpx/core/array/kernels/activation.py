@@ -1,7 +1,6 @@
 """Elementwise kernels: activations, gated activations, and their fusion with residual and bias addition.
 
-`gelu_recompute` computes GELU again in the backward pass, so its result need not be saved.
-"""
+`gelu_recompute` computes GELU again in the backward pass, so the result of the forward pass need not be saved."""
 
 from __future__ import annotations
 

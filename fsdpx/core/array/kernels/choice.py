@@ -44,8 +44,7 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
     """Return a decorator that registers a function as the compiled implementation of the kernel of the same name.
 
     `sample` returns example arguments, which are used to compile or load the kernel before the first step. It is None
-    if the examples of other kernels already compile this one, or if no training step needs it.
-    """
+    if the examples of other kernels already compile this kernel, or if no training step needs this kernel."""
 
     def register(function: Any) -> Any:
         COMPILED_KERNELS[function.__name__], SAMPLE_CALLS[function.__name__] = function, sample
@@ -56,7 +55,8 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
 
 def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
     """Register the plain implementation of a kernel under `name` and return it. The compiled implementation is looked
-    up in the folder `compiled`, in the file `compiled_in` (default: the file of the same name)."""
+    up in the folder `compiled`, in the file `compiled_in` (default: the file with the same name as the plain
+    implementation's file)."""
     package, _, own_file = plain.__module__.rpartition(".")
     KERNELS[name], FILES[name] = plain, f"{package}.compiled.{compiled_in or own_file}"
     return plain
@@ -125,7 +125,7 @@ def has_numba() -> bool:
 
 @functools.cache
 def _warn_numba_missing() -> None:
-    """Warn once per process that Numba is not installed, so that kernels run as slower array code."""
+    """Warn once per process that Numba is not installed, and that kernels therefore run as slower array code."""
     warn(
         "fsdpx: Numba is not installed, so kernels run as plain array code (several times slower): pip install numba",
     )

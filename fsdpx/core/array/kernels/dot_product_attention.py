@@ -55,10 +55,10 @@ def attention(
 
     Parameters
     ----------
-    q : (B, H, T, D)
+    q : (B, H, T, D): batch, heads, time and features
     k, v : (B, G, T, D), or (B, G, S, D) if not causal; each of the G heads serves H / G heads of q (Ainslie et al.
         2023); any strides, S > 0
-    causal : whether a position does not attend to later ones
+    causal : if true, no position attends to later ones
     scale : factor on the scores
     window : with `causal`, a position attends to itself and to the window - 1 positions just before; if 0, to itself
         and to all earlier positions
@@ -163,8 +163,8 @@ def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: C
 
 
 def zero_hidden_weights(x: Any, seen: Any) -> Any:
-    """Set the weights x (..., T, S) of hidden rows to 0, because they are NaN if the row contains NaN. `seen` is the
-    mask (T, S) of visible rows."""
+    """Set the weights x (..., T, S) of hidden rows to 0, because the weight of a row is NaN if the row contains NaN.
+    `seen` is the mask (T, S) of visible rows."""
     return x if seen is None else np.where(seen, x, x.dtype.type(0))
 
 

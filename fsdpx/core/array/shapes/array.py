@@ -97,8 +97,8 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Counts the bytes of the shape-only arrays that are alive, and their peak. `inside` is the number of calls in
-    progress whose temporaries are not counted."""
+    """Counts the bytes of the shape-only arrays that are alive, and the maximum of that number so far. `inside` is the
+    number of calls in progress whose temporaries are not counted."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -415,8 +415,8 @@ def _normalize_dim(dim: int, ndim: int) -> int:
 
 
 def _is_basic_index(index: Any) -> bool:
-    """Return whether indexing returns a view: True for slices, numbers, None and Ellipsis; False for arrays, which
-    copy."""
+    """Return whether indexing with `index` returns a view. This is the case for slices, numbers, None and Ellipsis,
+    but not for arrays: indexing with an array copies."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 

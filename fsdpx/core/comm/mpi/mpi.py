@@ -242,10 +242,10 @@ class MpiCommunicator(MessageBackend):
     """A communicator on MPI. It duplicates the given communicator (`raw` is the duplicate), so that its messages
     cannot be confused with those of the application that owns the original.
 
-    Testing or waiting for any handle of the process advances all transfers; only one thread advances a transfer at a
-    time. GPU arrays are passed to MPI if the communicator `takes_gpus` (`fsdpx.ext.gpu.visible_devices`). Otherwise
-    they go through the host: small arrays are copied as a whole; large arrays are sent as messages in chunks, and sums
-    are computed on the GPU.
+    Testing or waiting for any handle of the process advances all transfers; no transfer is advanced by two threads at
+    once. GPU arrays are passed to MPI if `takes_gpus` is true (set by `fsdpx.ext.gpu.visible_devices`). Otherwise they
+    go through the host: small arrays are copied as a whole; large arrays are sent as messages in chunks, and sums are
+    computed on the GPU.
 
     Attributes
     ----------
@@ -445,14 +445,14 @@ SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0
 
 
 class MpiWorld:
-    """A minimal object for all MPI ranks, used to abort them while no communicator is open yet."""
+    """A stand-in for the communicator of all MPI ranks, used to abort them while no communicator is open yet."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            # this thread may not call MPI, but the launcher ends the job when a rank exits without MPI_Finalize
+            # MPI forbids calls from this thread, but the launcher ends the job when a rank exits without MPI_Finalize
             _exit(code)
         if environment.read_environment().ulfm:
             gone = get_failed_ranks(MPI.COMM_WORLD)
@@ -564,7 +564,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def is_decided() -> bool:
-            with suppress(RankLost):  # ignored here: it is raised again by the wait for that transfer
+            with suppress(RankLost):  # ignored here, because the wait for that transfer raises the error again
                 self.progress.advance_transfers()
             return request.Test()
 

@@ -59,8 +59,8 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
     `temporary` ($TMPDIR).
 
     Ranks map these files as long as they live. A file is therefore considered left over if no process maps it and it
-    is older than _SECONDS_TO_BEGIN. If another container shares the folder, its processes are not visible here, but by
-    that age its ranks have opened their files and no longer need the names."""
+    is older than _SECONDS_TO_BEGIN. Processes of another container that shares the folder are not visible here. By
+    that age of a file, however, ranks in the other container have opened it and no longer need its name."""
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
             with suppress(OSError):  # the file may be gone, or the folder may be read-only

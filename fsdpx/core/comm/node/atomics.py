@@ -164,14 +164,16 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 @jit
 def poll_barrier(row, number, at, max_polls):
-    """Poll a barrier at most `max_polls` times; return COMPLETE, or LATE if a rank has not arrived."""
+    """Poll a barrier at most `max_polls` times; return COMPLETE, or LATE if a rank has not arrived. `row` is the
+    address of the barrier's arguments, `number` its number, and `at` the byte offset of its records."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 
 @jit
 def _have_all_posted(row, number, at, max_polls):
     """Return whether all ranks of the host have announced collective `number`, or a later one, after at most
-    `max_polls` polls of shared memory."""
+    `max_polls` polls of shared memory. `row` is the address of the collective's arguments, and `at` the byte offset of
+    the words in which ranks announce numbers."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
         while rank != load_acquire(row + 8 * LANE) and load_acquire(flag) < number:
@@ -196,7 +198,7 @@ def _are_arrays_unmoved(row, at):
 
 def _compile_sum_functions(name, through, kind):
     """Return two compiled functions: one that writes the sum of all ranks' arrays, in rank order, and one that also
-    synchronizes the ranks before and after it."""
+    synchronizes the ranks before and after the sum."""
     element, lines, streamed = (
         make_rank_sum_intrinsic(0, through=through),
         make_rank_sum_intrinsic(LINES_PER_STEP, through=through),

@@ -18,7 +18,7 @@ __all__ = ["map_shared_file"]
 
 try:
     import fcntl
-except ImportError:  # not on Microsoft Windows, where MPI provides shared memory
+except ImportError:  # Microsoft Windows has no fcntl; there, MPI provides shared memory
     fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")

@@ -48,12 +48,13 @@ def round_up_to_multiple(size):
 
 @jit
 def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """Compute c = a b, or c += a b if `add` is true, for bfloat16 matrices at given addresses and a float32 result.
+    """Compute c = a b, or c += a b if `add` is true, for bfloat16 matrices a and b and a float32 matrix c, which are
+    given by their addresses.
 
     c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns), where each
-    word holds two neighboring numbers of the summed dim. Strides are in bytes. `rows` is rounded up to a multiple of
-    ROWS; `columns` must be a multiple of `SIZE_MULTIPLE`.
-    """
+    word holds two neighboring numbers of the summed dim. `b_row` and `c_row` are the distances between rows of b and
+    of c. All strides and distances are in bytes. `rows` is rounded up to a multiple of ROWS; `columns` must be a
+    multiple of `SIZE_MULTIPLE`."""
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
             _multiply_tile_into(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
@@ -61,8 +62,9 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
 
 @jit
 def interleave_row_pairs(x, row, rows, columns, out, out_row):
-    """Interleave each pair of rows of x: a word of the result holds two numbers that are neighbors along dim 0. Sizes
-    are multiples of `SIZE_MULTIPLE`."""
+    """Interleave each pair of rows of x: a word of the result holds two numbers that are neighbors along dim 0. x and
+    `out` are addresses, and `row` and `out_row` the distances between their rows in bytes. Sizes are multiples of
+    `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
             _interleave_two_rows_into(x + i * row + 2 * j, row, out + i // 2 * out_row + 4 * j)
@@ -70,8 +72,9 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_words_into(x, row, rows, columns, out, out_row):
-    """Transpose x, viewed as words of two numbers that are neighbors along dim 1. Sizes, counted in numbers, are
-    multiples of `SIZE_MULTIPLE`."""
+    """Transpose x, viewed as words of two numbers that are neighbors along dim 1. x and `out` are addresses, and `row`
+    and `out_row` the distances between their rows in bytes. Sizes, counted in numbers, are multiples of
+    `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
             _transpose_tile_into(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)
@@ -257,8 +260,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Multiply row i of x by factors[i], round in the buffer `block`, and write the rows to [start, stop) of head h of
-    sample b of `out`."""
+    """Multiply row i of x by factors[i], round the products in the buffer `block`, and write them to rows [start,
+    stop) of head h of sample b of `out`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])

@@ -136,13 +136,15 @@ def _softmax_backward_row_in_place(s, dp, scale, lse, along):
 
 @jit
 def _find_keys_of_row_block(start, stop, full, causal, window):
-    """Return the range of keys to which the queries [start, stop) attend."""
+    """Return the range of keys to which the queries [start, stop) attend. `full` is the number of keys; `window` is 0
+    if there is no window."""
     return max(start - window + 1, 0) if window else 0, stop if causal else full
 
 
 @jit
 def _find_keys_of_row(i, start, low, keys, causal, window):
-    """Return the range of keys, counted from key `low`, to which query i of a block attends."""
+    """Return the range of keys, counted from key `low`, to which query `start + i` attends. `keys` is the number of
+    keys from `low` on; `window` is 0 if there is no window."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
 
@@ -281,14 +283,14 @@ BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
 def _make_sample_attention_arrays(x: Any) -> tuple[Any, ...]:
-    """Return sample arrays q, k, v, o, lse and do, in the memory layout that attention layers use."""
+    """Return example arrays q, k, v, o, lse and do, in the memory layout that attention layers use."""
     q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
     o, lse = plain_attention(np, q, k, v, True, 1.0)
     return q, k, v, o, lse, o.copy()
 
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
-    """Return the arguments of two sample calls: attention of a full sequence, and of a single token to earlier ones."""
+    """Return the arguments of two example calls: attention in a full sequence, and of one token to earlier ones."""
     q, k, v, *_ = _make_sample_attention_arrays(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
@@ -374,6 +376,7 @@ def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
 
 
 def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
-    """Divide `pairs` (sample, head) pairs into ranges for threads. Results do not depend on the division."""
+    """Divide the indices 0 to `pairs` - 1 of (sample, head) pairs into ranges, each of which one thread processes.
+    Results do not depend on the division."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

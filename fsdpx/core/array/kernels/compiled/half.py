@@ -111,7 +111,7 @@ def _make_constant_vector(count: int, number: int) -> Any:
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
     """Return name -> compiled loop for the three conversions of a 16-bit format: round float32 to the format, convert
-    it to float32, and add it to float32."""
+    it to float32, and add it to float32. The functions `to` and `back` convert one number to the format and back."""
 
     def narrow_loop(x, out):
         for i in range(x.size):

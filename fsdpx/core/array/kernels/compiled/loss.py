@@ -29,7 +29,7 @@ FIRST = np.zeros(2, np.int64)
 
 @jit
 def _find_index_out_of_range(index, rows):
-    """Return the position of the first index that is out of range, or -1 if there is none."""
+    """Return the position in `index` of the first index that is not in [-rows, rows), or -1 if there is none."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
             return i

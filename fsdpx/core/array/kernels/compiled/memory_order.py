@@ -26,11 +26,11 @@ transposed in registers."""
 @intrinsic
 def _transpose_square(typingctx: Any, like: Any, source: Any, source_step: Any, to: Any, to_step: Any, add: Any) -> Any:
     """Transpose a matrix of SQUARE rows and columns from the address `source` to the address `to`. If `add` is true,
-    add it to the matrix there. Addresses and the steps between rows are in bytes.
+    add the transpose to the matrix at `to`, instead of overwriting that matrix. Addresses and the steps between rows
+    are in bytes.
 
     Each pass interleaves row i with row i + SQUARE / 2, which rotates the six bits of an element's index (row, column)
-    by one. After three passes, row and column have changed places.
-    """
+    by one. After three passes, row and column have changed places."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         like, source, source_step, to, to_step, add = arguments

@@ -1,11 +1,10 @@
-"""Matrix products by a cblas gemm function that is called by address. The forward pass adds the bias in the same call,
-and the backward pass sums its gradient. Small bfloat16 matrices are converted, multiplied in float32, and rounded in
-one compiled call.
+"""Matrix products by a cblas gemm function that is called by address. The forward pass of a linear layer adds the bias
+in the same call, and the backward pass also computes the gradient of the bias. Small bfloat16 matrices are converted,
+multiplied in float32, and rounded in one compiled call.
 
 The address is passed as an argument, because it differs between processes, whereas compiled code is cached on disk.
 For small matrices, a call of another library takes longer than the product itself. All arrays of small products are in
-C order, so that loops run through memory in order.
-"""
+C order, so that loops run through memory in order."""
 
 from __future__ import annotations
 
@@ -59,8 +58,9 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
     """Return the transpose flag and the leading dimension with which cblas reads a matrix. The leading dimension is 0
     if neither dim has unit stride.
 
-    Takes numbers instead of an array, so that this function is compiled once for all dtypes and layouts.
-    """
+    The matrix is described by its item size, its shape, and its strides in bytes (`down` from row to row, `across`
+    from column to column). Numbers are passed instead of an array, so that this function is compiled once for all
+    dtypes and layouts."""
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
         return PLAIN, max(down // size, columns, 1)
     if (down == size or rows == 1) and across % size == 0 and (across >= rows * size or columns == 1):
@@ -130,8 +130,8 @@ def linear_forward(address, out, x, weight, bias):
 
 @jit
 def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
-    """Write or add dy^T x to dweight, and the column sums of dy to dbias. Empty arrays are skipped. Return False if
-    the arrays are not supported."""
+    """Write or add dy^T x to dweight, and the column sums of dy to dbias. An empty dweight or dbias is skipped. Return
+    False if the arrays are not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
