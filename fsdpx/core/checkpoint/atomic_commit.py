@@ -167,9 +167,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs. Remove temporary folders that earlier saves to this path left
-        behind when they were killed. Then create a new temporary folder with the files of `layout`, filled with zeros.
-        """
+        """Lock the folder `path` against other jobs, and remove temporary folders left behind by earlier saves to this
+        path that were killed. Then create a new temporary folder with the files of `layout`, filled with zeros."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -339,7 +338,7 @@ def remove_checkpoint(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST_NAME):
         if OWN_FILE_PATTERN.fullmatch(name) or name.startswith(CHECKSUM_PREFIX):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # rmdir fails if other files are in the folder; keep the folder then
+    with suppress(OSError):  # rmdir fails if the folder has other files; the folder is then kept
         folder.rmdir()
 
 

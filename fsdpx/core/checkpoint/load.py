@@ -79,7 +79,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     path : folder of the checkpoint
     loader : data loader whose position is restored with `load_state_dict`; None: ignore the saved position
     convert : whether to accept weights and optimizer state of another dtype, and convert them
-    verify : whether to check the checksums of all bytes first
+    verify : whether to check the checksums of all bytes before anything is loaded
     count : counter to which the bytes that this rank loads are added
     """
     world = state.placement.axes.world
@@ -124,8 +124,8 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
 
 def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> list[str]:
-    """Read all tensors on this rank, and return the names of those whose checksums differ from those in the manifest.
-    """
+    """Read all tensors on this rank, and return the names of the tensors whose checksum differs from that in the
+    manifest. `count` is a progress callback (done, total)."""
     assert source.manifest is not None
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
@@ -355,7 +355,9 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
     """Wrap a dict of full arrays as a source of weights. Raise CheckpointError on all ranks unless all ranks pass the
-    same arrays. They compare two CRC-32s, one of names, shapes and dtypes and one of the contents. Collective."""
+    same arrays and the same `options` (the other arguments of the call, as text).
+
+    Ranks compare two CRC-32s: one of names, shapes and dtypes, and one of the contents. Collective."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -433,7 +435,7 @@ class _RenameRules:
         self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """Rename `name` by the first pattern that matches. If none does, return it unchanged."""
+        """Rename `name` by the first pattern that matches it. If no pattern matches, return `name` unchanged."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):

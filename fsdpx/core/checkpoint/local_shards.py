@@ -131,9 +131,9 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the shards that this rank writes. Each element of each tensor is written by exactly one rank.
 
     If replicas have equal states, each writes an equal part; otherwise each writes its own state. Parameters that the
-    tensor axis does not shard are written by the first tensor rank, because the shards of other tensor ranks may hold
-    other elements of them. A tied parameter is written by the ranks that hold its first copy, and running statistics
-    by one of the ranks that update them."""
+    tensor axis does not shard are written by the first tensor rank only, because other tensor ranks may divide them
+    into shards at other elements. A tied parameter is written by the ranks that hold its first copy, and running
+    statistics by one of the ranks that update them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.iterate_saved_rows():
@@ -173,8 +173,8 @@ class CodecMemoryName(NamedTuple):
     ----------
     axis : axis over which the codec sums, "shard" or "replica"
     memory : the codec's name for the array
-    rank_number : index of the rank among all ranks with such an array; if all ranks along the axis have the same array,
-        index of this group of ranks
+    rank_number : index of the rank among all ranks that have such an array; if all ranks along the axis have the same
+        array, they form one group, and this is the index of the group among all groups
     tensor : name of the parameter; if the array does not have one element per parameter element, name of the page
     """
 
@@ -293,7 +293,8 @@ class CodecMemory:
 
     def find_saved_summands(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
         """Return the names of the saved tensors that must be added to get `part`; usually there is only one. `names`
-        holds the saved tensors with the same codec array, the same parameter (or page) and the same shape."""
+        holds the saved tensors that belong to the same codec array and the same parameter (or page) as `part`, and
+        have its shape."""
         if not self.is_summed:
             return [part.name] if part.name in names else list(names[:1])
         place, name = self.placement, part.name

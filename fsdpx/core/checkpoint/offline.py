@@ -81,8 +81,8 @@ def read_state(source: CheckpointSource) -> dict[str, Any]:
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """Open a checkpoint or other safetensors files. Return them, and the names of the tensors whose checksums do not
-    match. Files without a manifest have no checksums, so their list is empty."""
+    """Open a checkpoint or other safetensors files. Return the opened files, and the names of the tensors whose
+    checksums do not match. Files without a manifest have no checksums; the list is then empty."""
     source = open_checkpoint_source(path)
     if source.manifest is None:
         return source, []

@@ -206,7 +206,7 @@ def _describe_nearest_folder(path: Path) -> str:
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return a phrase to append to an error, which names the newest checkpoint in a folder. Return "" if there is no
+    """Return a phrase that names the newest checkpoint in a folder, to append to an error. Return "" if there is no
     checkpoint, or if its name has no number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
@@ -255,7 +255,7 @@ def compute_partial_crcs(
         for done, (number, first, size) in enumerate(ranges):
             count(done, len(ranges))
             (file, _, entry), part = tensors[number], buffer[:size]
-            # let the system read the next bytes while the CRC of these is computed
+            # let the system read the next block while the CRC of this block is computed
             advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)
             _read_at(source, files, file, part, entry.start + first)
             totals[number].add_bytes(first, part)
@@ -264,8 +264,8 @@ def compute_partial_crcs(
 
 
 def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
-    """Yield each block of a shard with groups of its runs (element ranges in the file). The runs of a group are read
-    in one operation, including the gaps between them."""
+    """Yield (block, groups of runs) for each block of a shard. A run is a range of elements in the file; all runs of a
+    group are read in one operation, together with the gaps between them."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 

@@ -276,13 +276,13 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
     if state.gradient_source:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.require_valid(path)
-    scalars.to_json()  # only to raise an error early if the loader's state cannot be stored as JSON
+    scalars.to_json()  # called only to raise an error early if the loader's state cannot be stored as JSON
     return scalars
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of the files of a checkpoint, which is the same on every rank. `memory` maps the name of an
-    array that a compression codec keeps on any rank to its shape."""
+    """Return the layout of the files of a checkpoint, which is the same on every rank. `memory` maps names to shapes,
+    for the arrays that compression codecs keep on any rank."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()

@@ -109,8 +109,9 @@ class HeapRecorder(Observer):
     Attributes
     ----------
     activations : meter of the activations kept between actions
-    program, action_at_peak : the program, and the index of the action in it, during which the heap is largest
-    slots_at_peak : memory of each slot (named value) before that action
+    program : the program during which the heap is largest
+    action_at_peak : index in `program` of the action during which the heap is largest
+    slots_at_peak : slot (named value) -> memory of its value before that action, as a dict from array id to bytes
     batch : id -> bytes of an array, for all arrays of the first batch
     """
 

@@ -50,7 +50,8 @@ class EngineClock(Observer):
 
     Attributes
     ----------
-    rows : verb -> the numbers of its `VerbTimings`; a separate entry counts the progress of transfers between actions
+    rows : verb -> list of the fields of its `VerbTimings`; a separate entry counts the progress of transfers between
+        actions
     in_flight : mesh axis -> (seconds during which transfers were pending, the part of them in which this rank did
         nothing else)
     """

@@ -129,8 +129,8 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Add a note to an error that names the layer, and the likely cause if it is known. If the layer called a NumPy
-    function that shape-only arrays lack, raise ConfigError instead."""
+    """Add a note to `error` that says which layer failed, and the likely cause if it is known. If the layer called a
+    NumPy function that shape-only arrays lack, raise ConfigError instead."""
     if is_missing_function_error(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if is_numpy_call_error(error) else ""

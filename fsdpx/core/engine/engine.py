@@ -56,7 +56,7 @@ class Engine:
         self._contexts = LayerContextCache(state)
         # pending transfers, each with the action that started it
         self._in_flight: list[tuple[Action, TimedTransfer]] = []
-        self._sends: list[TimedTransfer] = []  # no action waits for these transfers, so the run waits at its end
+        self._sends: list[TimedTransfer] = []  # no action waits for these, so each run waits for them at its end
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())
@@ -108,7 +108,7 @@ class Engine:
                     self._progress_transfers()
                 results = {slot: self._take_result(slot) for slot in executable.program.results}
                 kind = PROGRAM_KINDS[executable.program.kind]
-                # programs without an update check here, before the loss is accumulated
+                # a program without an update checks its loss here, before the loss is accumulated
                 if kind.loss == "LOSS" and not kind.updates and not overflows:
                     require_finite_loss(run, results[Slot("mean")], run.sync_group)
             except BaseException:  # also KeyboardInterrupt, because an interactive session continues after Ctrl-C
@@ -143,8 +143,8 @@ class Engine:
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:
-        """Wait for the transfers that a failed program left pending, which are the same on all ranks. Leave transfers
-        pending if a later program needs them."""
+        """Wait for the transfers that a failed program left pending, except those whose results a later program still
+        needs. All ranks wait for the same transfers."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._in_flight:
             if id(transfer) not in known:
@@ -181,7 +181,8 @@ class Engine:
             self.clock.on_outside_program(PROGRESS, end, perf_counter(), 0)
 
     def annotate_and_report_error(self, error: Exception, words: str) -> None:
-        """Add a note to an error that names the rank and the action (`words`), and report the error to observers."""
+        """Add a note to `error` that says on which rank and in which action (`words`) it was raised. Then report the
+        error to observers."""
         for failed in self.hooks.on_action_failed:
             failed(words, error)
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
@@ -203,7 +204,7 @@ class Engine:
             else:
                 pending.append((action, transfer))
         self._in_flight = pending
-        if completed and self._sends:  # free arrays once they are sent, not only when the program ends
+        if completed and self._sends:  # free each array once it has been sent, not only at the end of the program
             self._sends = [transfer for transfer in self._sends if id(transfer) not in completed]
 
     def _take_result(self, slot: Slot) -> Any:

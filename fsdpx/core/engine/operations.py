@@ -151,7 +151,7 @@ def _pack_loss_and_scheduled_values(run: ProgramRun, pairs: Values, weight: Valu
     the weight of each microbatch, and the scheduled values, such as the learning rate, which must be the same on all
     ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
-    # zeros, because another pipeline or tensor rank computes the loss
+    # return zeros, because another pipeline or tensor rank computes the loss
     if not run.placement.counts_loss or not weight:
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
@@ -161,7 +161,8 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
     that count; a single replica that trains independently may have none."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    lr = rows[run.sync_group.rank % len(rows)][-2]  # % because asynchronous training has only this rank's row
+    # % because in asynchronous training the only row is that of this rank
+    lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
         # NaN marks an invalid rate: this call raises the same error on all ranks
         get_learning_rate(run.placement.optimizer, run.step + 1)
@@ -265,7 +266,9 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
 
 
 def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
-    """All-gather the gradients of all copies of a tied parameter, and return them in the order of `tie.pages`."""
+    """All-gather the gradients of all copies of a tied parameter, and return them in the order of `tie.pages`.
+    `totals` holds the gradients of this rank's copies, `every` is memory for the gradients of all copies, and `what`
+    names the transfer in errors."""
     n, held = totals[0].size, tie.page_counts_by_rank
     first = n * sum(held[: comm.rank])
     own_part = every[first : first + n * held[comm.rank]]
@@ -391,7 +394,7 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
     """Raise NumericsError if one of this rank's gradient shards has a NaN or Inf. Other ranks are not notified."""
     if run.placement.device.are_finite(totals):
         return
-    # there is no problem if every gradient is finite and only their squares overflowed
+    # if every gradient is finite and only the squares overflowed, `problem` is empty and nothing is raised
     problem = _describe_bad_gradient(run, totals)
     if problem and run.sync_group.size > 1:
         problem += (
@@ -513,7 +516,8 @@ class Executable:
 
 
 def describe_action_target(placement: Placement, action: Action, kind: str) -> str:
-    """Return a phrase that names the unit, page or message on which an action works."""
+    """Return a phrase that names the unit, page or message on which an action works. For an action without such a
+    target, name the program by its `kind`, such as "step"."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"

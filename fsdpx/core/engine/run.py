@@ -99,7 +99,7 @@ class BufferViews:
 
     def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
         """Return a dict from parameter name to the gradient in `buffer`. Layers that share a tied parameter get the
-        same object."""
+        same `GradientEntry` object."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
@@ -192,7 +192,8 @@ class Workspace:
         self.plan = agree_on_slab_plan(state, plan_slab_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
-        pages, ledger = self.placement.pages, state.ledger  # kept arrays never move, so look them up once
+        # arrays that are kept between steps never move, so look them up once
+        pages, ledger = self.placement.pages, state.ledger
         self._full = {p: ledger.get_array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(LedgerKey("part", p)))}
         self._part = {p: ledger.get_array("part", p) for p, row in parts.items() if not row.is_freed_by_update}
@@ -260,7 +261,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # an empty view of the slab: if other ranks have scratch buffers in shared memory, this one must be there too
+        # an empty view of the slab, because the buffer must be in shared memory if it is so on other ranks
         if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)

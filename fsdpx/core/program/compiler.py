@@ -40,7 +40,8 @@ class ProgramKind:
     results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
     compile_without_peers : for programs in which no other rank takes part, the function that makes the full program
-        from its compute actions; None if the program is compiled by the usual passes"""
+        from its compute actions; None if the program is compiled by the usual passes
+    """
 
     about: str
     ops: str
@@ -124,7 +125,8 @@ class ProgramRequest:
     scales : operations that compute the factor that scales all updates: SCALE, or NORM if the norm of all gradients is
         needed; also COMMIT if all ranks agree before the update that the step has succeeded
     sync : how ranks synchronize parameters in a step that updates
-    choices : options of the step"""
+    choices : options of the step
+    """
 
     kind: str
     stage: Stage
@@ -188,11 +190,12 @@ def compile(request: ProgramRequest) -> Program:
 
     Returns
     -------
-    Program : the compiled program; it is cached, so equal requests return the same object"""
+    Program : the compiled program; it is cached, so equal requests return the same object
+    """
     return _compile_cached(request, tuple(PASSES))
 
 
-@lru_cache(maxsize=128)  # shared by ranks that are threads; each pipeline rank compiles the programs of all ranks
+@lru_cache(maxsize=128)  # cached because each pipeline rank compiles the programs of all pipeline ranks
 def _compile_cached(
     request: ProgramRequest, passes: tuple[Callable[[list[Action], ProgramRequest], list[Action]], ...]
 ) -> Program:
@@ -229,7 +232,7 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
     actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
     given = (
         kind.updates and "NORM" in request.scales
-    ) or kind.compile_without_peers is not None  # true if another operation computes the mean loss
+    ) or kind.compile_without_peers is not None  # true if an operation other than MEAN computes the mean loss
     return _insert_loss_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
@@ -309,8 +312,8 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
 
 
 def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
-    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program, not
-    from its actions, so that `check` can compare the two."""
+    """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program, so
+    that `check` can compare them with the slots that the actions fill."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]
     slots = _list_lasting_slots(stage) | set(_list_result_slots(request))
     if request.keep_full:

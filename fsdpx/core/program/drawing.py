@@ -31,7 +31,8 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
     Raises
     ------
-    ProgramError : the schedule deadlocks"""
+    ProgramError : the schedule deadlocks
+    """
     events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT_COSTS)
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
     if not events:

@@ -32,8 +32,8 @@ def order_sequentially(microbatches: int) -> tuple[Action, ...]:
 def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     """Expand actions of pipeline stages to actions of their units, and insert the sends and receives between stages.
 
-    A stage posts the receives of an action before the preceding action, so that the messages arrive in the meantime.
-    Its outputs are sent as soon as they are computed.
+    The receives of an action are posted before the preceding action, so that the messages arrive in the meantime. The
+    outputs of a stage are sent as soon as they are computed.
 
     Parameters
     ----------

@@ -39,7 +39,8 @@ class StageUnit:
     pages : pages (flat parameter buffers) that the unit uses, its own first
     takes : input values that no later unit reads, so that this unit frees them
     reads : all other input values
-    gives : output values that other units read"""
+    gives : output values that other units read
+    """
 
     pages: tuple[int, ...]
     takes: tuple[int, ...]
@@ -62,7 +63,8 @@ class Edge:
     value : number of the value
     source, target : sending and receiving stage
     sender, receiver : pipeline ranks of the sending and the receiving stage
-    gradient : whether the gradient of the value is sent"""
+    gradient : whether the gradient of the value is sent
+    """
 
     number: int
     value: int
@@ -96,7 +98,8 @@ class Stage:
     pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
     constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
     stored_slots : (slot, substitute) pairs of all ranks. The value of the slot is offloaded to slower memory between
-        programs, and the substitute is filled instead. Slots of activations have no microbatch number here"""
+        programs, and the substitute is filled instead. Slots of activations have no microbatch number here
+    """
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -387,7 +390,8 @@ def make_stages(
     inputs, outputs : numbers of the values that enter and leave the model
     stages : number of the stage of each unit, ascending
     home : pipeline rank of each stage
-    constant : values whose gradient is not needed; None: derive them from the units"""
+    constant : values whose gradient is not needed; None: derive them from the units
+    """
     if constant is None:
         constant = find_constant_values(units, set(compress(count(), trainable)), inputs)
     trained, read, given = tuple(trainable), tuple(inputs), tuple(outputs)

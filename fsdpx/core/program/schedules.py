@@ -154,7 +154,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     flight on each rank. As these stages are half as large as those of 1F1B, this is the memory that 1F1B needs on its
     first rank."""
     _require_valid_counts("zbv", ranks, microbatches, per_rank, 2)
-    # if there are fewer microbatches, build the order for this number and drop the surplus below
+    # build the order for at least 2 P - 1 microbatches, then drop the surplus microbatches below
     whole = max(microbatches, 2 * ranks - 1)
     rows = []
     for rank in range(ranks):
@@ -228,7 +228,8 @@ class NamedSchedule:
         placement); "" if they can
     steady : from this number of microbatches per pipeline rank, each additional microbatch takes the same time; None if
         unknown, in which case plans do not consider this schedule
-    frugal : whether no more microbatches are in flight than in 1F1B"""
+    frugal : whether no more microbatches are in flight than in 1F1B
+    """
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
@@ -270,7 +271,8 @@ def make_schedule(
     Raises
     ------
     ConfigError : the numbers do not fit the schedule
-    ProgramError : the schedule cannot run"""
+    ProgramError : the schedule cannot run
+    """
     if callable(choice):
         return _call_schedule_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
@@ -376,6 +378,7 @@ def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, 
 
     Returns
     -------
-    tuple of int : one number per rank"""
+    tuple of int : one number per rank
+    """
     changes = [[(action.op == "F") - (action.op in ("B", until)) for action in row] for row in schedule.ranks]
     return tuple(max(itertools.accumulate(row), default=0) for row in changes)

@@ -59,7 +59,8 @@ class PipelineSchedule:
 
         Raises
         ------
-        ProgramError : a text is not an action, or a stage has no F"""
+        ProgramError : a text is not an action, or a stage has no F
+        """
         ranks = tuple(_parse_schedule_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
         home = dict(reversed(forwards))
@@ -93,7 +94,8 @@ class ActionEvent:
     start, end : times in seconds, or in the unit of the costs
     nbytes : bytes that this rank sent or received in the action
     key : identifier of a transfer, which is equal on all ranks that take part in it: both ends of a message, or all
-        ranks of a collective"""
+        ranks of a collective
+    """
 
     rank: int
     action: Action
@@ -117,7 +119,9 @@ class SimulatedTask:
     waits : (key, delay) pairs: the task can start once each key has been complete for its delay in seconds
     seconds : duration of the task
     lane : the task runs on this lane, concurrently with its rank; None: the task occupies its rank
-    until : key that must also be complete before the task ends; its rank does not wait for this. None: no such key"""
+    until : a further key that must be complete before the task ends, although the rank may continue earlier; None: no
+        such key
+    """
 
     action: Action
     key: Hashable
@@ -257,7 +261,8 @@ class StageCosts:
 
         Raises
         ------
-        ConfigError : times are given for another number of stages"""
+        ConfigError : times are given for another number of stages
+        """
         for name, value in vars(self).items():
             if not isinstance(value, int | float) and len(value) != stages:
                 raise ConfigError(f"StageCosts({name}=...) has {len(value)} numbers, the schedule has {stages} stages")
@@ -265,7 +270,7 @@ class StageCosts:
 
 def get_completion_key(action: Action) -> Done:
     """Return the key that an action of a schedule completes. For B this is the key of I, because other stages wait for
-    that."""
+    the input gradient, which both B and I compute."""
     assert action.unit is not None
     assert action.mb is not None
     return ("I" if action.op == "B" else action.op), action.unit, action.mb
@@ -335,7 +340,8 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
 
     Returns
     -------
-    float : from 0 to 1"""
+    float : from 0 to 1
+    """
     span = max(row[-1].end - row[0].start for row in group_events_by_rank(events).values())
     work = max(sum(costs.cost_of(action) for action in actions) for actions in schedule.ranks)
     return (span - work) / span
@@ -353,7 +359,8 @@ class ActionTimes:
     ----------
     seconds : mapping from (operation, unit) to a duration, in which a missing entry falls back to (operation, None)
         and then to 0; or a function (rank, action) that returns the duration. For SEND, the unit is the number of the
-        message (`Stage.edges`), and the duration is the time that the message takes on the link"""
+        message (`Stage.edges`), and the duration is the time that the message takes on the link
+    """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
 
@@ -455,8 +462,8 @@ def compute_idle_share(events: Sequence[ActionEvent]) -> float:
     """Return the fraction of a step during which ranks do not compute, averaged over ranks. `events` are those of the
     programs of the step.
 
-    The length of a step is the time of the slowest rank from its first to its last compute action. This is the bubble
-    of Qi et al. (ICLR 2024)."""
+    The length of a step is the time of the slowest rank from its first to its last compute action. With this length,
+    the fraction is the bubble of Qi et al. (ICLR 2024)."""
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
     busy = sum(e.end - e.start for row in rows for e in row)

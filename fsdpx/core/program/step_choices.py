@@ -20,7 +20,8 @@ class StepChoices:
     seed : seed of initialization and dropout
     clip_norm : maximum global gradient norm; None: no clipping
     reproducible_chunks : number of equal parts of the global batch whose gradients are added along a fixed tree, so
-        that results do not depend on the number of ranks; None: gradients are added as they are computed"""
+        that results do not depend on the number of ranks; None: gradients are added as they are computed
+    """
 
     seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")
     clip_norm: float | None = make_option_field(None, is_positive_number, "a positive number, or None")

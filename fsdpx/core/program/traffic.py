@@ -1,4 +1,5 @@
-"""Determine, before a program runs, how many calls and bytes it transfers and how long its buffers are in use."""
+"""Determine, before a program runs, how many calls of each collective it makes, how many bytes they transfer, and how
+long the program's buffers are in use."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,9 +35,9 @@ class TrafficSizes:
     ----------
     full : for each page, the number of elements of the full page
     shard : for each page, the number of elements of this rank's shard
-    replica_own : for each page, the number of elements of that shard which this rank owns in an all-reduce over
-        replicas
-    widths : number of ranks along each mesh axis"""
+    replica_own : for each page, how many elements of its shard this rank sums in an all-reduce over replicas
+    widths : number of ranks along each mesh axis
+    """
 
     full: Mapping[int, int]
     shard: Mapping[int, int]
@@ -80,7 +81,8 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
 
     Returns
     -------
-    dict : (mesh axis, collective) -> number of calls and bytes"""
+    dict : (mesh axis, collective) -> number of calls and bytes
+    """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
         for axis, call, nbytes in _list_action_transfers(action, sizes):
@@ -144,7 +146,8 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
 
     Returns
     -------
-    list of SlotLifetime : sorted by their first action"""
+    list of SlotLifetime : sorted by their first action
+    """
     carried = {get_buffer_slot(slot) for slot in program.begins | program.ends}
     in_slab = [x for x in find_slot_lifetimes(program) if SLOTS[x.slot.kind].in_slab and x.slot not in carried]
     return sorted([*in_slab, *_find_scratch_lifetimes(program)], key=lambda life: life.start)

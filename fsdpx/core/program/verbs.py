@@ -111,11 +111,12 @@ class SlotKind:
 
     Attributes
     ----------
-    buffer : kind whose memory is used; kinds with the same `buffer` are never alive at the same time
-    memory : category under which memory reports count it
-    in_slab : whether it is allocated in the block of memory that is planned for each program, unless it is alive
+    buffer : the kind whose memory slots of this kind use; kinds with the same `buffer` are never alive at the same time
+    memory : category under which memory reports count these slots
+    in_slab : whether the memory is in the slab (the block that is planned for each program), unless the slot is alive
         before or after the program
-    raw : whether its values are untyped bytes"""
+    raw : whether the values are untyped bytes
+    """
 
     buffer: str
     memory: str
@@ -174,7 +175,8 @@ class VerbTransfer:
         matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`
     format : type of the data, which determines the bytes per element: "param", "grad", "tie" (gradients of tied
         parameters), "value" (a value sent between stages), "update" (data of the optimizer) or "control" (a few
-        numbers, not counted)"""
+        numbers, not counted)
+    """
 
     axis: str
     call: str
@@ -213,7 +215,8 @@ class Verb:
     moves : transfers that the operation starts
     within : transfers that the operation both starts and waits for
     about : what `Action.unit` refers to: "unit", "page", "edge", "record", or "" for nothing
-    scratch : temporary memory"""
+    scratch : temporary memory
+    """
 
     takes: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()

@@ -35,7 +35,8 @@ def check(*programs: Program) -> None:
 
     Raises
     ------
-    ProgramError : a program is invalid; the message names the action and shows it among its neighbors"""
+    ProgramError : a program is invalid; the message names the action and shows it among its neighbors
+    """
     for program in programs:
         _require_valid_slots(program)
     for rank, other in enumerate(programs[1:], start=1):
@@ -103,7 +104,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _require_matched_messages(programs)
 
 
-@lru_cache(maxsize=128)  # ranks in the same process (threads or simulated ranks) make the same check
+@lru_cache(maxsize=128)  # cached because all ranks in a process (threads or simulated ranks) make the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     """Compile the requests of all pipeline ranks and check the programs with `check_pipe`. The result is cached."""
     check_pipe([compile(request) for request in requests])
@@ -160,7 +161,8 @@ def validate(schedule: PipelineSchedule) -> None:
 
     Raises
     ------
-    ProgramError : a rule is broken; the message shows the schedule with an arrow at the entry"""
+    ProgramError : a rule is broken; the message shows the schedule with an arrow at the entry
+    """
     for rank in range(len(schedule.ranks)):
         _require_valid_rank_order(schedule, rank)
     _require_complete_schedule(schedule)

@@ -86,8 +86,8 @@ class SequentialAccumulation:
         return -(-max(rows) // microbatches)
 
     def can_split_batch(self, rows: Sequence[int]) -> bool:
-        """Return whether a batch for evaluation or prediction can be split like a training batch. `rows` holds the
-        number of samples of each data rank."""
+        """Return whether a batch for evaluation or prediction can be split into microbatches in the same way as a
+        training batch. `rows` holds the number of samples of each data rank."""
         return True
 
     def estimate_sample_counts(self, rows: int) -> tuple[int, ...]:
@@ -103,12 +103,14 @@ class SequentialAccumulation:
         name of the call, and gives `why` as the reason."""
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
-        """Return an empty gradient accumulator that stores its values in `buffer`."""
+        """Return an empty gradient accumulator that stores its values in `buffer`. `split` is a function that divides
+        the buffer into one block for each partial sum, and `keep_offset` is explained in `FullGradient`."""
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
         """Add `total`, the result of a reduce-scatter, to `part`, this rank's shard of the accumulated gradient, and
-        return `part`. If both are the same memory, the result is already there and nothing is added."""
+        return `part`. If `total` and `part` are the same memory, nothing is added, because the collective has already
+        added the result."""
         if not has_same_address(total, part):
             part += total
         return part
@@ -139,9 +141,9 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two lists of collectives with the bytes that this rank sends in each: those of a gradient's
-        reduce-scatter, and those of its all-reduce over replicas. `own` is the number of elements that this rank sums
-        in the all-reduce."""
+        """Return two lists of pairs (collective, bytes that this rank sends in it): one list for the reduce-scatter of
+        a gradient, and one for its all-reduce over replicas. `own` is the number of elements that this rank sums in
+        the all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -151,9 +153,8 @@ class SequentialAccumulation:
 
 class TreeAccumulation:
     """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, which gives
-    bitwise identical results on any number of ranks. Each rank first adds its own chunks as far as the tree allows,
-    and then sends all its partial sums in one reduction, because this sends fewer bytes than one reduction per chunk.
-    """
+    bitwise identical results on any number of ranks. Each rank first adds its own chunks as far as the tree allows. It
+    then sends all its partial sums in one reduction, which takes fewer bytes than one reduction per chunk."""
 
     bitwise = True
 
@@ -225,7 +226,7 @@ class TreeAccumulation:
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
         """Return the bytes of memory for the partial sums that this rank receives. Partial sums received over the
-        shard axis are kept until replicas have exchanged theirs."""
+        shard axis are kept until the exchange between replicas is complete."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size

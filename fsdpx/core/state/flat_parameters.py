@@ -167,8 +167,8 @@ class Page:
         return [shape for shape in tensor_shapes if prod(shape)]
 
     def list_block_edges(self) -> list[int]:
-        """Return the element indices at which a shard may begin without splitting a block. Blockwise sums are computed
-        over fixed blocks of each parameter, so they do not depend on such shards."""
+        """Return the element indices at which a shard may begin without splitting a block (fixed range of a
+        parameter's elements). Sums over blocks are the same for any number of shards that begin at such indices."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]
         return edges + [self.size]
 

@@ -152,8 +152,8 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """Return a text about the available memory, and the number of bytes that each rank may plan to use, or None if it
-    is unknown.
+    """Return a pair: a text about the available memory, and the number of bytes that each rank may plan to use. The
+    number is None if the available memory is unknown.
 
     `held` is how many of the planned bytes this rank has already allocated, and `ranks_here` the number of ranks on
     this host."""

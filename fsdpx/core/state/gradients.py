@@ -138,7 +138,8 @@ class FullGradient:
 
     Attributes
     ----------
-    is_blank : whether nothing has been written yet, so that the first write must set every element"""
+    is_blank : whether nothing has been written yet, so that the first write must set every element
+    """
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
         """Accumulate in `buffer`, whose values may be undefined. If `keep_offset` is True, this rank's shard of the
@@ -180,7 +181,8 @@ class ChunkGradients:
 
     Attributes
     ----------
-    is_blank : whether nothing has been written for the current chunk yet, as in `FullGradient`"""
+    is_blank : whether nothing has been written for the current chunk yet, as in `FullGradient`
+    """
 
     is_blank = False
 
@@ -254,7 +256,8 @@ class PartialSums:
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
         """Write the sum over the replica axis into `out` and return it. `groups` lists, for each replica, the tree
-        nodes whose sums it has. Collective; blocks, because the memory of the partial sums is reused afterwards."""
+        nodes whose sums it has, and `what` names the transfers in errors. Collective; blocks, because the memory of
+        the partial sums is reused afterwards."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out

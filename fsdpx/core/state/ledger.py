@@ -199,7 +199,8 @@ class Ledger:
             self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """Return the array of a row; None if there is no such row, or if programs manage its memory."""
+        """Return the array of a row. Return None if there is no such row, or if the array is not kept here because
+        programs manage its memory."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 

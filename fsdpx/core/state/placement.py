@@ -90,8 +90,8 @@ class PipelineChoice:
         return home if self.width > 1 else (0,)
 
     def describe_stages_per_rank(self, home: tuple[int, ...]) -> str:
-        """If the schedule chose more stages than ranks, return a phrase for error messages that says how many stages
-        each rank has; otherwise return "". `home` is the pipeline rank of each stage."""
+        """If the schedule has chosen more stages than there are pipeline ranks, return a phrase for error messages
+        that says how many stages each rank has; otherwise return "". `home` is the pipeline rank of each stage."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
@@ -331,7 +331,7 @@ class Placement:
 
     def get_codec_route(self, page: int) -> CodecRoute:
         """Return the compression codecs for the gradient of a page (flat parameter buffer). If replicas train
-        independently, the codecs between them compress the change of the parameters instead."""
+        independently, the codecs between replicas compress the change of the parameters instead of a gradient."""
         return self._codec_routes[page]
 
     @cached_property
@@ -360,8 +360,8 @@ class Placement:
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
         """Return the parameters in this rank's part of a page, as the segments that the optimizer updates. `parts`
-        holds each rank's elements, in the order of `comm`. `alone` says whether this rank holds these parameters in
-        full."""
+        holds one range of elements for each rank of `comm`, in rank order. `alone` says whether this rank holds these
+        parameters in full."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -412,7 +412,7 @@ class Placement:
 
     def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
         """Gather a list of float64 numbers from every rank of `comm` (default: all ranks). Return these lists in rank
-        order. Collective."""
+        order. `what` names the transfer in errors. Collective."""
         rows: list[list[float]] = self.start_all_gather_numbers(values, what, lambda rows: rows, comm).wait()
         return rows
 
@@ -420,7 +420,8 @@ class Placement:
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
         """Start to gather `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer calls `use`
-        with a list of every rank's values, and returns its result. Collective."""
+        with a list of every rank's values, and returns the result of `use`. `what` names the transfer in errors.
+        Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))
@@ -463,9 +464,12 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Gather `width` numbers for each parameter of a page from every rank that may hold a part of it. Return a dict
-    from parameter name to one list of numbers per rank. If all tensor ranks hold a parameter in full, only the numbers
-    of the first tensor rank are used, and the others are zero. Collective."""
+    """Gather `width` numbers for each parameter of a page from every rank of `holders` and of the tensor axis. `mine`
+    maps parameter names to this rank's numbers; a missing name stands for zeros. Return a dict from parameter name to
+    one list of numbers per rank.
+
+    For a parameter that all tensor ranks hold in full, the numbers of the first tensor rank are used, and the lists of
+    the other tensor ranks are zeros. Collective."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:

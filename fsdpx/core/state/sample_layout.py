@@ -131,7 +131,8 @@ class Domain(ABC):
     ----------
     dims : number of ranks along each split dimension
     excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
-        with this domain"""
+        with this domain
+    """
 
     dims: tuple[int, ...]
     excluded: ClassVar[str] = "`domain`"
@@ -175,7 +176,7 @@ class Domain(ABC):
     @abstractmethod
     def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
         """Return the model that each rank runs on its part of a sample, and the partition of the model's output.
-        `parts` is the partition of the inputs; None: that of this domain.
+        `parts` is the partition of the inputs; None: the partition of this domain.
 
         Raise ConfigError for layers that cannot work on a part of a sample."""
 

@@ -72,7 +72,8 @@ class StorageLevelChoice(ABC):
 
         Returns
         -------
-        StoredSlots : pairs (offloaded slot, placeholder slot)"""
+        StoredSlots : pairs (offloaded slot, placeholder slot)
+        """
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:

@@ -109,8 +109,8 @@ class SyncPolicy:
         return EVERY_STEP
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
-        """Return the kinds of steps in one round, as (rules, number of such steps). A round is all steps up to and
-        including the next one in which all ranks synchronize, and that step comes last."""
+        """Return a list of pairs (rules, number of steps with these rules in one round). A round is all steps up to
+        and including the next one in which all ranks synchronize. The rules of that step are the last in the list."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
@@ -192,11 +192,11 @@ class SyncPolicy:
     def read_common_state_and_get_setter(
         self, state: Any, kinds: Sequence[str]
     ) -> Callable[[], Callable[[], None]] | None:
-        """Read the state that all ranks have in common, for the given kinds of arrays. Return None if ranks have no
-        other state than this.
+        """Read the state that all ranks have in common, for the given kinds of arrays, and return a function that sets
+        this rank's arrays to it. Return None if no array has to change.
 
-        Call the returned function once all ranks have read. It sets this rank's arrays to the common state, and
-        returns a function that restores the rank's own state."""
+        Call the returned function once all ranks have read the common state. It returns another function, which
+        restores the rank's own state."""
         return None
 
     def copy_parameters_and_get_restorer(self) -> Callable[[], None] | None:

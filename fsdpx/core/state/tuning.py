@@ -157,7 +157,8 @@ def agree_on_tuning(
     wanted : whether to use a measurement; if False, return the defaults. With FSDPX_TUNE=again, each process measures
         once even if a measurement is cached
     xp : array module, such as `numpy`
-    count : progress callback (measurements done, total)"""
+    count : progress callback (measurements done, total)
+    """
     imagined = isinstance(world, FakeCommunicator)
     measurable = imagined or (xp is np and (world.size == 1 or find_message_backend(world) is not None))
     if not wanted or not measurable:

@@ -92,7 +92,7 @@ class Unit:
 
     index: int
     nodes: tuple[Node, ...]
-    pages: tuple[int, ...]  # indices of the pages that hold its parameters
+    pages: tuple[int, ...]  # indices of the pages that hold the unit's parameters
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stage: int = 0
@@ -241,8 +241,8 @@ def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts from the alias of a tied parameter to its name: one for aliases that share the parameter's
-    page, and one for aliases that get their own copy."""
+    """Return two dicts from the alias of a tied parameter to its canonical name: one for aliases that share the
+    parameter's page, and one for aliases that get their own copy."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -271,7 +271,8 @@ def _group_parameters_by_page_kind(
 
 
 def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Return a dict from each parameter's canonical name to all its names: that one and its aliases."""
+    """Return a dict from each parameter's canonical name to a list of all its names: the canonical name and the
+    aliases."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
@@ -304,8 +305,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes, numbered from `start`, until the weights of a group add up to `limit`. Remaining nodes
-    that do not reach it join the last group."""
+    """Group consecutive nodes, numbered from `start`, until the weights of a group add up to `limit`. If the remaining
+    nodes weigh less than `limit`, they join the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -472,7 +473,7 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
         middle = (low + high) / 2
         low, high = (low, middle) if len(_find_run_starts(costs, middle)) <= count else (middle, high)
     starts = _find_run_starts(costs, high)
-    while len(starts) < count:  # if fewer runs are enough, split the most expensive one
+    while len(starts) < count:  # if there are fewer runs than wanted, split the most expensive run
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
         i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))

@@ -69,8 +69,8 @@ class CallRecord(NamedTuple):
 
 
 def all_gather_call_numbers(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """Gather four integers from each rank, and return them as an int64 array of shape (ranks, 4). Collective: one
-    all-gather of 32 bytes per rank; none if there is only one rank."""
+    """Gather four integers (`row`) from each rank, and return them as an int64 array of shape (ranks, 4). `what` names
+    the transfer in errors. Collective: one all-gather of 32 bytes per rank; a single rank sends nothing."""
     if not comm.has_peers:
         return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)
@@ -107,7 +107,7 @@ def raising_errors_on_all_ranks(comm: Communicator, call: str, agree_at_end: boo
         own_record = CallRecord(call, "", type(error), str(error))
         everyone = comm.all_gather_data(own_record)
         if all(one == own_record for one in everyone):
-            raise  # if all ranks have met the same error, it needs no rank number
+            raise  # if all ranks have met the same error, its text needs no rank number
         raise_first_error(everyone)
     else:
         if agree_at_end:
@@ -270,8 +270,8 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Convert an input to the dtype that the layers reading it expect. Raise DataError if the model computes in
-    float16 and an integer is too large for it."""
+    """Convert an input to the dtype that the layers reading it expect. `takes` says what these layers use it for, such
+    as "numbers". Raise DataError if the model computes in float16 and an integer is too large for it."""
     narrow = takes == "numbers" and placement.formats.compute == np.float16
     if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
         raise DataError(
@@ -437,6 +437,6 @@ def make_shape_only_microbatch(
     placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int
 ) -> Microbatch:
     """Return a microbatch of arrays that have a shape but no data, with as many samples as the largest microbatch of
-    any rank."""
+    any rank. `rows` holds the number of samples of each data rank."""
     most = placement.accumulation.count_samples_of_largest_microbatch(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)

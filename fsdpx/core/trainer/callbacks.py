@@ -234,8 +234,8 @@ class FitLimits:
 
     def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
         """Return why the run ends after this validation step, or "" if the run continues. All ranks get the same
-        result. Collective, except in asynchronous training without `patience` and `stop`."""
-        # without `patience` and `stop`, every rank ends after the same number of steps, so no message is needed
+        result. Collective, except in asynchronous training if neither `patience` nor `stop` is given."""
+        # if neither `patience` nor `stop` is given, all ranks end after equally many steps, so no message is needed
         if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)

@@ -377,7 +377,8 @@ def _run_call(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip
-    """Run a collective on flat arrays and wait for it. Errors show the shape of `x`, the array that the user passed."""
+    """Run a collective on flat arrays and wait for it. Errors show the shape of `x`, the array that the user passed.
+    `counts` is explained in `Call`."""
     comm.issue(Call(verb, arrays, ReduceOp.from_name(op), root, counts, shape=x.shape)).wait()
 
 

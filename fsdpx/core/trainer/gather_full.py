@@ -102,8 +102,9 @@ def _all_gather_output_over_tensor(placement: Placement, own: Any, shape: tuple[
 def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
-    """Broadcast an output from the rank of the last pipeline stage, and return it on every pipeline rank. Collective
-    over the pipeline."""
+    """Broadcast an output from the rank of the last pipeline stage, and return it on every pipeline rank. `whole` is
+    the output, or None on other ranks; `value` is its number among the model's activations. Collective over the
+    pipeline."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)

@@ -154,8 +154,8 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among the ranks on the same host. If several ranks were started and the launcher
-    has not set local ranks, raise ConfigError before `init`."""
+    """Return the rank of this process among the ranks on the same host. Before `init`, raise ConfigError if several
+    ranks were started and the launcher has not set local ranks."""
     place = _get_rank_info_and_warn("local_rank")
     if place.local_rank is None:
         raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")

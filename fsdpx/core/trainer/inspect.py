@@ -93,7 +93,8 @@ class Inspection:
 
     def gather_summary(self) -> Any:
         """Return a `ReportSummary` with statistics over all ranks, the same on every rank: time by operation,
-        bandwidth, overlap, imbalance, and peak memory compared with the plan. It prints as a table. Collective."""
+        bandwidth, overlap, imbalance, and peak memory compared with the plan. Printing the summary shows a table.
+        Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_summary", lambda: load_extension("trainer", "summary")(self._call_runner)
         )

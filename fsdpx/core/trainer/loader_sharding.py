@@ -94,8 +94,8 @@ def _get_first_sample_hash(loader: Any) -> int | None:
 
 
 def _hash_sample_order(loader: Any, size: int) -> int | None:
-    """Return a hash of the settings that determine the order of samples, such as seed and batch size. It must be the
-    same on all ranks. Return None if each rank brings its own part of the data."""
+    """Return a hash of the settings that determine the order of samples, such as seed and batch size. The hash must be
+    the same on all ranks. Return None if each rank brings its own part of the data."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler

@@ -162,8 +162,8 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context manager in which `accumulate` and `backward` do not communicate gradients. Each rank keeps
-        its full local gradients until the next `step` or `update`, which needs more memory."""
+        """Return a context manager in which `accumulate` and `backward` do not communicate gradients. This needs more
+        memory, because each rank keeps its full local gradients until the next `step` or `update`."""
         before, self._local = self._local, True
         try:
             yield
