@@ -46,7 +46,7 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    "trained": SlotKind("trained", "control"),  # per fragment: loss weight of data seen since it was last sent
+    "trained": SlotKind("trained", "control"),  # per fragment: loss weight of data seen since the fragment was sent
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
 })  # fmt: skip
@@ -75,8 +75,8 @@ class OuterStep:
     Attributes
     ----------
     deltas : pages whose outer gradients are sent in this step
-    steps : pages whose outer gradients have arrived, so that the outer optimizer updates them
-    adopts : pages whose new outer parameters have arrived, so that the replica continues from them
+    steps : pages that the outer optimizer updates in this step, because their outer gradients have arrived
+    adopts : pages whose new outer parameters have arrived; the replica continues from these parameters
     summing : pages whose outer gradients are still being transferred when the step begins
     coming : pages whose new outer parameters are still being transferred when the step begins"""
 
@@ -88,7 +88,8 @@ class OuterStep:
 
     @property
     def sync_rules(self) -> SyncRules:
-        """How this communication is inserted into the step's program, a list of actions."""
+        """Rules that insert the communication of this outer step into the program (list of actions) of a training
+        step."""
         summing, coming = (self.summing | self.deltas) - self.steps, (self.coming | self.steps) - self.adopts
         share = ("SHARE",) if self.deltas else ()
         return SyncRules(
@@ -161,8 +162,8 @@ class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
     Every `sync_every` steps, each replica computes its outer gradient: the outer parameters, with which the round
-    began, minus its own parameters. With the mean of the outer gradients, weighted by how much data each replica has
-    seen, `outer_optimizer` takes one step on the outer parameters, and all replicas continue from the result. For P
+    began, minus its own parameters. Then `outer_optimizer` takes one step on the outer parameters, with the mean of all
+    outer gradients, weighted by how much data each replica has seen, and all replicas continue from the result. For P
     bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data parallelism
     sends in every step.
 

@@ -282,7 +282,7 @@ class GossipSGD(OwnSpeed):
 SLOTS.update({"pushed": SlotKind("pushed", "control")})
 
 # fmt: off
-VERBS.update({  # one-sided: none of these waits for another rank to make a call
+VERBS.update({  # these actions are one-sided: none waits for another rank to make a call
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),

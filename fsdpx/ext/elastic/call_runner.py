@@ -84,8 +84,8 @@ class RecentBatches:
 
 
 def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> Any:
-    """Return the samples of a global batch that belong to data rank `rank`: an equal share of the samples, or complete
-    chunks of the batch.
+    """Return the samples of a global batch that belong to data rank `rank`: depending on `accumulation`, an equal share
+    of the samples or complete chunks of the batch.
 
     `value` is an array, or a tuple or dict of arrays, with samples along dim 0."""
 

@@ -148,8 +148,8 @@ class StepPosition:
     step : number of the last step that all ranks committed
     secure_step : newest step that will never be repeated, because its state has been copied
     scalars : copy of the scalars, such as the loss scale, from before the next step
-    before : copies of the running statistics and codec memory from before the next step, which changes them before all
-        ranks agree on it
+    before : copies of the running statistics and codec memory from before the next step. A step changes these before
+        all ranks have agreed on the step
     under_way : number of the step whose copies have not arrived yet; None if there is none
     updating : whether a step is agreed on but this rank has not finished its update"""
 
@@ -184,7 +184,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # the last requested number of ranks for which there is no mesh
+        self._refused: int | None = None  # the latest requested number of ranks that no mesh fits
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))

@@ -251,8 +251,8 @@ class ReshardMessage(NamedTuple):
 
     Attributes
     ----------
-    number : sort key of the message, which sender and receiver compute alike: (round, position among the messages between
-        the two ranks, sender). In round k, each rank sends to rank + k
+    number : sort key of the message, which sender and receiver compute alike: (round, position among the messages
+        between the two ranks, sender). In round k, each rank sends to rank + k
     sends : whether this rank sends the message
     peer : the other rank
     rows : elements in the message. They index the shards that this rank holds if it sends, else the shards that
@@ -465,7 +465,8 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """Return, for each of `elements` of the full tensor, its offset in the local array, or -1 if the array lacks it."""
+    """Return, for each of `elements` of the full tensor, its offset in the local array that consists of the runs
+    `some`, or -1 if the array lacks it."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)

@@ -18,7 +18,7 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
-        values[...] = flat.reshape(values.shape)  # needed if `flat` is a copy, because `values` is not in C order
+        values[...] = flat.reshape(values.shape)  # if `values` is not in C order, `flat` is a copy
     return values
 
 

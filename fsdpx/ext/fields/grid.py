@@ -249,7 +249,7 @@ class Grid(Domain):
         -------
         tuple of int
         """
-        if len(shape) < len(self.layout):  # an array with so few dims is no field, so it is not partitioned
+        if len(shape) < len(self.layout):  # an array with too few dims for a field is not partitioned
             return tuple(shape)
         return self._with_cell_sizes(
             _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape

@@ -221,8 +221,8 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies from all local boxes of the cells at index `cells` along `dim` to index `into` of a message or
-    slab."""
+    """Return the copies that bring the cells at index `cells` along `dim`, from every local box that holds some of
+    these cells, to index `into` of a message or slab."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)

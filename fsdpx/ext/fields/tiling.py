@@ -29,7 +29,7 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
     Parameters
     ----------
-    parts : cells of each rank of a field, by rank
+    parts : for each rank of a field, the range [start, stop) of cells that it holds along each dim
     letters : names of the dims, for error messages
     rank0 : number of the field's first rank, for error messages; default 0
 

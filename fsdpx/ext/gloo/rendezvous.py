@@ -216,7 +216,8 @@ class Rendezvous:
             raise CommError(f"{action}: {far}{reason}") from error
 
     def _find_first_ended_rank(self) -> int | None:
-        """Return the rank that ended first, as far as the store or this host knows, or None."""
+        """Return the rank that ended first, according to the store or to this host, or None if no rank is known to have
+        ended."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
             here = [rank for rank, process in self._local_processes.items() if not get_process_start_time(process)]

@@ -137,8 +137,8 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 
     `roles` says what the kernel accepts, with one word for each positional argument. For contiguous arrays, the words
     are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (`real` or `wide`), `double` (float64),
-    `index` (integers) and `mask` (bools). `view` is like `real`, but with any strides. `any` is not an array, and `0`
-    must be 0 or None. A final `?` allows None."""
+    `index` (integers) and `mask` (bools). `view` is like `real`, but with any strides. `any` stands for an argument
+    that is not an array, and `0` for one that must be 0 or None. A final `?` allows None."""
 
     def register(body: Body) -> Body:
         GPU_KERNELS[body.__name__] = (tuple(roles.split()), body)

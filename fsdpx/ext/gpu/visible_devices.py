@@ -41,7 +41,7 @@ MODULE = "fsdpx.ext.gpu.visible_devices"
 PROBE_ELEMENTS = 1 << 18
 PROBE_OUTPUT = "fsdpx: MPI has moved and added arrays of a GPU"
 PROBE_TIMEOUT_SECONDS = 60.0
-CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+CUDA = 0  # value of MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
@@ -160,8 +160,8 @@ class RankGpu(NamedTuple):
 class _RankFacts(NamedTuple):
     """What a rank tells the other ranks before GPUs are assigned.
 
-    `known` is its number among all ranks of its host, needed only if the communicator has just some of them. `why`
-    says why the rank cannot use a GPU."""
+    `known` is the rank's number among all ranks of its host, needed only if the communicator lacks some ranks of the
+    job. `why` says why the rank cannot use a GPU."""
 
     host: str
     process: int

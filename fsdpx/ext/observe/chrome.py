@@ -363,7 +363,7 @@ def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end
     } for end in "sf")  # fmt: skip
-    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> least shift of the receiver
+    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> least shift of the receiver's times
     for message in sent.keys() & received.keys():
         (source, begin), (target, end) = sent[message], received[message]
         least = begin + MIN_MESSAGE_SECONDS - end

@@ -47,8 +47,9 @@ class TrainingLog:
     A run that resumes from a checkpoint keeps the rows up to that checkpoint. Any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
-        """If `tensorboard` is None, TensorBoard events are written only if tensorboardX is installed. If it is True,
-        ConfigError is raised without tensorboardX."""
+        """Prepare a log in `folder`, with a column for each of `metrics`. If `tensorboard` is None, TensorBoard events
+        are written only if tensorboardX is installed. If `tensorboard` is True, ConfigError is raised without
+        tensorboardX."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(

@@ -91,7 +91,8 @@ def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
     """Yield the times when a rank was blocked, as (key of the transfer, begin, end, whether it was blocked inside the
     transfer).
 
-    If it was not, it was blocked before an action that needs the result of the transfer."""
+    If the rank was not blocked inside the transfer, it was blocked before an action that needs the result of the
+    transfer."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
             yield key, begin, end, True

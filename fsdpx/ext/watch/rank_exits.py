@@ -36,8 +36,8 @@ _open: dict[FlightRecorder, WatchedRank] = {}
 class WatchedRank(NamedTuple):
     """A rank in this process for which other ranks may wait.
 
-    `end` is called at the end of the script. `abort` ends all ranks with a given status; it is None if the other ranks
-    survive the end of this one."""
+    `end` is called at the end of the script. `abort` ends all ranks with a given exit status; it is None if the other
+    ranks survive the end of this rank."""
 
     rank: int
     end: Callable[[], None]
