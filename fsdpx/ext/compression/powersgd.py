@@ -178,7 +178,7 @@ class PowerSGD(Codec):
     ) -> None:
         """Orthonormalize the summed P, compute this rank's Q = M^T P, and replace M by its error M - P Q^T.
 
-        If P is not finite, which is the same on all ranks, the error is set to zero."""
+        If P is not finite, the error is set to zero. P is the same on all ranks, and so is this decision."""
         for t in thin:
             p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)

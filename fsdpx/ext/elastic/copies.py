@@ -321,7 +321,7 @@ def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts of a snapshot, which lie one after another in `buffer`, as views of it."""
+    """Return the parts of a snapshot as views of `buffer`, in which the parts lie one after another."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

@@ -387,8 +387,8 @@ class ReshardPlan:
         """Divide moves into messages of `block` bytes, and return the rows of each.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
-        `block` bytes. So sender and receiver divide it the same way, and most of a long run is sent in messages of its
-        own."""
+        `block` bytes. So sender and receiver divide the sequence alike, and most of a long run is sent in messages of
+        its own."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:

@@ -272,7 +272,8 @@ class SealedStore(dist.Store):
 
 
 class GlooWorks:
-    """Handle for the Gloo operations of one call. It keeps their tensors alive until all operations are complete."""
+    """Handle for the Gloo operations of one call. The handle keeps the tensors alive until all operations are
+    complete."""
 
     __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
 

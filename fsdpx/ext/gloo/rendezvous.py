@@ -238,8 +238,8 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
     """Return the rendezvous of all ranks that the launcher has started, found through environment variables.
     Collective.
 
-    It is made once per process. Raises LaunchError if the environment does not describe a rendezvous, or if some rank
-    does not arrive."""
+    The rendezvous is made once per process. Raises LaunchError if the environment does not describe a rendezvous, or if
+    some rank does not arrive."""
     if opened_rendezvous:
         return opened_rendezvous[0]
     dist = _import_torch_distributed()
@@ -314,8 +314,8 @@ def _wait_until_store_listens(location: RendezvousStore, timeout: float) -> floa
 def _open_listening_socket(location: RendezvousStore, any_address: bool) -> socket.socket:
     """Return the socket on which rank 0 serves the store.
 
-    It is bound to the address of MASTER_ADDR or, if `any_address` is true and MASTER_ADDR is not an address of this
-    host, to all addresses."""
+    The socket is bound to the address of MASTER_ADDR or, if `any_address` is true and MASTER_ADDR is not an address of
+    this host, to all addresses."""
     family, _, _, _, address = _resolve_address(location)
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

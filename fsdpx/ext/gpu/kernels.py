@@ -396,8 +396,8 @@ def attention_backward(
 def _can_use_attention_kernel(launch: KernelLauncher, *matrices: Any) -> bool:
     """Return whether `attention.cu` supports these arrays (B, H, T, D).
 
-    They must be bfloat16, have rows that consist of whole 16-byte packs, and be on a GPU with matrix instructions for
-    bfloat16."""
+    The arrays must be bfloat16, have rows that consist of whole 16-byte packs, and be on a GPU with matrix instructions
+    for bfloat16."""
     if launch.kind != 16 or int(launch.xp.cuda.Device().compute_capability) < AMPERE:
         return False
     d = matrices[0].shape[3]

@@ -1,9 +1,9 @@
 """GPU streams: the rules of synchronization between computation, copies and NCCL.
 
 Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, namely
-copies and NCCL, is issued on a `SideStream`. It starts after everything that the thread has issued before, and an
-event marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that event.
-Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
+copies and NCCL, is issued on a `SideStream`. This work starts after everything that the thread has issued before, and
+an event marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that
+event. Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
 
 from __future__ import annotations
 

@@ -176,8 +176,8 @@ def assign_and_select_gpus(world: Communicator, device_map: DeviceMap = None) ->
 
     The GPUs of a host are assigned to its processes in the order of their ranks in `world`, which is MPI's order. If
     `world` has only some of the ranks, the launcher's local ranks are used instead. Ranks that run as threads of a
-    process share its GPU. This also decides how arrays are passed to MPI. Raises ConfigError on all ranks if one has
-    no GPU."""
+    process share its GPU. This function also decides how arrays are passed to MPI. Raises ConfigError on all ranks if
+    one has no GPU."""
     found = gather_rank_gpus(world, device_map)
     devices.select_gpu(found[world.rank].gpu)
     agree_on_gpu_awareness(world)

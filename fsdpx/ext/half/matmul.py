@@ -1,7 +1,7 @@
 """Matrix products of 16-bit matrices on CPUs, accumulated in float32.
 
-They are computed by oneDNN, which uses the processor's 16-bit instructions, or by the float32 matrix library, after
-conversion to float32."""
+The products are computed by oneDNN, which uses the processor's 16-bit instructions, or, after conversion to float32, by
+the float32 matrix library."""
 
 from __future__ import annotations
 

@@ -546,7 +546,8 @@ class _ExportPlan:
     def _find_unit(self, node: fx.Node) -> str | None:
         """Return the name of the unit to which an operation belongs, or None if it belongs to none.
 
-        This is the outermost module around the operation that is a unit or has parameters of its own."""
+        Of the modules that contain the operation, this is the outermost one that was selected as a unit or has
+        parameters of its own."""
         path = _get_module_path(node)
         names = path.split(".") if path else []
         for i in range(1, len(names) + 1):

@@ -128,8 +128,8 @@ class AutogradFunction(DifferentiableLayer):
     def _make_pullback(self, p: Sequence[Array], inputs: Sequence[Array]) -> Callable[[Array], Any]:
         """Evaluate the function, and return its vector-Jacobian product.
 
-        This maps the gradient of the output to the gradients of all parameters, followed by the gradients of the
-        inputs that are not integers."""
+        The vector-Jacobian product maps the gradient of the output to the gradients of all parameters, followed by the
+        gradients of the inputs that are not integers."""
 
         def run_function(floats: Any) -> Any:
             rest = iter(floats[len(p) :])

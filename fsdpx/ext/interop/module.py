@@ -373,8 +373,8 @@ class _SavedTensorSource:
 class RecordedForward:
     """A forward recorded by autograd. The caller holds the arrays that autograd saved, and passes them to `backward`.
 
-    These arrays are in `kept`. Parameters are not, because they are gathered again for backward, possibly at another
-    address.
+    The saved arrays are in `kept`. Parameters are left out, because they are gathered again for backward, possibly at
+    another address.
 
     Parameters
     ----------

@@ -356,9 +356,9 @@ def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
     """Return the least number of seconds by which each rank's times must be moved later so that no message arrives
     before it is sent.
 
-    They are the longest paths in the graph whose edges lead from senders to receivers (Bellman and Ford). If clocks
-    drift, the constraints may contradict each other in a cycle, so the search ends after as many rounds as there are
-    ranks."""
+    These delays are the longest paths in the graph whose edges lead from senders to receivers (Bellman and Ford). If
+    clocks drift, the constraints may contradict each other in a cycle, so the search ends after as many rounds as there
+    are ranks."""
     sent, received = ({
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end

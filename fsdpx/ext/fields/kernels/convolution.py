@@ -162,8 +162,8 @@ def correlate(
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
-    """Return the gradient of the input, which has `shape`, given the gradient `dy` of the output. `bias` (channels,)
-    is added to it."""
+    """Return the gradient of the input, which has `shape`, given the gradient `dy` of the output. `bias` (channels,) is
+    added to the result."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, shape[2:]):

@@ -1,7 +1,7 @@
 """Compiled convolutions, with an algorithm that depends on the window.
 
 Windows of one cell are computed by BLAS. Windows of 3 x 3 with stride 1 and many channels use Winograd's F(4 x 4, 3 x
-3), which needs a quarter of the multiplications (Lavin and Gray 2016). All others use direct convolution.
+3), which needs a quarter of the multiplications (Lavin and Gray 2016). All other windows use direct convolution.
 
 In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window
 w: A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. Summed over channels, each of the 36 elementwise
@@ -71,7 +71,7 @@ def make_linear_combination_function(matrix: Matrix) -> Any:
     """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j] for vectors of LANES
     numbers.
 
-    It reads all vectors before it writes any. Its arguments are addresses and steps in bytes."""
+    The compiled function reads all vectors before it writes any. Its arguments are addresses and steps in bytes."""
 
     @intrinsic
     def combine_lanes(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:

@@ -280,8 +280,8 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 @register_jitable
 def choose_strip_output_count(rows, limit):
-    """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. It is
-    chosen such that the last two strips have similar sizes."""
+    """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. The
+    number is chosen such that the last two strips have similar sizes."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
