@@ -3,7 +3,7 @@
 FsdpxError
 ├── ConfigError (ValueError)      an option, a model or a combination of them that cannot work
 │   ├── MeshError                 a mesh whose size does not fit the number of ranks
-│   ├── ShapeError                an array or a layer whose shape does not fit the next one
+│   ├── ShapeError                an array whose shape does not fit, or layers that do not fit together
 │   └── LaunchError               ranks that cannot be started as one job
 ├── DataError (ValueError)        a batch, a label or a dataset that cannot be used
 ├── CheckpointError (ValueError)  a checkpoint that cannot be written, read or used
@@ -86,7 +86,8 @@ class MeshError(ConfigError):
 
 
 class ShapeError(ConfigError):
-    """Raised for an array or a layer whose shape does not fit the next one."""
+    """Raised for an array whose shape does not fit the layer or function that gets it, or for layers that do not fit
+    together."""
 
 
 class LaunchError(ConfigError):
@@ -105,7 +106,7 @@ class CheckpointError(FsdpxError, ValueError):
 
 class OffloadError(FsdpxError, OSError):
     """Raised if state cannot be stored in the folder of `OffloadConfig`. If the folder cannot be opened, all ranks
-    raise it."""
+    raise this error."""
 
 
 class OutOfMemory(FsdpxError, MemoryError):

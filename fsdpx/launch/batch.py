@@ -1,4 +1,4 @@
-"""`fsdpx run --print-batch`: print a batch script that starts the same job under Slurm, PBS or LSF. The Slurm script
+"""`fsdpx run --print-batch`: print a batch script that starts the job under Slurm, PBS or LSF. The Slurm script
 requeues a job that reaches its time limit."""
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def make_batch_file(
     """Return the text of a batch script that starts `program` under the batch system "slurm", "pbs" or "lsf".
 
     `variables` are additional environment variables of the ranks. Raise LaunchError if an argument contains a line
-    break, because a scheduler could take the text after it as a directive."""
+    break, because a scheduler could take the text after the line break as a directive."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
     nodes, per_node = _choose_nodes_and_ranks_per_node(config, node_cores)
@@ -139,8 +139,8 @@ def make_batch_file(
 
 
 def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores) -> tuple[int, int]:
-    """Return the number of nodes and of ranks per node to request. If they are not configured, choose the fewest nodes
-    that have a core for each thread."""
+    """Return the number of nodes and the number of ranks per node to request. If these numbers are not configured,
+    choose the fewest nodes that have a core for each thread."""
     if config.backend == "gloo":
         return config.count_hosts_and_ranks_per_host(config.ranks) or (1, config.ranks)
     most = max(1, node_cores.cores // (config.threads or 1))

@@ -213,7 +213,7 @@ def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
 
 
 def _print_and_write_on_rank0(comm: Communicator, text: str, report: dict[str, Any], path: Path | None) -> None:
-    """On rank 0, print `text`, and write `report` as JSON to `path` unless that is None."""
+    """On rank 0, print `text`, and write `report` as JSON to the file `path` unless `path` is None."""
     if comm.rank == 0:
         print(wrap_for_terminal(text))
         if path is not None:
@@ -448,8 +448,9 @@ def compare_strategies(
     """Time training steps of each strategy, and return the report that `--json` writes. It is identical on all ranks.
     Collective.
 
-    For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and the
-    median ratio to the step time of the first strategy in the same round."""
+    For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and its
+    ratio to the step time of the first strategy: one ratio is computed per round, and the median over the rounds is
+    reported."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

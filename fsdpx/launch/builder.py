@@ -50,7 +50,7 @@ class ModelBuilder:
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
     table with `use` stands for the named object itself: `{use = "no_decay"}`. Names are looked up in `fsdpx.nn`,
     `fsdpx.optim`, its schedules, `fsdpx.data` and the classes for arguments of `distribute` (`Mesh`, `PowerSGD`, ...).
-    Write your own objects as `module:name`. Invalid values raise a ConfigError that names the section and key.
+    Refer to objects of your own as `module:name`. Invalid values raise a ConfigError that names the section and key.
 
     Parameters
     ----------
@@ -254,8 +254,8 @@ class ModelBuilder:
 def _apply_text_override(plan: dict[str, Any], change: str) -> None:
     """Apply an override `section.key=value` to the plan, in place.
 
-    A value that is not valid TOML is a Boolean if it is another spelling of one (tie=False, tie=no), otherwise a
-    string (strategy=ddp)."""
+    A value that is not valid TOML counts as a Boolean if it is another spelling of true or false (tie=False, tie=no),
+    and as a string otherwise (strategy=ddp)."""
     path, equals, text = change.partition("=")
     *tables, key = path.strip().split(".")
     if not equals or not key or not tables:

@@ -122,7 +122,7 @@ CATALOG: dict[str, CatalogModel] = {
 
 def find_model(name: str, batch: str | None = None) -> CatalogModel:
     """Return the catalog model `name`, or a user's model if `name` has the form "module:name". A user's model is a
-    layer, a (layer, loss) pair, or a function that returns either.
+    layer, a (layer, loss) pair, or a function that returns a layer or such a pair.
 
     `batch` is the size of the global batch in samples or, for a user's model, the shape of the batch: "8x1024", or
     "8x1024:int64"."""

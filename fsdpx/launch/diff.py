@@ -39,8 +39,8 @@ class FirstDifference:
     step : step in which the runs first differ, counted from 1
     written : the tensor that differs, as the first run wrote it
     by : the action and rank that wrote the tensor, as text, in the first run and in the second run
-    worst : the element that differs most; for per-sample values, its first index is that of the sample in the global
-        batch
+    worst : the element that differs most; for per-sample values, the first index of the element is the index of the
+        sample in the global batch
     ranks : number of ranks of the first and of the second run
     before : number of earlier values, all of which agree
     """

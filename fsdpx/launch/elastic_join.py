@@ -128,6 +128,7 @@ def _find_process_handling_save_signal(notes: Path) -> int | None:
     """Return the process id of a rank on this host that saves a checkpoint when it gets SIGUSR1, as a script inside
     `Preemption` does. Return None if there is none.
 
-    The signal would kill any other rank. One such rank is enough, because it makes all ranks save."""
+    Ranks that do not handle the signal would be killed by it. A single rank that handles the signal is enough, because
+    this rank makes all ranks save."""
     here = (n for n in read_rank_statuses(notes).values() if n.host == platform.node())
     return next((note.process for note in here if note.listens and note.status is None), None)

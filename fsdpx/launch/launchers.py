@@ -50,8 +50,8 @@ class Launcher:
     always : options of every start. They keep the launcher from binding ranks to single cores, because fsdpx itself
         divides the cores among the ranks, and make it end all ranks when one fails
     here : options for a job that names neither hosts nor their number
-    spread : options for a number of hosts that the allocation may choose
-    on : options that name hosts
+    spread : options for a job that gives only the number of hosts, or of ranks per host, and no host names
+    on : options for a job that names its hosts
     passes : options that pass environment variables ({name} or {names}) to other hosts; "" if the launcher passes all
         of them
     serves : prefixes of the names of the MPI libraries whose ranks the launcher can start; () if it can start ranks of
@@ -224,8 +224,8 @@ _REMEDIES = {
 
 
 def _wait_or_kill(process: subprocess.Popen[bytes], end: float) -> bool:
-    """Wait for a process until the monotonic time `end`, then kill it. Return whether it ended before that, with
-    status 0."""
+    """Wait for a process until the monotonic time `end`, and kill it if it has not ended by then. Return whether it
+    ended in time and with status 0."""
     try:
         return process.wait(max(end - time.monotonic(), 0)) == 0
     except subprocess.TimeoutExpired:

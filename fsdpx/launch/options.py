@@ -38,8 +38,8 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 class LaunchConfig:
     """How many ranks a job starts, on which hosts, and when it is restarted.
 
-    The options of `fsdpx run` have the same names (`--max-restarts`), except that `per_node` is `--nproc-per-node`.
-    Invalid values raise LaunchError.
+    The options of `fsdpx run` are named like these parameters (`--max-restarts`), except that `per_node` is
+    `--nproc-per-node`. Invalid values raise LaunchError.
 
     Parameters
     ----------
@@ -58,8 +58,9 @@ class LaunchConfig:
     min_ranks : minimum number of ranks with which a job is restarted (None: `ranks`, or 1 for an elastic job)
     backoff : seconds before the first restart; doubled for each further restart, up to 60
     folder : where the records of failed attempts are kept (None: a temporary folder)
-    logs : folder for the output of each rank, such as rank-0003.log, and a record of how the rank ended,
-        rank-0003.json; the launcher then prints the lines of all ranks, each preceded by the rank number
+    logs : folder for two files of each rank: its output, such as rank-0003.log, and a record of how the rank ended,
+        such as rank-0003.json. With this option, the launcher prints the output lines of all ranks, each preceded by
+        the rank number (None: no files)
     """
 
     ranks: int
@@ -203,8 +204,8 @@ class NodeRank:
     def from_options(
         cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
     ) -> NodeRank | None:
-        """Parse the options --nodes, --node-rank, --master-addr and --master-port of `fsdpx run`. Return None if one
-        launcher starts all ranks.
+        """Parse the options --nodes, --node-rank, --master-addr and --master-port of `fsdpx run`. Return None if the
+        options say that a single launcher starts all ranks.
 
         Raise LaunchError if an option is missing or does not fit the backend."""
         given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}

@@ -96,7 +96,7 @@ class RankStatusWriter:
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder
         self._final = False
-        self._lock = threading.RLock()  # reentrant, because a signal handler may call `update` while it runs
+        self._lock = threading.RLock()  # reentrant, because a signal handler that interrupts `update` may call it
 
     def update(self, final: bool = False, **changes: Any) -> None:
         """Write the status with the fields in `changes` replaced, unless a final status has been written. Does nothing

@@ -270,8 +270,8 @@ def _require_existing_program(program: Sequence[str]) -> None:
 def _is_importable(package: str, where: Path) -> bool:
     """Return whether a Python process started in the folder `where` can import the package.
 
-    It can if the package is in that folder, or if this process can find the package. All finders in sys.meta_path are
-    asked, because a package that is installed in editable mode may not be on sys.path."""
+    The result is True if the package is in that folder, or if the current process can find the package. All finders in
+    sys.meta_path are asked, because a package that is installed in editable mode may not be on sys.path."""
     here = PathFinder.find_spec(package, [str(where)]) is not None
     return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 

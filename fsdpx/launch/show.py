@@ -193,7 +193,7 @@ def _make_dry_run_options(
         "reproducible_chunks": args.chunks,
         "precision": args.precision,
         "group_bytes": args.group_bytes,
-        "tune": False,  # the output must not depend on what was measured on this machine, as that of `plan`
+        "tune": False,  # like that of `plan`, the output must not depend on what was measured on this machine
         "prefetch": args.prefetch,
         "schedule": args.schedule or "1f1b",
         "sequence": args.sequence,
@@ -342,7 +342,7 @@ def _format_memory(run: DryRun) -> str:
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
     """Say whether the predicted peak memory of the process is within the budget in --memory. If not, list options that
-    would lower the peak."""
+    would lower the peak, as returned by the function `helpful`."""
     if budget is None:
         return ""
     found = run.footprint

@@ -184,7 +184,7 @@ class Attention(PerHead):
                 f"{path!r}: attention within {within} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
-        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # needed only for sharded sequences
+        from fsdpx.nn.sequence_attention import RingAttention, UlyssesAttention  # only sharded sequences need these
 
         new = copy(self)
         new.core = RingAttention(self._heads) if sequence == "ring" else UlyssesAttention(self._heads)

@@ -122,7 +122,7 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # other negative dims may be dim 1
+        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a negative dim other than -1 may be dim 1
         self.fields = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:

@@ -1,4 +1,5 @@
-"""strategy="auto": rank 0 searches for the fastest configuration for the running ranks, and all ranks use it."""
+"""strategy="auto": rank 0 searches for the fastest configuration for the running ranks, and all ranks use the
+configuration that it finds."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def fill_in_fastest_configuration(
     memory: int | str | None = None,
     machine: str | PathLike[str] | Machine | None = None,
 ) -> Recipe:
-    """Search for the fastest configuration that fits into memory, and return the recipe with its choices filled in.
-    The user's own choices are kept. Collective.
+    """Search for the fastest configuration that fits into memory, and return the recipe with the options of this
+    configuration filled in. Options that the user has chosen are kept. Collective.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the smallest memory limit of any rank in bytes. Return None if no rank knows its limit, as on GPUs.
+    """Return the smallest memory limit of any rank in bytes. Return None if no rank has a known limit, as on GPUs.
     Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
@@ -129,7 +130,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a text with its name and the file or default that it comes from."""
+    """Return the machine to plan for, and a text with the machine's name and with the file or default that defines it."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"

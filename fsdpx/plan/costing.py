@@ -112,7 +112,7 @@ class ActionCostRecorder(TimelineRecorder):
     def on_action_end(
         self, planned: Any, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
-        """Take the work and communication since the previous action as the cost of this action, and record it."""
+        """Record the cost of this action: all work and communication since the end of the previous action."""
         self.costs.append((planned.action, ActionCost(*self._pop_work_and_calls(nbytes > 0))))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
@@ -122,8 +122,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and the communication calls since the last call of this method. `moved=False` means that
-        there was no communication."""
+        """Return the work and the communication calls since the last call of this method. `moved=False` says that
+        there was no communication in between, so no calls are returned."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -134,8 +134,9 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return the result of `run()`. If an equal call has run before, rebuild its result instead, and count its
-        work again. Calls are equal if `key`, the shapes of `arguments` and the state of the gradients are equal.
+        """Return the result of `run()`. If an equal call has run before, do not run it, but rebuild the earlier
+        result, and count the work of the earlier call again. Calls are equal if `key`, the shapes of `arguments` and
+        the state of the gradients are equal.
 
         `flags` tells which gradients of the layer have been written. `constants` is the cache of the `LayerContext`;
         calls that add to it are not memoized."""
@@ -155,8 +156,8 @@ class ActionCostRecorder(TimelineRecorder):
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
     ) -> Any:
-        """Run the call, and store its cost under `key`, together with how to rebuild its result. If the result cannot
-        be rebuilt, equal calls run again."""
+        """Call `run()`, and store the cost of this call under `key`, together with how to rebuild the result. If the
+        result cannot be rebuilt, equal calls run again."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting_work() as work:
@@ -197,7 +198,7 @@ follow these arguments."""
 
 
 class _MemoizedLayer:
-    """Wraps a layer so that each method runs only once per combination of argument shapes."""
+    """Wraps a layer so that each method of the layer runs only once for each combination of argument shapes."""
 
     def __init__(self, layer: Layer, costing: ActionCostRecorder) -> None:
         self._layer, self._costing = _find_first_equal_layer(layer), costing
@@ -222,8 +223,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first layer that is equal to this one, or this one if there was none. Equal containers must share one
-    object, because a container object records what it has saved."""
+    """Return the first layer, of all that were passed to this function, that is equal to `layer`; this may be `layer`
+    itself. Equal containers must share one object, because a container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]
@@ -234,7 +235,7 @@ def _make_layer_key(value: Any, kept: list[Any]) -> Any:
     """Return a hashable key that is equal for layers of the same class with equal attributes.
 
     Objects with unknown attributes are compared by id. They are appended to `kept`, which keeps them alive, so that no
-    new object can get the same id."""
+    new object can get the id of one of them."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):

@@ -73,8 +73,8 @@ class ProcessBaseline:
 
     Attributes
     ----------
-    own : private memory, without that of MPI
-    files : code and data files that the processes of a host share, without those of MPI
+    own : private memory of the process, without what MPI adds
+    files : code and data files that the processes of a host share, without the files of MPI
     mpi : what MPI adds to `own`, including its shared memory
     mpi_files : what MPI adds to `files`
     workspace : workspace of the BLAS library, which holds reordered copies of large operands
@@ -151,8 +151,8 @@ class DryRun:
     program : the actions of the step
     report : counted traffic and memory of one step
     trainer : the trainer that ran on shape-only arrays
-    activations : peak bytes of activations between actions: forward outputs, values kept for backward, and their
-        gradients
+    activations : peak bytes of activations between actions: forward outputs, their gradients, and values kept for
+        backward
     peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including temporaries of
         layers while they compute
     ranks_here : number of ranks on this rank's host
@@ -255,8 +255,8 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
 
 
 def _make_shape_only_arrays(spec: Any, name: str = "x") -> Any:
-    """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. Error messages call the
-    batch `name`."""
+    """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. Error messages use
+    `name` as the name of the batch."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 

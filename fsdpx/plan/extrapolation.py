@@ -1,5 +1,5 @@
-"""Predicts a step with many microbatches from runs with only a few, since the time grows linearly with the number of
-microbatches. The compiled programs tell how often each action runs."""
+"""Predicts a step with many microbatches from dry runs with only a few microbatches, since the time grows linearly
+with the number of microbatches. The compiled programs tell how often each action runs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class StepDryRuns:
 
     @classmethod
     def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
-        """Run the step on one rank of each kind: on all pipeline ranks of the data rank with the most samples, of the
-        data rank with the fewest samples, and of the rank with the most neighbors in a grid."""
+        """Run the step on one rank of each kind. These are all pipeline ranks of up to three data ranks: the one with
+        the most samples, the one with the fewest samples, and the one with the most neighbors in a grid."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -80,7 +80,7 @@ class StepDryRuns:
         """Return the predicted time of the step in seconds, the seconds by cause, and the simulated events. The
         machine's overhead per step is not included.
 
-        Only some of the microbatches are simulated, since all further ones add the same time."""
+        Only some of the microbatches are simulated, since each further microbatch adds an equal amount of time."""
         simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)
         seconds, rows = clock.simulate_step_timeline(simulated)
         parts = clock.average_seconds_by_cause(rows, seconds)
@@ -103,7 +103,7 @@ class StepDryRuns:
 
     def _extrapolate_rank_traffic_and_memory(self, run: RankDryRun, nbytes: int) -> RankClass:
         """Return the traffic and the memory peak of one rank, extrapolated to all microbatches. `nbytes` is the size
-        in bytes of the samples in the microbatches that did not run."""
+        in bytes of all samples in the microbatches that did not run."""
         if self.ran == self.step.microbatches:
             return run.found
         traffic, more = dict(run.found.traffic), run.count_actions(self.step.microbatches)

@@ -1,5 +1,5 @@
-"""Measured rates of compute kernels by name and number format. The rate of a call of any size is interpolated from
-them."""
+"""Measured rates of compute kernels by name and number format. The rate of a call of any size is interpolated between
+the measured rates."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ class KernelRates:
 
     Parameters
     ----------
-    passes : format -> kernel -> (bytes per second of a call that reads and writes `SHORT` bytes, the same for `LONG`
-        bytes); the key `WEIGHTS` + kernel holds the rate at which a convolution reorders its weights
+    passes : format -> kernel -> (bytes per second of a call that reads and writes `SHORT` bytes, bytes per second of a
+        call that reads and writes `LONG` bytes); the key `WEIGHTS` + kernel holds the rate at which a convolution
+        reorders its weights
     products : format -> kernel -> rows of (input channels, output channels, window size in cells, windows per row of
         results, FLOP per second), measured in the caches, for each kernel that consists of matrix products. The rows
-        form a full grid, in which log(rate) is interpolated linearly in the logarithms of the other numbers
+        form a full grid, in which the logarithm of the rate (FLOP per second) is interpolated linearly in the
+        logarithms of the other four numbers
     """
 
     passes: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
@@ -44,8 +46,8 @@ class KernelRates:
     def get_bytes_per_second(self, kernel_pass: KernelPass, name: str) -> float | None:
         """Return the rate of a memory-bound kernel call, interpolated between the rates for `SHORT` and `LONG` bytes.
 
-        A format that was not measured has the rates of float32. A kernel that was not measured has the rate of plain
-        array code.
+        For a format that was not measured, the rates of float32 are used. For a kernel that was not measured, the rate
+        of plain array code is used.
 
         Parameters
         ----------
@@ -68,7 +70,8 @@ class KernelRates:
         """Return the rate of a matrix product inside a kernel. The rate includes all other work that the kernel does
         in the caches.
 
-        A 16-bit format that was not measured has the rate of float32, because its products are computed in float32.
+        For a 16-bit format that was not measured, the rate of float32 is used, because products in such a format are
+        computed in float32.
 
         Parameters
         ----------
@@ -141,7 +144,8 @@ def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]
     """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
     size in cells, windows per row of results).
 
-    A matrix product that computes parameter gradients sums over cells, so its columns are the input channels."""
+    A matrix product that computes parameter gradients sums over cells. The columns of such a product are the input
+    channels."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 
@@ -179,9 +183,9 @@ class _Grid:
 
 
 def _find_weighted_neighbors(axis: Sequence[float], value: float) -> list[tuple[float, float]]:
-    """Return (coordinate, interpolation weight) for the two coordinates of an axis between which `value` lies. Weights
-    are linear in the logarithm of the value. If the value is equal to a coordinate, or beyond the ends of the axis,
-    only one coordinate is returned."""
+    """Return (coordinate, interpolation weight) for the two coordinates of an axis between which `value` lies. The
+    weights are linear in log(`value`). If `value` is equal to a coordinate, or beyond the ends of the axis, only one
+    pair is returned."""
     value = min(max(value, axis[0]), axis[-1])
     high = next(n for n, point in enumerate(axis) if point >= value)
     if axis[high] == value:

@@ -33,8 +33,8 @@ others."""
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It includes only the computing, and the communication
-    that layers wait for.
+    """Return a lower bound on the time of a step in seconds. It counts nothing but the computing, and the
+    communication that layers wait for.
 
     Each pipeline rank computes its stages for all microbatches. Before the rank can begin, the first microbatch must
     pass through the forward of all stages before the rank's lowest stage. At the end, the last microbatch must pass

@@ -42,7 +42,7 @@ class NetworkLevel:
     name : name of the level, such as "socket", "host", "rack" or "system"
     latency : seconds that an empty message takes
     bandwidth : bytes per second of one rank while no other rank sends
-    ranks : number of ranks in one unit (default: all ranks, for the last level only)
+    ranks : number of ranks in one unit (default: all ranks; only the last level has this default)
     contention : how much ranks in the same unit of the level below slow each other down: 0 if every rank has its own
         link (default), 1 if all of these ranks share one link
     """
@@ -77,7 +77,8 @@ class Compute:
     memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
     half : number of FLOP of a matrix product that reaches half the rate of large ones; a product of F FLOP reaches F /
-        (F + half) of that rate. This holds for the fastest format; products in other formats lose the same time
+        (F + half) of that rate. This holds for the fastest format; a small product loses as much time in any other
+        format
     memory_efficiency : share of `memory` that memory-bound kernels reach
     launch : additional seconds for each kernel
     spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist

@@ -56,7 +56,8 @@ def measure_this_machine(
     the number of timings so far."""
     of = Processors() if device == "cpu" else Gpus()
     of.count = count
-    set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))  # as many threads as in training
+    # measure with as many threads as a training job uses
+    set_threads_per_rank(comm.all_gather_data(platform.node()).count(platform.node()))
     compute, known = _measure_compute(comm, of), ("compute", "links")[: 1 + (comm.size > 1)]
     return Machine(name, _measure_network_levels(comm, of, compute), compute, _measure_disk_on_rank0(comm), known)
 
@@ -79,7 +80,7 @@ class Processors:
     formats : number formats whose matrix products are timed
     basis : format in which small matrix products are timed, to determine `Compute.half`
     large : size of square matrices whose products reach the peak rate
-    small : size of square matrices whose products do not reach it
+    small : size of square matrices whose products do not reach the peak rate
     block : number of float32 elements of an array that does not fit into the caches
     """
 

@@ -72,7 +72,7 @@ class Holding(NamedTuple):
     kind : kind of memory, such as "parameters" or "activations"
     what : purpose of the memory, such as "kept for backward"
     nbytes : size of the memory in bytes
-    units : (name, bytes) of each FSDP unit to which part of the memory belongs
+    units : (name of the unit, bytes of this memory that belong to the unit) for each FSDP unit that has a part of it
     """
 
     kind: str
@@ -284,8 +284,8 @@ def list_memory_lowering_changes(
 
 
 def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
-    """Yield changes that may lower the peak. Each change is a dict of one option, or of several that only make sense
-    together."""
+    """Yield changes that may lower the peak. Each change is a dict of one option, or of several options that make
+    sense only together."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
         # try only the first larger number of microbatches, which is twice the current one
@@ -304,8 +304,8 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
 
 
 def format_changes(changes: Sequence[OptionChange], seconds: float | None = None) -> str:
-    """Return a table of the changes. New step times are compared to `seconds`, the current step time; if it is None,
-    the column of times is left out."""
+    """Return a table of the changes. New step times are compared to `seconds`, the current step time. If `seconds` is
+    None, the column of times is left out."""
     if not changes:
         return "no other single choice lowers it by more than 1 %"
     rows = [("lowered to", *(["step"] if seconds is not None else []), "by this alone")]

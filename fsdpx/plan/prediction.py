@@ -68,8 +68,8 @@ class Prediction:
         """Bytes of the whole process of a rank on a CPU (the maximum over all ranks), including interpreter,
         libraries, MPI, and gaps in the heap between activations.
 
-        For the part that does not depend on the model, this uses the typical value `PROCESS_BYTES`, whereas
-        `fsdpx.dry_run` measures that part."""
+        The part of this memory that does not depend on the model is taken to be `PROCESS_BYTES`, a typical value;
+        `fsdpx.dry_run` measures this part."""
         return (
             PROCESS_BYTES + self.memory + self.worst_class.memory.get("activations", 0) // ACTIVATION_BYTES_PER_GAP_BYTE
         )
@@ -94,7 +94,7 @@ class Prediction:
     @property
     def peak(self) -> MemoryPeak:
         """The moment at which a rank of `worst_class` uses the most memory: the action, and the memory held for each
-        unit. `print` shows it as a table."""
+        unit. `print` shows the peak as a table."""
         return self.worst_class.peak
 
     def list_memory_lowering_changes(self) -> list[OptionChange]:
@@ -145,7 +145,7 @@ def predict(
 
     In each group of ranks that do the same work, one rank compiles and runs its program on arrays without data, as
     `fsdpx.dry_run` does. A simulator then runs the programs of all pipeline ranks on the machine. If there are many
-    equal microbatches, the simulator runs only some of them, since all further ones add the same time.
+    equal microbatches, the simulator runs only some of them, since each further one adds an equal amount of time.
 
     Parameters
     ----------

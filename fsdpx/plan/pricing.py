@@ -46,13 +46,13 @@ class StepClock:
         self._known = cache(self._compute_price)
 
     def predict_action_seconds(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time that an action takes on a pipeline rank. The action may belong to a microbatch that did not
-        run."""
+        """Return the time that an action takes on a pipeline rank. The action may belong to a microbatch that was not
+        part of the dry run."""
         return self._known(rank, find_representative_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time of an action that ran. A receive costs nothing: the whole transfer, whose time depends on
-        where sender and receiver are, is charged to the send."""
+        """Return the time of an action that was part of the dry run. A receive costs nothing: the whole transfer,
+        whose time depends on where sender and receiver are, is charged to the send."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})

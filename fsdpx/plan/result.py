@@ -113,8 +113,8 @@ class Plan:
     samples : samples of the global batch
     loss : the loss as a Python expression
     cells : cells of the field along each dim, if the batch consists of fields
-    longest : number of positions of the longest sequence, or of cells of the largest field, that fits, found like
-        `largest_batch`; () if the model accepts no other sizes
+    longest : size of the longest sequence that fits (positions) or of the largest field that fits (cells along each
+        dim), found by doubling like `largest_batch`; () if the model accepts no other sizes than that of the batch
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
     slow : (options, seconds) of configurations that were ruled out because the lower bound on their step time exceeds
@@ -226,8 +226,8 @@ class Plan:
         return "\n\n".join(parts)
 
     def _list_fastest_of_each_kind(self) -> list[Candidate]:
-        """Return the fastest configuration of each kind of parallelism, sorted by step time. Kinds that fit into
-        memory come first."""
+        """Return the fastest configuration of each kind of parallelism, sorted by step time. Configurations that fit
+        into memory come first."""
         large = {
             one.summary: one
             for one in sorted(self.large, key=_make_sort_key, reverse=True)
@@ -238,8 +238,8 @@ class Plan:
         )
 
     def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
-        """Return whether a configuration fits, is of a different kind of parallelism from the fastest one, and takes
-        at most `CLOSE_TIME_FACTOR` times as long."""
+        """Return whether a configuration fits, combines other kinds of parallelism than the fastest configuration, and
+        takes at most `CLOSE_TIME_FACTOR` times as long as that one."""
         best, fits = self.best_candidate, candidate not in self.large
         return (
             fits

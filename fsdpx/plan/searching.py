@@ -258,7 +258,7 @@ class _Search:
         for group_bytes in self._list_values_to_try("group_bytes", *GROUP_BYTES):
             made = self.try_options({**candidate.options, "group_bytes": group_bytes})
             if made is not None and _make_sort_key(made) == _make_sort_key(candidate):
-                self.found.remove(made)  # the same prediction, because every unit already exceeds group_bytes
+                self.found.remove(made)  # the prediction is unchanged, because every unit already exceeds group_bytes
 
     def _list_values_to_try(self, name: str, *values: Any) -> tuple[Any, ...]:
         """Return the values of an option to try: only the user's value if the user has set it, else `values`."""
@@ -330,11 +330,11 @@ class _Search:
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
-        """Predict a configuration and record the result. Return None if it cannot run, does not fit, or is too slow to
-        be shown.
+        """Predict a configuration and record the result. Return None if the configuration was tried before, cannot
+        run, does not fit, or is too slow to be shown.
 
-        Unless `all_kinds` is set, a configuration that may be the fastest of its kind of parallelism is predicted even
-        if it is slow."""
+        By default, a configuration that may be the fastest of its own kind of parallelism is predicted even if other
+        kinds are faster. With `all_kinds`, it is predicted only if it may be shown among the fastest of all kinds."""
         words, least = _make_options_key(options), self._compute_lower_bound(options)
         if words in self.seen:
             return None
@@ -422,17 +422,17 @@ class _Search:
         return found
 
     def _find_largest_batch(self, frugal: Sequence[dict[str, Any]]) -> tuple[int, dict[str, Any] | None]:
-        """Return the number of samples of the largest global batch that fits, and the options that it needs."""
+        """Return the number of samples of the largest global batch that fits, and the options with which it fits."""
         times, options = self._find_max_growth_of_dims(frugal, 0, 1)
         return self.sample_count * (times or 1), options
 
     def _find_largest_sample_shape(
         self, frugal: Sequence[dict[str, Any]]
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """Return the size of the longest sequence (in positions) or of the largest field (in cells) that fits, and the
-        options that it needs.
+        """Return the size of the longest sequence that fits (in positions) or of the largest field that fits (in cells
+        along each dim), and the options with which it fits.
 
-        Return () and None if the model does not accept other sizes."""
+        Return () and None if the model accepts no other sizes than that of the batch."""
         shape = self.batch[0][0]
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
         times, options = self._find_max_growth_of_dims(frugal, first, last) if last > first else (None, {})
@@ -442,7 +442,7 @@ class _Search:
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
         """Return the largest factor, a power of 2 up to 2**MAX_DOUBLINGS, by which dims [first, last) of the batch can
-        grow so that a step still fits, and the options that it needs.
+        grow so that a step still fits, and the options with which this step fits.
 
         The factor is None if the model rejects larger dims."""
         if self.limit is None:
@@ -473,8 +473,8 @@ class _Search:
     def _find_deepest_model(
         self, frugal: Sequence[dict[str, Any]], best: Candidate
     ) -> tuple[tuple[int, int], dict[str, Any] | None]:
-        """Return (blocks, parameters) of the deepest model that fits, and the options that it needs. Return (0, 0) and
-        None if the model has no repeated block, or if there is no memory limit."""
+        """Return (blocks, parameters) of the deepest model that fits, and the options with which it fits. Return (0,
+        0) and None if the model has no repeated block, or if there is no memory limit."""
         now = count_blocks(self.model)
         if not now or self.limit is None:
             return (0, 0), None

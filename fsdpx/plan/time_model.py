@@ -69,7 +69,7 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    slow = compute.half * flops / max(compute.flops.values())  # small products lose the same time in each format
+    slow = compute.half * flops / max(compute.flops.values())  # a small product loses as much time in any other format
     seconds = (product.flops + slow) / rate
     if product.is_fused:
         return seconds
@@ -165,8 +165,8 @@ class StepTimes:
     half: str
 
     def compute_communication_seconds(self, axis: str, verb: str, nbytes: float) -> float:
-        """Return the time in seconds of a communication call in which this rank sends `nbytes` bytes. A collective
-        takes the time of the fastest of three algorithms.
+        """Return the time in seconds of the communication call `verb`, such as "all_reduce", in which this rank sends
+        `nbytes` bytes. A collective takes the time of the fastest of three algorithms.
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
         - tree: for an all-reduce, log2(ranks) steps in each direction that send the full array; for small messages by

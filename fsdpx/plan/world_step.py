@@ -209,12 +209,12 @@ class WorldStep:
         return known and equal and self.options.get("reproducible_chunks") is None
 
     def count_simulated_microbatches_and_period(self) -> tuple[int, int]:
-        """Return (simulated, period): it is enough to simulate `simulated` microbatches, because every `period`
-        further ones add the same time.
+        """Return (simulated, period): it is enough to simulate `simulated` microbatches, because each group of
+        `period` further microbatches adds an equal amount of time.
 
         `period` is the width of the pipeline axis, since the pattern in which pipeline ranks wait for each other
-        repeats after that many microbatches. If microbatches differ, or if there are only a few, return the number of
-        all microbatches, and 0 as the period."""
+        repeats after that many microbatches. If microbatches differ, or if there are only a few, `simulated` is the
+        number of all microbatches, and `period` is 0."""
         m, pipe = self.microbatches, self.mesh.width_of("pipe")
         enough = self._steady * pipe + 1 if pipe > 1 and self._steady is not None and self.has_equal_microbatches else 2
         return (enough + (m - enough) % pipe, pipe) if self.has_equal_microbatches and m > enough + pipe else (m, 0)
@@ -311,7 +311,7 @@ def make_world_step(
     chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}
-    )  # only to raise ConfigError for invalid options
+    )  # called only to raise ConfigError for invalid options
     return WorldStep.from_options(model, pairs, require_positive_int("ranks", ranks), chosen)
 
 
@@ -378,7 +378,7 @@ def require_positive_int(name: str, value: Any) -> int:
     """Return the value of the option `name` as an int. Raise ConfigError unless it is an integer of at least 1."""
     try:
         found = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # floats and arrays are not integers
+    except TypeError:  # raised for floats and arrays, which are not integers
         found = -1
     if found < 1:
         raise ConfigError(f"{name}={value!r}: a whole number, 1 or more")
