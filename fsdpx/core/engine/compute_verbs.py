@@ -40,8 +40,9 @@ def run_unit_forward(
     keep: bool,
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run the forward of a unit's nodes on `values`, a dict from activation number to array, and add their outputs to
-    it. With `keep`, return what each node saves for backward; otherwise return None for each node.
+    """Run the forward of the nodes (layer calls) of a unit on `values`, a dict from activation number to array, and
+    add their outputs to it. With `keep`, return what each node saves for backward; otherwise return None for each
+    node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them."""
     saved: list[Any] = []
@@ -66,7 +67,8 @@ def run_unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Run backward of a unit's nodes, last node first, for the gradients of inputs and of parameters.
+    """Run the backward of the nodes (layer calls) of a unit, last node first. This computes the gradients of both
+    inputs and parameters.
 
     `dvalues` maps the number of an activation to its gradient; gradients of inputs are added to this dict. Activations
     in `constant` need no gradient."""
@@ -96,7 +98,7 @@ def run_unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the half of backward that computes input gradients. For each node, return what
+    """Run only the half of backward that computes input gradients. For each node (layer call), return what
     `run_unit_backward_params` needs to compute the parameter gradients."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
@@ -183,8 +185,8 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run the forward of a unit and save only its inputs (activation checkpointing), as a dict from activation number
-    to array."""
+    """Run the forward of a unit (group of layers) and save only its inputs (activation checkpointing), as a dict from
+    activation number to array."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -274,9 +276,9 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the numbers of a unit's inputs that need a gradient, and a dict from activation number to gradient. The
-    dict holds the gradients of the unit's outputs. For inputs that other units also read, it holds the gradients that
-    those units have computed so far."""
+    """Return the numbers of those inputs of a unit (group of layers) that need a gradient, and a dict from activation
+    number to gradient. The dict holds the gradients of the unit's outputs. For inputs that other units also read, it
+    holds the gradients that those units have computed so far."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -295,8 +297,9 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """Return one dict (parameter name -> gradient) per page. On the first use of a page's gradient buffer, mark its
-    gradients as blank, so that layers overwrite them instead of adding to them."""
+    """Return one dict (parameter name -> gradient) for each page (flat parameter buffer) in `pages`. If nothing has
+    been added to a page's gradient yet, mark its entries as blank, so that layers overwrite them instead of adding to
+    them."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(

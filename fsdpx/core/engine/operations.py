@@ -177,8 +177,8 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 
 def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to all-gather the shards of a page into its full parameters. With N ranks and a page of n elements, each
-    rank sends n - n/N elements."""
+    """Start to all-gather the shards of a page (flat parameter buffer) into its full parameters. With N ranks and a
+    page of n elements, each rank sends n - n/N elements."""
     p, place, (master,) = get_action_target(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
     full = run.workspace.get_full_parameter_buffer(p)
@@ -331,8 +331,8 @@ def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
 
 
 def _list_slices_counted_once(run: ProgramRun) -> list[tuple[int, slice]]:
-    """Return the gradient elements that this rank contributes to sums over all ranks, as (index into the trained
-    pages, slice).
+    """Return the gradient elements that this rank contributes to sums over all ranks, as (index into the list of
+    trained pages, slice of the page's gradient shard).
 
     Each element of the model counts only once, although several ranks may hold it: replicas after the first, tensor
     ranks with the same element, and copies of tied parameters do not count. With reproducible chunks there is one

@@ -88,7 +88,7 @@ class BufferViews:
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
         """Return a dict from parameter name to a view of `buffer` in the parameter's shape. `buffer` holds the
-        elements of a page."""
+        elements of a page (flat parameter buffer)."""
         # the page is part of the key, because pages of equal size may take turns using one buffer
         key = (page.index, id(buffer))
         cached = self._pages.get(key)
@@ -108,9 +108,9 @@ class BufferViews:
         return cached[1]
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
-        """Return, for each node (layer call) of a unit, a dict from the parameter's name within the layer to its
-        array. `pages` holds dicts from full name to array: one for each page, followed by those of the running
-        statistics."""
+        """Return, for each node (layer call) of a unit (group of layers), a dict from the parameter's name within the
+        layer to its array. `pages` holds dicts from full name to array: one for each page (flat parameter buffer),
+        followed by those of the running statistics."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
@@ -119,8 +119,8 @@ class BufferViews:
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Return, for each node (layer call) of a unit, a dict from a parameter's name within the layer to its
-        gradient. Only trainable parameters are included."""
+        """Return, for each node (layer call) of a unit (group of layers), a dict from a parameter's name within the
+        layer to its gradient. Only trainable parameters are included."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -215,29 +215,31 @@ class Workspace:
         self.state.arena.grow_slab(self.plan)
 
     def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
-        """Return the slab memory that is planned for the next use of a page's buffer of this kind, such as "full".
-        Calls must follow the order of the program."""
+        """Return the part of the slab (memory for short-lived buffers) that is planned for the next use of a buffer.
+        The buffer is given by its `kind`, such as "full", and by its page (flat parameter buffer). Calls must follow
+        the order of the program."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1
         return self.state.arena.view_slab(self.plan.offsets[life], size, dtype)
 
     def get_full_parameter_buffer(self, page: int) -> Any:
-        """Return the memory for the gathered parameters of a page: memory that is kept between steps, or a part of the
-        slab."""
+        """Return the memory for the gathered parameters of a page (flat parameter buffer): memory that is kept between
+        steps, or a part of the slab."""
         kept = self._full[page]
         if kept is not None:
             return kept
         return self.take_next_slab_buffer("full", page, self.placement.pages[page].size, self.placement.formats.compute)
 
     def get_shard_gradient(self, page: int) -> Any:
-        """Return the array that holds this rank's reduced gradient shard of a page until the update."""
+        """Return the array that holds this rank's reduced gradient shard of a page (flat parameter buffer) until the
+        update."""
         kept = self._part.get(page)
         return self.state.get_or_allocate_until_update(LedgerKey("part", page)) if kept is None else kept
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
-        """Return an empty accumulator for the unsharded gradient of a page, in memory that is kept between steps or in
-        the slab."""
+        """Return an empty accumulator for the unsharded gradient of a page (flat parameter buffer), in memory that is
+        kept between steps or in the slab."""
         place, row = self.placement, self._grads[page]
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
@@ -251,8 +253,8 @@ class Workspace:
         )
 
     def take_next_scratch_buffer(self, kind: str, page: int) -> Any:
-        """Return temporary memory of this kind for an action on a page. Its dtype is uint8 for raw data, and otherwise
-        that of gradients."""
+        """Return temporary memory of this kind for an action on a page (flat parameter buffer). Its dtype is uint8 for
+        raw data, and otherwise that of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
@@ -287,7 +289,8 @@ class LayerContextCache:
     def get_contexts(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: KeyValueCache | None = None
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the context of the model, and for each unit the contexts of its nodes (layer calls).
+        """Return the context of the model, and for each unit (group of layers) the contexts of its nodes (layer
+        calls).
 
         `recomputing` says whether the forward is run again for backward. `inputs` holds the input arrays of the model.
         """
@@ -352,8 +355,8 @@ class ProgramRun:
     def get_contexts_of_microbatch(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the layer contexts for a microbatch: one for the loss, and for each unit those of its nodes (layer
-        calls)."""
+        """Return the layer contexts for a microbatch: one for the loss, and for each unit (group of layers) those of
+        its nodes (layer calls)."""
         self.contexts.moment.step, self.contexts.moment.row = (
             self.step,
             batch.row + self.placement.get_sample_offset_on_tensor_axis(batch),
@@ -372,7 +375,8 @@ def get_microbatch_number(action: Action) -> int:
 
 
 def get_action_target(action: Action) -> int:
-    """Return the number of the unit, page (flat parameter buffer) or message on which an action works."""
+    """Return the number of the unit (group of layers), page (flat parameter buffer) or message on which an action
+    works."""
     assert action.unit is not None
     return action.unit
 
@@ -406,7 +410,8 @@ def require_same_scheduled_values(
 
 
 def format_action_label(run: ProgramRun, action: Action) -> str:
-    """Return a phrase that names an action and its page, for error messages. Cached."""
+    """Return a phrase for error messages that names an action and the parameters on which it works. The result is
+    cached."""
     known = run.workspace.words
     if action not in known:
         known[action] = f"{action} {run.placement.format_page_name(get_action_target(action))}"

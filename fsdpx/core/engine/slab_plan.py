@@ -50,7 +50,8 @@ def _count_slot_bytes(state: TrainState, slot: Slot) -> int:
 
 
 def count_scratch_bytes(state: TrainState, slot: Slot) -> int:
-    """Return the bytes of temporary memory that an action on a page needs, besides its inputs and outputs."""
+    """Return the bytes of temporary memory that an action on a page (flat parameter buffer) needs, besides its inputs
+    and outputs."""
     place, itemsize = state.placement, state.placement.formats.gradients.itemsize
     assert slot.at is not None
     if slot.kind == "tie":

@@ -60,8 +60,8 @@ def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Ac
 
 
 class _ScheduleStep:
-    """One action of a pipeline stage with its messages: receives, sends before its units run, and sends after each
-    unit."""
+    """One action of a pipeline stage, with the messages that belong to it: receives, sends before the stage's units
+    (groups of layers) run, and sends after each unit."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None
@@ -89,8 +89,8 @@ class _ScheduleStep:
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Insert activation recomputation for `units`: their forwards become C, which keeps only the inputs, and R runs
-    the forward again right before their backward."""
+    """Insert activation recomputation for `units` (numbers of groups of layers): their forwards become C, which keeps
+    only the inputs, and R runs the forward again right before their backward."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -101,7 +101,8 @@ def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
 
 
 def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
-    """Insert the actions GATHER (all-gather the parameters of a page) and FREE (free the gathered parameters).
+    """Insert the actions GATHER, which all-gathers the parameters of a page (flat buffer), and FREE, which frees the
+    gathered parameters.
 
     All future uses are known, so the pages that are gathered before an action are exactly those that it needs and the
     `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing is freed. The pages
@@ -122,8 +123,8 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages whose slots of kind `kind` an action uses. `words` are entries of the table `VERBS`, such as
-    "full:pages"."""
+    """Return the pages (flat parameter buffers) whose slots of kind `kind` an action uses. `words` are entries of the
+    table `VERBS`, such as "full:pages"."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
     )
@@ -144,8 +145,8 @@ def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: 
 
 
 def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
-    """Insert the reductions of gradients: REDUCE starts the reduce-scatter of a page, and SETTLE waits for it and adds
-    the result.
+    """Insert the reductions of gradients: REDUCE starts the reduce-scatter of a page (flat parameter buffer), and
+    SETTLE waits for it and adds the result.
 
     REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last such action of each
     microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient
@@ -171,7 +172,7 @@ def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[i
     """Insert reductions of gradients into a list of actions, with at most `behind` pending at a time.
 
     Each of `steps` is a tuple (actions, pages to whose gradients the actions add, pages whose gradients are complete
-    after the actions)."""
+    after the actions). A page is a flat parameter buffer."""
     result: Actions = []
     pending: list[int] = []
     for actions, added, complete in steps:

@@ -127,8 +127,8 @@ class Stage:
         units_with_statistics: Iterable[int] = (),
         pages_with_codec_memory: Iterable[int] = (),
     ) -> Stage:
-        """Build the stage of a model that runs without a pipeline. Each of `units` is a tuple (pages, values read,
-        values computed), in execution order."""
+        """Build the stage of a model that runs without a pipeline. `units` holds one tuple (pages, values read, values
+        computed) for each unit (group of layers), in execution order."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         value_readers, parts = assign_last_readers(rows, here, outputs), ((0, tuple(here)),)
@@ -143,7 +143,7 @@ class Stage:
 
     @cached_property
     def own_units(self) -> tuple[int, ...]:
-        """Numbers of the units that this rank runs, in execution order."""
+        """Numbers of the units (groups of layers) that this rank runs, in execution order."""
         return tuple(sorted(u for _, units in self.own_stages for u in units))
 
     @cached_property
@@ -157,9 +157,9 @@ class Stage:
 
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
-        """Groups of pages whose gradients are summed with those of other pages or ranks, because their parameters are
-        tied or their gradients are partial. Maps the first page of each group to those of the group's pages that are
-        on this rank."""
+        """Groups of pages (flat parameter buffers) whose gradients are summed with those of other pages or ranks,
+        because their parameters are tied or their gradients are partial. Maps the first page of each group to those of
+        the group's pages that are on this rank."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}
@@ -176,8 +176,8 @@ class Stage:
 
     @cached_property
     def units_with_backward(self) -> frozenset[int]:
-        """Numbers of the units that run a backward: those with trainable parameters, or with an input that depends on
-        trainable parameters."""
+        """Numbers of the units (groups of layers) that run a backward: those with trainable parameters, or with an
+        input that depends on trainable parameters."""
         units = enumerate(self.units)
         return frozenset(
             u for u, unit in units if self.is_unit_trainable(u) or not self.constant.issuperset(unit.inputs)
@@ -187,11 +187,11 @@ class Stage:
         return any(self.trainable[p] for p in self.units[unit].pages)
 
     def get_unit_verb(self, op: str, unit: int) -> str | None:
-        """Return the operation that a unit runs when its stage runs `op` (F, E, B, I or W); None if it runs none.
+        """Return the operation that a unit (group of layers) runs when its stage runs `op` (F, E, B, I or W); None if
+        it runs none.
 
         Units before the first trainable one have no backward. If a unit's inputs are constant or its parameters are
-        frozen, one half of its backward (I or W) is empty, so the other half runs as B.
-        """
+        frozen, one half of its backward (I or W) is empty, so the other half runs as B."""
         if op in "FE":
             return op
         if unit not in self.units_with_backward:
@@ -206,7 +206,7 @@ class Stage:
 
     @cached_property
     def used_inputs(self) -> tuple[int, ...]:
-        """Numbers of the model inputs that a unit or the loss on this rank reads."""
+        """Numbers of the model inputs that a unit (group of layers) or the loss on this rank reads."""
         return tuple(v for v in self.inputs if v in self._values_read)
 
     @cached_property
@@ -252,7 +252,8 @@ def find_constant_values(
 
 
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """Convert rows (pages, values read, values computed) to units that record which values they are the last to read.
+    """Convert rows (pages, values read, values computed) to units (groups of layers), which record which values they
+    are the last to read.
 
     Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
     other readers leave the value in place (`reads`)."""
@@ -288,7 +289,7 @@ def expand_action_slots(action: Action, stage: Stage, microbatches: int) -> Acti
 
 def resolve_slot_word(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """Return the slots (named buffers) that a word of the table `VERBS` means for an action, such as "full:pages" for
-    all pages of a unit."""
+    all pages (flat parameter buffers) of a unit (group of layers)."""
     kind, _, over = word.partition(":")
     if kind in SPECIAL_WORDS:
         return SPECIAL_WORDS[kind](over, action, stage)

@@ -254,13 +254,14 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank on this rank's shard axis, the tree nodes that cover its chunks."""
+        """For each rank on this rank's shard axis, the tree nodes that together sum the rank's chunks (parts of the
+        batch)."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the tree nodes that cover its chunks."""
+        """For each replica, the tree nodes that together sum the replica's chunks (parts of the batch)."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

@@ -223,8 +223,8 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
 
 
 def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
-    """Create the communicators for tied parameters, and return this rank's tie groups, keyed by the index of their
-    first page. Collective."""
+    """Create the communicators for tied parameters, and return this rank's tie groups, keyed by the index of the first
+    page (flat parameter buffer) of each group. Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}

@@ -174,8 +174,8 @@ class Page:
 
 
 def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
-    """Split a page into `ranks` shards without padding: rank r holds [floor(n r / ranks), floor(n (r+1) / ranks)) of n
-    elements.
+    """Split a page (flat parameter buffer) into `ranks` shards without padding: rank r holds [floor(n r / ranks),
+    floor(n (r+1) / ranks)) of n elements.
 
     With `align_to_blocks`, each bound moves to the nearest block edge, so that blockwise sums do not depend on the
     number of shards."""

@@ -46,8 +46,8 @@ class TreeNode:
 
 
 def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
-    """Return the range of chunks that data rank `rank` of `ranks` computes: from floor(chunks * rank / ranks) up to,
-    but not including, floor(chunks * (rank + 1) / ranks)."""
+    """Return the range of chunks (equal parts of the global batch) that data rank `rank` of `ranks` computes: from
+    floor(chunks * rank / ranks) up to, but not including, floor(chunks * (rank + 1) / ranks)."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
@@ -95,8 +95,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """Return the smallest set of tree nodes that together sum the chunks in `run`. These are the nodes that remain on
-    a `PairwiseSumStack` after the chunks have been pushed."""
+    """Return the smallest set of tree nodes that together sum the chunks (parts of the batch) in `run`. These are the
+    nodes that remain on a `PairwiseSumStack` after all these chunks have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -104,8 +104,8 @@ def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
 
 
 def count_live_partial_sums(chunks: int, run: range) -> int:
-    """Return the largest number of partial sums (at least 1) that a rank holds at once while it adds the chunks in
-    `run`."""
+    """Return the largest number of partial sums (at least 1) that a rank holds at once while it adds the gradients of
+    the chunks (parts of the batch) in `run`."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
     for c in run:
@@ -211,8 +211,8 @@ class ChunkGradients:
         """Start to send this rank's partial sums to the owners of their elements, who add them along the tree.
         Collective.
 
-        With N ranks and a gradient of n elements, each rank sends n - n/N elements for each of its partial sums. It
-        has only one partial sum if the number of chunks per rank is a power of two."""
+        With N ranks and a gradient of n elements, each rank sends n - n/N elements for each of its partial sums. A
+        rank has only one partial sum if the number of chunks per rank is a power of two."""
         self._push_current_chunk()
         r, (_, comm, *_, what) = reduction, reduction.carrier
         trade = PartialSumExchange(

@@ -265,8 +265,8 @@ def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int
 
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
-    """Yield the rows of the full parameters and of the parameter shard of a page. The shard is a view of the full
-    parameters if these are kept in the same dtype."""
+    """Yield the rows of the full parameters and of the parameter shard of a page (flat parameter buffer). The shard is
+    a view of the full parameters if these are kept in the same dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keeps_full_parameters or sharers > 0
@@ -287,9 +287,9 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
-    """Yield the rows of the full gradient and of the reduced gradient shard of a page. If the full gradient is kept,
-    the shard is a view of it: at the shard's own offset in shared memory, where other ranks may be reading the rest,
-    and at the front otherwise."""
+    """Yield the rows of the full gradient and of the reduced gradient shard of a page (flat parameter buffer). If the
+    full gradient is kept, the shard is a view of it: at the shard's own offset in shared memory, where other ranks may
+    be reading the rest, and at the front otherwise."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -303,7 +303,8 @@ def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) 
 
 
 def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
-    """Yield the rows of arrays that compression codecs keep for a page's gradient, such as error-feedback residuals."""
+    """Yield the ledger rows of the arrays that compression codecs keep for the gradient of a page (flat parameter
+    buffer), such as error-feedback residuals."""
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
     for kept in placement.get_codec_route(p).iterate_memory(sizes, single_rank=axes.data.size == 1):

@@ -144,8 +144,8 @@ class RecomputeChoice:
 
 
 def parse_recompute(choice: Any) -> RecomputeChoice:
-    """Parse the option `recompute`: None, "all", "attention", a number k for every k-th unit, or a budget such as
-    "512MiB"."""
+    """Parse the option `recompute`: None, "all", "attention", a number k for every k-th unit (group of layers), or a
+    memory budget such as "512MiB"."""
     if choice is None:
         return RecomputeChoice()
     if isinstance(choice, str) and choice == "all":
@@ -291,8 +291,8 @@ class Placement:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """True if gradients are reduced after each microbatch. False with reproducible chunks, because reducing all
-        partial sums together sends fewer bytes."""
+        """True if gradients are reduced after each microbatch. False with the option `reproducible_chunks`, because
+        reducing all partial sums together sends fewer bytes."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
@@ -315,8 +315,8 @@ class Placement:
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """Unit number -> names of the running statistics that the unit's layers update, for those units of this rank
-        that have any."""
+        """Unit number -> names of the running statistics that the layers of the unit (group of layers) update. Only
+        units of this rank that have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
@@ -336,7 +336,8 @@ class Placement:
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """Page number -> compression codecs for the page's gradient, bound to the shapes of its tensors."""
+        """Page number -> compression codecs for the gradient of the page (flat parameter buffer), bound to the shapes
+        of its tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -348,8 +349,8 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page number -> the parameters in this rank's shard of the page, as the segments that the optimizer updates.
-        Only trained pages are included."""
+        """Page number -> the parameters in this rank's shard of the page (flat parameter buffer), as the segments that
+        the optimizer updates. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -359,9 +360,9 @@ class Placement:
     def make_shard_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
-        """Return the parameters in this rank's part of a page, as the segments that the optimizer updates. `parts`
-        holds one range of elements for each rank of `comm`, in rank order. `alone` says whether this rank holds these
-        parameters in full."""
+        """Return the parameters in this rank's part of a page (flat parameter buffer), as the segments that the
+        optimizer updates. `parts` holds one range of elements for each rank of `comm`, in rank order. `alone` says
+        whether this rank holds these parameters in full."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -372,8 +373,8 @@ class Placement:
         return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
-        """Return the collectives that an optimizer needs to update this rank's shard of a page, as (axis, collective,
-        bytes that this rank sends). Most optimizers need none."""
+        """Return the collectives that an optimizer needs to update this rank's shard of a page (flat parameter
+        buffer), as (axis, collective, bytes that this rank sends). Most optimizers need none."""
         optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -398,11 +399,12 @@ class Placement:
         return slot_dtype
 
     def format_page_name(self, page: int) -> str:
-        """Return a name for a page in error messages: its first and last parameter, as in "0.weight..2.bias"."""
+        """Return a name for a page (flat parameter buffer) in error messages: its first and last parameter, as in
+        "0.weight..2.bias"."""
         return self._page_names[page]
 
     def list_parameters_of_page(self, page: int) -> list[str]:
-        """Return the names of the parameters of a page."""
+        """Return the names of the parameters of a page (flat parameter buffer)."""
         return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
 
     @cached_property
@@ -439,20 +441,21 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """In an all-reduce of a page's gradient shard over replicas, each replica sums one part of the shard. Return
-        the number of elements in this rank's part."""
+        """Return how many elements of its gradient shard this rank sums in an all-reduce over replicas. `page` is the
+        number of the page (flat parameter buffer) to which the shard belongs."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
 
 def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
-    """Return the names of the running statistics that the layers of a unit update."""
+    """Return the names of the running statistics that the layers of a unit (group of layers) update."""
     names = (layout.canonical_name(join_path(n.path, local)) for n in unit.nodes for local in n.layer.specs())
     return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
 def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
-    """Return the parameters in a range of a page's elements, as the segments that the optimizer updates."""
+    """Return the parameters in the range `span` of the elements of a page (flat parameter buffer), as the segments
+    that the optimizer updates."""
     items, start = [], span.start
     for piece in page.find_field_overlaps(span):
         f = page.fields[piece.have]
@@ -464,9 +467,9 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Gather `width` numbers for each parameter of a page from every rank of `holders` and of the tensor axis. `mine`
-    maps parameter names to this rank's numbers; a missing name stands for zeros. Return a dict from parameter name to
-    one list of numbers per rank.
+    """Gather `width` numbers for each parameter of a page (flat parameter buffer) from every rank of `holders` and of
+    the tensor axis. `mine` maps parameter names to this rank's numbers; a missing name stands for zeros. Return a dict
+    from parameter name to one list of numbers per rank.
 
     For a parameter that all tensor ranks hold in full, the numbers of the first tensor rank are used, and the lists of
     the other tensor ranks are zeros. Collective."""

@@ -91,12 +91,13 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """Indices into `pages`, sorted by pipeline rank: the order in which an all-gather returns the gradients."""
+        """Indices into `pages`, sorted by the pipeline rank of the page. An all-gather returns the gradients in this
+        order."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
     def page_counts_by_rank(self) -> list[int]:
-        """The number of pages on each pipeline rank, in rank order."""
+        """The number of pages (flat parameter buffers) on each pipeline rank, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
@@ -223,8 +224,8 @@ class TrainState:
         return Random(self.seed, moment=self.moment)
 
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
-        """Return the numbers of the pages, units or activations for which the store holds a value of this kind, such
-        as "grad"."""
+        """Return the numbers of those pages (flat buffers), units (groups of layers) or activations for which the
+        store holds a value of this kind, such as "grad"."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def clear_slots(self, kinds: Iterable[str]) -> None:

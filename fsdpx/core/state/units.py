@@ -168,7 +168,8 @@ class ModelLayout:
 
     @cached_property
     def tied_copy_pages(self) -> frozenset[int]:
-        """The indices of the pages that hold a copy of a tied parameter from an earlier page."""
+        """The indices of the pages (flat parameter buffers) that hold a copy of a tied parameter from an earlier page.
+        """
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
@@ -203,8 +204,9 @@ def lay_out_model(
     rules = {name: codec_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
-        """Return the properties that parameters in one page must share: (not trainable, gradient is a summand, name if
-        it needs its own page, compression rule, whether it must be separate from sharded parameters).
+        """Return the properties that parameters in one page (flat parameter buffer) must share: (not trainable,
+        gradient is a summand, name if it needs its own page, compression rule, whether it must be separate from
+        sharded parameters).
 
         A tied parameter that several units use gets its own page. That page is gathered for each of these units, and
         its full gradient is kept from the first of them to the last. Other parameters in the page would have to be
@@ -253,7 +255,7 @@ def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tupl
 
 
 def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -> set[str]:
-    """Return the names of the tied parameters that more than one unit uses."""
+    """Return the names of the tied parameters that more than one unit (group of layers) uses."""
     used = _list_node_parameters(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]
     return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
@@ -262,8 +264,8 @@ def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -
 def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
-    """Split the parameters of a unit into pages. Return sorted pairs (properties that the parameters of a page share,
-    their names)."""
+    """Split the parameters of a unit (group of layers) into pages (flat buffers). Return sorted pairs (properties that
+    the parameters of a page share, their names)."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)

@@ -41,7 +41,7 @@ def choose_recomputed_units(
 
 
 def _list_backward_units(stage: Stage) -> list[int]:
-    """Return the indices of the units of this pipeline rank that keep activations for backward."""
+    """Return the indices of the units (groups of layers) of this pipeline rank that keep activations for backward."""
     return [u for u in stage.own_units if u in stage.units_with_backward]
 
 
@@ -64,9 +64,9 @@ class UnitBytes:
 def _choose_units_within_budget(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
-    """Choose which units of one pipeline rank to recompute, so that its activations fit into `budget` bytes. Choose as
-    few units as possible, beginning with those that save the most bytes. Raise ConfigError if recomputing all units is
-    not enough."""
+    """Choose which units (groups of layers) of one pipeline rank to recompute, so that the activations of that rank
+    fit into `budget` bytes. Choose as few units as possible, beginning with those that save the most bytes. Raise
+    ConfigError if recomputing all units is not enough."""
     sizes = {u: count_max_activation_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].kept_if_recomputed - sizes[u].kept):
@@ -87,7 +87,7 @@ def _compute_peak_bytes(
     stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]
 ) -> int:
     """Return the peak activation memory, in bytes, of one pipeline rank in a step with this order of actions, if the
-    units in `chosen` are recomputed."""
+    units (groups of layers) in `chosen` are recomputed."""
     parts = dict(stage.own_stages)
     kept = {u: size.kept_if_recomputed if u in chosen else size.kept for u, size in sizes.items()}
     now = most = 0
@@ -107,8 +107,8 @@ def _compute_peak_bytes(
 
 
 def count_max_activation_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
-    """Return the bytes of activations that a unit keeps, as the maximum over the tensor ranks, so that all tensor
-    ranks choose the same units to recompute."""
+    """Return the bytes of activations that a unit (group of layers) keeps, as the maximum over the tensor ranks, so
+    that all tensor ranks choose the same units to recompute."""
     bytes_by_tensor_rank = [
         _count_kept_bytes_on_tensor_rank(placement, stage, unit, batch, tensor)
         for tensor in range(placement.axes.tensor.size)
@@ -119,8 +119,8 @@ def count_max_activation_bytes(placement: Placement, stage: Stage, unit: int, ba
 def _count_kept_bytes_on_tensor_rank(
     placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int
 ) -> UnitBytes:
-    """Return the bytes of activations that a unit keeps on the tensor rank `tensor`, found by running forward and the
-    input-gradient half of backward on arrays that have shapes but no data."""
+    """Return the bytes of activations that a unit (group of layers) keeps on the tensor rank `tensor`, found by
+    running forward and the input-gradient half of backward on arrays that have shapes but no data."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}

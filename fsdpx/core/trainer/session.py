@@ -538,14 +538,14 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The program of a step without accumulated gradients or gathered parameters. In local training it is the
-        program of the last step of a round, which synchronizes replicas."""
+        """The program of a step without accumulated gradients or gathered parameters. In local training, where only
+        some steps synchronize replicas, it is the program of a step that does."""
         return self.round_programs[-1][0]
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """Programs of the steps of one round, as pairs (program, number of times that it runs). Usually there is a
-        single pair; with local SGD, there is one pair for each distinct program between two synchronizations."""
+        """Programs of the steps from one synchronization of the ranks to the next, as pairs (program, number of times
+        that it runs). Usually there is a single pair; with local SGD, there is one pair for each distinct program."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )

@@ -574,7 +574,7 @@ class Trainer:
     @property
     def program(self) -> Program:
         """The program of a step without accumulated gradients; `print(trainer.program)` shows it as text. In local
-        training it is the program of the last step of a round, which synchronizes replicas."""
+        training, where only some steps synchronize replicas, it is the program of a step that does."""
         return self._session.program
 
     @property
