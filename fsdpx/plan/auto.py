@@ -130,7 +130,7 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a text with the machine's name and with the file or default that defines it."""
+    """Return the machine to plan for, and a text with its name and the file or default that defines this machine."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"
