@@ -123,8 +123,8 @@ class PowerSGD(Codec):
     def _start_reduce(
         self, comm: Communicator, grad: Array, out: Array, first: int, scratch: Array, memory: Memory, what: str
     ) -> Handle:
-        """Start a reduction of `grad` that writes the elements [first, first + out.size) of the sum to `out`, which
-        may be a view of `grad`."""
+        """Start a reduction of `grad` that writes the elements [first, first + out.size) of the sum to `out`, which may
+        be a view of `grad`. `what` names the gradient for the watchdog and error messages."""
         require_float_dtype(self, grad.dtype, what)
         xp, thin = namespace_of(grad), self._list_thin_factors(grad.size)
         left_sums, right_sums = self._get_scratch_buffers(xp, grad, scratch)

@@ -432,6 +432,6 @@ class Coordinator:
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """Pass a line about the progress of a recovery to the observers of the engine's actions."""
+        """Tell the observers of the engine's actions how far a recovery or save has come. `what` is a line of text."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ __all__ = ["all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_ove
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
     """All-reduce `values` in place by `op` over the ranks that share each field, and return `values`. Does nothing if
-    the field is not partitioned."""
+    the field is not partitioned. `what` names the values in error messages."""
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
@@ -29,8 +29,8 @@ def all_reduce_moments(
     rows of a float64 array.
 
     `dims` must be the last dims of `x`. `weights` holds the weight of each element; None gives all elements weight 1.
-    The moments of the ranks are merged in rank order by the rule of Chan et al. (1979). Communicates only if the field
-    is partitioned."""
+    `what` names the moments in error messages. The moments of the ranks are merged in rank order by the rule of Chan et
+    al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)
@@ -46,7 +46,7 @@ def all_reduce_moments(
 def all_gather_and_merge_moments(env: LayerContext, moments: Array, what: str) -> Array:
     """All-gather the moments (count, mean, sum of squared deviations) of all ranks that hold parts of the field, and
     return them merged in rank order by the rule of Chan et al. (1979). Communicates only if the field is partitioned.
-    """
+    `what` names the moments in error messages."""
     xp, ranks = env.xp, env.mesh.parts
     if ranks.size == 1:
         return moments

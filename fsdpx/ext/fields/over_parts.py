@@ -43,7 +43,8 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Return, for each input of `reader`, the layer that drops its ghost cells, or None if they may stay.
 
-    Ghost cells are dropped if `reader` cannot use them, or if its inputs have different partitions."""
+    `kinds` says how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot use them, or
+    if its inputs have different partitions."""
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
     return [
         Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
@@ -57,8 +58,9 @@ def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistri
     """Return, for each input of `reader`, the redistribution to a common partition, or None if the input already has
     this partition.
 
-    Fields of the same shape can have different partitions, for example after odd strides. The common partition is the
-    one whose largest part is smallest; of several such partitions, it is the first."""
+    `kinds` says how each input is distributed over the ranks. Fields of the same shape can have different partitions,
+    for example after odd strides. The common partition is the one whose largest part is smallest; of several such
+    partitions, it is the first."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,

@@ -276,8 +276,8 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 def _make_interpolation_table(
     mode: str, n: int, total: int, ratio: Fraction, align_corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each output along a dim, the input cells that it interpolates, and their weights, both (taps,
-    outputs).
+    """Return, for each of `total` outputs along a dim of `n` cells, the input cells that it interpolates, and their
+    weights, both (taps, outputs).
 
     If the output has as many cells as the input, or twice as many, some modes ignore `ratio`, as in PyTorch."""
     o = np.arange(total)

@@ -102,7 +102,8 @@ class GlooCommunicator(MessageBackend):
     def _authenticate_ranks(self, name: str) -> None:
         """Authenticate all ranks to each other: each rank proves that it knows the job's secret. Collective.
 
-        The proofs travel on the connections that will carry data. Raises CommError if a proof is wrong."""
+        `name` is the name of this communicator, and proofs are valid only for this name. The proofs travel on the
+        connections that will carry data. Raises CommError if a proof is wrong."""
         patience, self.timeout = self.timeout, self.rendezvous.timeout
         number, width = self.size * CHALLENGE_BYTES, compute_hmac(b"", "").size
         asked = np.empty(number, np.uint8)

@@ -389,7 +389,7 @@ class ShardedMoE(Layer):
         """All-gather the rows of all ranks, and return them in the shape of the layer's input. Collective unless
         `sequence`.
 
-        This inverts `_select_rows_of_rank`."""
+        This inverts `_select_rows_of_rank`. `what` names the rows in error messages."""
         if not self.sequence:
             own = collectives.all_gather_replicated(
                 env.xp, env.mesh.tensor, own, 0, _count_rows(shape), what=make_call_label(env, what)

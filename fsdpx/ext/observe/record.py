@@ -235,7 +235,7 @@ class _SlotTensors:
 
     def _iterate_parameters_in_span(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
         """Yield each parameter in a flat array that holds the elements `span` of a page (flat parameter buffer). For
-        arrays of other values, such as partial sums, yield nothing."""
+        arrays of other values, such as partial sums, yield nothing. `more` is appended to the names of the tensors."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields_in_range(flat, span):

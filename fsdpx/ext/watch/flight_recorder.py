@@ -121,7 +121,7 @@ class FlightRecorder(Observer):
         _END.pack_into(self._buffer, self._at + _END_AT, end)
 
     def on_action_failed(self, words: str, error: Exception) -> None:
-        """Call `timed_out` if the action failed because a wait timed out."""
+        """Call `timed_out` if an action, described by `words`, failed because a wait timed out."""
         if isinstance(error, CommTimeout):
             self.timed_out()
 
