@@ -167,7 +167,7 @@ class CompiledFunction:
         return set(self._loaded)
 
     def get_dispatcher(self) -> Any:
-        """Return the Numba dispatcher of the function, which compiles it in this process."""
+        """Return the Numba dispatcher that compiles the function in this process."""
         with _lock:
             if self._dispatcher is None:
                 self._dispatcher = self._make_dispatcher({})

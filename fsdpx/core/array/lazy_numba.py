@@ -52,8 +52,8 @@ class LazyObject:
 
 
 class LazyIntrinsic:
-    """Stand-in for `numba.extending.intrinsic`. It wraps a function that emits LLVM instructions wherever compiled
-    code calls it."""
+    """Stand-in for `numba.extending.intrinsic`. Wherever compiled code calls an intrinsic, the wrapped function emits
+    LLVM instructions."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -146,7 +146,7 @@ def _list_globals(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _list_used_names(code: CodeType) -> set[str]:
-    """Return the names that a code object uses, including its nested functions."""
+    """Return the names that a code object and its nested functions use."""
     return {*code.co_names}.union(*(_list_used_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 

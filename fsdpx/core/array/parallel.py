@@ -53,7 +53,7 @@ def _load_control_register_module() -> Any:
     from fsdpx.core.array.kernels.compiled import scalar as register
 
     for kind in (np.float32, np.float64):
-        np.finfo(kind)  # NumPy 1 computes these limits on first use, and would warn if denormals were flushed by then
+        np.finfo(kind)  # compute the limits now: NumPy 1 would warn if it first did so with denormals flushed
     return register
 
 

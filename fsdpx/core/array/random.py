@@ -70,8 +70,8 @@ def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
 
 @dataclass
 class TrainingMoment:
-    """The current step, and the index of the microbatch's first sample in the global batch. It is mutable, so that all
-    layers that share it see it advance."""
+    """The current step, and the index of the microbatch's first sample in the global batch. Layers share one such
+    object, which is changed in place, so that all of them see the current values."""
 
     step: int = 0
     row: int = 0

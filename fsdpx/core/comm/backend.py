@@ -64,7 +64,7 @@ class Backend(Communicator):
     def issue(self, call: Call) -> Handle:
         check_and_resolve_call(self, call)
         if self.size == 1 and (effect := CALL_SPECS[call.verb].on_one_rank) != "move":
-            if effect == "copy":  # copies nothing if recv is the same memory as send
+            if effect == "copy":  # does not copy if `recv` begins at the address of `send`
                 copy_unless_same(call.arrays[1], call.arrays[0])
             return COMPLETED
         if call.algorithm == "ring":

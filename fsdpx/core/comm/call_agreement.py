@@ -173,7 +173,7 @@ class AgreementStage(ABC):
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        # avoid recursion: creating the error waits for other ranks, and that wait calls this test again
+        # avoid recursion: creating the error waits for other ranks, and that wait calls this `test` again
         alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True

@@ -231,7 +231,7 @@ def copy_unless_same(target: Array, source: Array) -> None:
 
 POLLS_BEFORE_YIELD = 2048
 """Number of polls (about a millisecond) after which a rank with a core of its own yields that core."""
-_SPINS_BEFORE_SLEEP = 4096  # so many polls take a few milliseconds; a longer wait sleeps between polls
+_SPINS_BEFORE_SLEEP = 4096  # these polls take a few milliseconds; after them, a wait sleeps between polls
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
 """`polls_before_yield` of ranks that run as threads. It is negative, so that a waiting rank sleeps at once. If it
 polled instead, the other ranks could not run Python code for 5 ms at a time."""
@@ -411,7 +411,7 @@ def spin_until(
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # an outer wait is still in progress
+        if deadline is not None and outer is not None:  # the wait that encloses this one is still in progress
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)

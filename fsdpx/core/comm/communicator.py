@@ -476,7 +476,7 @@ class Communicator(ABC):
         return self._issue_call("recv", (buf,), SUM, source, (), what, tag)
 
     def barrier(self, *, what: str = "") -> Handle:
-        """Start a barrier. Its handle is complete when every rank has started it. Collective.
+        """Start a barrier, whose handle is complete when every rank has started the barrier. Collective.
 
         Parameters
         ----------
@@ -609,8 +609,8 @@ class CommunicatorWrapper(Communicator):
     """Base class of communicators that pass all calls on to another communicator, `comm`. Override `issue` to observe,
     delay or change calls.
 
-    `split` and `subgroup` wrap the new group in the same class; override `wrap_group` if its constructor has other
-    parameters besides the group."""
+    `split` and `subgroup` wrap the new group in the class of this wrapper; override `wrap_group` if the constructor of
+    that class has parameters besides the group."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

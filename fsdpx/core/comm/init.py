@@ -65,7 +65,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
         if os.getpid() != process:  # a forked child process is not a rank
             former(kind, error, trace)
             flush_and_write_stderr()
-            os._exit(1)  # a normal exit would run MPI_Finalize and wait there
+            os._exit(1)  # a normal exit would run MPI_Finalize, which waits
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
         _print_exception_and_end_all_ranks(begun, former_hook, kind, error, trace)
 
@@ -310,8 +310,8 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
 
 
 def _open_or_reuse_world() -> Communicator:
-    """Return the default communicator. If there is none, open a communicator of all ranks of this job that only sends
-    messages."""
+    """Return the default communicator. If there is none, open a communicator of all ranks of this job; under MPI, open
+    one that only sends messages and uses no shared memory."""
     opened = default_communicator.get_default()
     launcher = environment.read_environment().launcher
     return opened.comm if opened else open_world("mpi" if launcher is not None and launcher.mpi else None)

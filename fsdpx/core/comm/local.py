@@ -35,9 +35,9 @@ _LONG_POLL_SECONDS = 0.2
 
 
 class RankDied(BaseException):
-    """Raise this exception in a rank that runs as a thread to make it die like a killed process. With
-    `spawn(survive=True)`, the other ranks continue and get RankLost; otherwise the death ends them like any other
-    error."""
+    """An exception that kills a rank: raised in a rank that runs as a thread, it makes the rank die like a killed
+    process. With `spawn(survive=True)`, the other ranks continue and get RankLost; otherwise the death ends them like
+    any other error."""
 
 
 class ThreadWorld:
@@ -154,7 +154,7 @@ class ThreadGroup:
 
     def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
         """Raise RankLost if the communicator has been revoked, or if one of the ranks in `needs`, for which the call
-        waits, has died. The caller holds the lock."""
+        waits, has died. The error names the call and the calling rank `rank`. The caller holds the lock."""
         self.world.raise_if_failed()
         lost = self.get_failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
@@ -437,7 +437,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
                 call.verb, call.what, tuple(get_common_arguments(call).values()), call, COLLECTIVES[call.verb]
             )
         if call.verb not in ("send", "recv"):
-            return super().start_transfer(call)  # these operations are built from messages
+            return super().start_transfer(call)  # builds the operation from messages
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
@@ -477,7 +477,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            # in the opposite order, a rank that acts and returns in between would look as if it never acted
+            # `returned` before `missing`: a rank that acts and returns in between must not look as if it never acted
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
                 error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
@@ -581,7 +581,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
         """Match this send or receive with the other side, or queue it until the other side arrives. The side that
-        arrives second copies the data."""
+        arrives second copies the data. `key` is (source, destination, tag)."""
         self._delay_randomly()
         group = self._group
         own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)

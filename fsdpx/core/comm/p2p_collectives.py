@@ -262,7 +262,7 @@ def _start_rounded_reduce_to_owners(
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        # safe to overwrite: this data has been sent, and no received piece is stored here
+        # `total` may be overwritten: the data in it has been sent, and no received piece is stored there
         total = send[:own_count] if within else recv
         store(xp, parts[:own_count], total)
         for r in range(1, width):

@@ -1,5 +1,5 @@
-"""Start and stop the watchdog that reports ranks that have been waiting for each other for too long. It is only used
-if FSDPX_WATCH and the communicator allow it."""
+"""Start and stop the watchdog that reports ranks that have been waiting for each other for too long. The watchdog is
+used only if FSDPX_WATCH and the communicator allow it."""
 
 from __future__ import annotations
 

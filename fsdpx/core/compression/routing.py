@@ -163,7 +163,7 @@ class CodecRules:
 
     @property
     def rounding_codec_description(self) -> str:
-        """Phrase for error messages that names the first codec that rounds or compresses gradients; "" if there is
+        """Phrase, for error messages, that names the first codec that rounds or compresses gradients; "" if there is
         none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 

@@ -85,7 +85,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # keep a number that the user's program set meanwhile
+                if pool.get() == now:  # otherwise the user's program has set a number meanwhile
                     pool.set(before)
 
 
@@ -119,7 +119,7 @@ def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callab
     """Return functions that get and set the number of threads of a library. For OpenBLAS these are the library's own
     functions, because those of threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
-        loaded = ctypes.CDLL(library.filepath)  # returns the library that is already loaded
+        loaded = ctypes.CDLL(library.filepath)  # does not load the library a second time
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):
             get, set = (getattr(loaded, name.format(what), None) for what in ("get", "set"))
             if get is not None and set is not None:

@@ -151,7 +151,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # BLAS does not warn either
+    with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as in products by BLAS
         if accumulate:
             out += np.matmul(a, b)
         else:

@@ -62,7 +62,7 @@ def attention(
     scale : factor on the scores
     window : with `causal`, a position attends to itself and to the window - 1 positions just before; if 0, to itself
         and to all earlier positions
-    segments : (B, T) integers, allowed only if k is as long as q. A position attends only to positions with the same
+    segments : (B, T) integers, allowed only if k is as long as q. A position attends only to positions with its own
         number
 
     Returns
@@ -182,8 +182,8 @@ def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
 
 
 def _make_segment_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the attention mask of sample b: the mask `earlier`, restricted to positions of the same segment. Return
-    None if all positions are visible."""
+    """Return the attention mask of sample b: the mask `earlier`, from which pairs of positions in different segments
+    are removed. Return None if all positions are visible."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

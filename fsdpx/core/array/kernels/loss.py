@@ -18,8 +18,8 @@ __all__ = [
 
 @kernel(narrow=0, into=("gw",))
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Add row i of dy (n, d) to row index[i] of the weight gradient gw (rows, d), always in the same order. For 16-bit
-    gw, the sum is computed in float32 and rounded once."""
+    """Add row i of dy (n, d) to row index[i] of the weight gradient gw (rows, d), for every i and in a fixed order.
+    For 16-bit gw, the sum is computed in float32 and rounded once."""
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
         _scatter_add_sorted_rows(xp, wide, index, dy)  # CuPy's `add.at` adds in a random order

@@ -1,4 +1,4 @@
-"""Sums of squares of 1-D arrays, for gradient norms. Their bits are the same on every processor."""
+"""Sums of squares of 1-D arrays, for gradient norms. The bits of a sum are the same on every processor."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any,
 
 
 class Storage:
-    """The memory that a shape-only array and its views would share."""
+    """The memory that a shape-only array and its views would share if they had data."""
 
     __slots__ = ("meter", "nbytes")
 

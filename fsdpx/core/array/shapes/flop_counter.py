@@ -29,11 +29,11 @@ class ProductCount(NamedTuple):
 
     Attributes
     ----------
-    kernel : name of the kernel that computes the product, and that may never write its operands or result to memory; ""
-        for a product outside kernels
+    kernel : name of the kernel that computes the product, perhaps without writing its operands or its result to memory;
+        "" for a product outside kernels
     places : number of products in one call of that kernel
-    windows : for a convolution, the length of a row of its result divided by that of the window; for one-cell windows,
-        the total number of windows
+    windows : for a convolution, the length of a row of outputs divided by the length of the window; for a convolution
+        with one-cell windows, the total number of windows
     """
 
     rows: int
@@ -80,7 +80,8 @@ class WorkCount:
 
     Attributes
     ----------
-    products, passes : number of occurrences of each matrix product and of each kernel call
+    products : matrix product -> how often it occurs
+    passes : kernel call -> how often it occurs
     inner : kernel name -> number of bytes that the steps inside the kernel would read and write if each step were a
         kernel of its own; counted in the dtype of the operands for kernels with matrix products, and in float32 for
         other kernels
@@ -127,7 +128,7 @@ class _CountingState(threading.local):
     open : the count to which work is added; None if nothing is counted
     skip_passes : nesting depth of blocks in which only matrix products are counted, as parts of a kernel
     skip_all : nesting depth of blocks in which nothing is counted
-    times : factor by which matrix products are multiplied
+    times : how many times each matrix product is counted
     """
 
     def __init__(self) -> None:
@@ -178,8 +179,8 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """Count floating-point operations of a kernel that are not a matrix product. The bytes of the kernel are counted
-    separately."""
+    """Count floating-point operations of a kernel that do not belong to a matrix product. The bytes that the kernel
+    reads and writes are counted separately."""
     work = _now.open
     if work is not None and not _now.skip_all:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1

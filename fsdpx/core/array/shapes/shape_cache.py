@@ -29,11 +29,10 @@ _results: dict[Any, Any] = {}
 
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `call(xp, ...)` and count its work. The function runs only once for calls whose arrays have the same
-    shapes and dtypes, and whose other arguments are equal.
+    """Return `call(xp, ...)` and count its work. Of all calls whose arrays have equal shapes and dtypes, and whose
+    other arguments are equal, only the first runs `call`.
 
-    Arguments that are frozen dataclasses, such as ranges of random numbers, are compared by value.
-    """
+    Arguments that are frozen dataclasses, such as ranges of random numbers, are compared by value."""
     arrays: list[ShapeArray] = []
     try:
         key = (call, xp, _make_shape_key(arguments, arrays), _make_shape_key(tuple(options.items()), arrays))

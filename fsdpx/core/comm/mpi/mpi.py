@@ -177,7 +177,7 @@ class MpiWindow(Window):
     yields a copy of the data, which is written back if `write` is true.
 
     Where the network has no remote memory access, MPI libraries serve requests for a part only while its owner is
-    inside an MPI call that polls the network. Accesses to parts on the same host may not poll the network, so ranks
+    inside an MPI call that polls the network. Accesses to parts on the same host need not poll the network, so ranks
     that wait for each other only by reading words would stall the ranks of other hosts. A waiting rank therefore polls
     the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived: from then
     on, no other rank needs to read its words."""
@@ -506,14 +506,14 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
     """An MPI communicator whose remaining ranks can continue when a rank dies (ULFM, user-level failure mitigation).
     It only sends messages and uses no shared memory.
 
-    Where ULFM is not active, it works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` returns a
-    duplicate, and `revoke` does nothing. The death of a rank on this host is detected within milliseconds. The death
-    of an entire host is detected when the launcher detects it: by a heartbeat if it has one (10 s, `--prtemca
-    errmgr_detector_heartbeat_timeout`), else through its sockets."""
+    Without ULFM, this class works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` returns a
+    duplicate, and `revoke` does nothing. With ULFM, the death of a rank on this host is detected within milliseconds.
+    The death of an entire host is detected when the launcher detects it: by a heartbeat if the launcher has one (10 s,
+    `--prtemca errmgr_detector_heartbeat_timeout`), else through the launcher's sockets."""
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
-        # a duplicate inherits the error handler of the original, which may abort
+        # a duplicate inherits the original's error handler, and that handler may abort
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.survives = is_ulfm_active()
         self._parts: list[UlfmCommunicator] = []

@@ -323,7 +323,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # greater if another wait has already advanced this call
+        return self._lanes.turn >= self._ticket  # `turn` is greater if another wait has advanced this call
 
     def wait(self) -> None:
         group = self._lanes.host_group

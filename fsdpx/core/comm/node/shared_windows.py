@@ -180,7 +180,7 @@ class NodeMemory:
         self.rank, self.size = here.rank, here.size
         self.common: set[int] = set()  # ids of windows that hold one buffer for all ranks of a group
         self.windows: dict[int, HostWindow] = {}
-        self.abandoned: list[Array] = []  # shared arrays whose owner was garbage-collected; they are yet to be freed
+        self.abandoned: list[Array] = []  # arrays to free, because their owner was garbage-collected
         self.persistent: ModuleType | None = None  # module `persistent`, loaded when memory is first shared
         self._owners: dict[int, tuple[int, int]] = {}
         self._cached_addresses: dict[int, tuple[Array, WindowAddress]] = {}

@@ -100,7 +100,7 @@ def _view_bfloat16_as_bits(a: Any) -> Any:
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which elements of `dtype` are summed: float32 for bfloat16 bits, else the same dtype."""
+    """Return the dtype in which elements of `dtype` are summed: float32 for bfloat16 bits, else `dtype` itself."""
     return np.dtype(np.float32) if dtype == np.uint16 else dtype
 
 

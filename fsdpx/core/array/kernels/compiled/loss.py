@@ -189,6 +189,6 @@ def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
 @register_compiled_kernel(lambda x, w, s: (x, x, 1.0))
 def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
     flat, dy = make_flat_views_and_output(y, target)
-    y, target, into = map(as_contiguous, flat)  # copies a target that is read-only or not aligned
+    y, target, into = map(as_contiguous, flat)  # `as_contiguous` copies a target that is read-only or not aligned
     parallel_for_rows(_squared_error_backward_loop, (y, target, into), accumulation_dtype(y.dtype).type(factor))
     return dy

@@ -140,7 +140,7 @@ def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
     if flat is None:
         convert = to_channels_last if arrays[0].ndim > 2 else np.ascontiguousarray
         flat = [convert(a).reshape(-1) for a in arrays]
-    return [as_contiguous(a) for a in flat]  # copies arrays that are read-only or not aligned
+    return [as_contiguous(a) for a in flat]  # `as_contiguous` copies arrays that are read-only or not aligned
 
 
 def make_flat_views_and_output(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
