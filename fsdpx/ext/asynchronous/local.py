@@ -46,7 +46,8 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    "trained": SlotKind("trained", "control"),  # per fragment: loss weight of data seen since the fragment was sent
+    # for each fragment, the loss weight of the data seen since the fragment was last sent
+    "trained": SlotKind("trained", "control"),
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
 })  # fmt: skip

@@ -523,7 +523,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # a rank that has not left the first wait still has AWAY_CLOCK as its clock
+        self._wait_for_all_ranks()  # until a rank leaves the first wait, its clock is AWAY_CLOCK
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1

@@ -69,8 +69,8 @@ def select_largest_elements(
 
 
 def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share: float, out: Any, add: bool) -> None:
-    """Write the elements taken by `select_largest_elements` to their positions in `out` and zeros elsewhere, or
-    add them to `out` if `add`."""
+    """Write the elements taken by `select_largest_elements` to their positions in `out`, and zeros to all other
+    positions. If `add`, add the elements to `out` instead."""
     if not add:
         out[...] = 0
     if can_run_compiled_kernels(xp):

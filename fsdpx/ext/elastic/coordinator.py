@@ -235,7 +235,7 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree with all ranks that a step counts, after which this rank can update its shard on its own. Collective.
+        """Agree with all ranks that a step counts. This rank can then update its shard without the others. Collective.
         """
         self.agree_on_step()
         self._position = replace(self._position, updating=True)

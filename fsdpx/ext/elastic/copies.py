@@ -1,4 +1,4 @@
-"""In-memory checkpoints: copies of each rank's state in the memory of other ranks, which are called its buddies."""
+"""In-memory checkpoints: copies of each rank's state in the memory of other ranks, called the rank's buddies."""
 
 from __future__ import annotations
 
@@ -187,7 +187,8 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        self._lost: RankLost | None = None  # an error while transfers were started, to be raised later
+        # if a rank was lost while transfers were started, this error is raised later
+        self._lost: RankLost | None = None
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
         self._begun = 0.0
         self._buffer_count = 0

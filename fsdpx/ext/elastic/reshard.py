@@ -255,8 +255,8 @@ class ReshardMessage(NamedTuple):
         between the two ranks, sender). In round k, each rank sends to rank + k
     sends : whether this rank sends the message
     peer : the other rank
-    rows : elements in the message. They index the shards that this rank holds if it sends, else the shards that
-        it wants
+    rows : elements in the message, as positions in the shards that this rank holds if it sends the message, or in the
+        shards that it wants if it receives the message
     """
 
     number: tuple[int, int, int]
@@ -486,11 +486,11 @@ def reshard_arrays(
 
     Every rank may hold and want any elements, or none. If several ranks hold an element, its bits must be the same on
     all of them. A rank copies the elements that it holds itself; ranks that hold the other elements take turns to send
-    them. Arrays of `want` may share memory with arrays of `have` only where both stand for the same elements. Check
-    first, with `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if a rank dies;
-    `comm` is then revoked, and some arrays of `want` may already be filled.
+    them. Arrays of `want` may share memory with arrays of `have` only where both contain the same elements of a tensor.
+    Check first, with `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if a rank
+    dies; `comm` is then revoked, and some arrays of `want` may already be filled.
 
-    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. It needs
+    A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. The rank needs
     additional memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block."""
     mine = ([describe_shard(part) for part in have], [describe_shard(part) for part in want])
     everyone = comm.all_gather_data(mine)

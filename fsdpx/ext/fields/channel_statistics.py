@@ -73,7 +73,7 @@ def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: 
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    # all zeros if the channel is constant, so that its mean has no rounding error
+    # for a constant channel, these are all zeros, so that its mean has no rounding error
     above = np.where(counted, rows - lowest[:, None], 0.0)
     mean = above.sum(axis=1) / np.maximum(count, 1.0)
     apart = np.where(counted, above - mean[:, None], 0.0)

@@ -534,7 +534,7 @@ class Grid(Domain):
         Parameters
         ----------
         array : (samples, channels, *cells)
-        batched : whether the result keeps the samples dim; else it is the first sample
+        batched : whether the result keeps the samples dim; if False, the result is the first sample
 
         Returns
         -------

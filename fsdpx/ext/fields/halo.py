@@ -279,7 +279,8 @@ class FieldLayer(Layer):
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
-        """Return how the input `x` is partitioned over ranks. If the field is not partitioned, it is a single part."""
+        """Return how the input `x` is partitioned over ranks. If the field is not partitioned, the result has a single
+        part."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:

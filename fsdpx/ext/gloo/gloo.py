@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from hmac import compare_digest
-from os import _exit  # the original function, because watch/rank_exits.py replaces os._exit
+from os import _exit  # the original os._exit, which watch/rank_exits.py replaces
 from queue import SimpleQueue
 from typing import Any
 
@@ -364,8 +364,8 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all_messages(self) -> None:
-        """Abandon all incomplete messages at the end of the process. The other ranks of these messages never made the
-        matching call, or will notice that this rank has ended."""
+        """Abandon all incomplete messages at the end of the process. The ranks at the other end of these messages never
+        made the matching call, or will notice that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH

@@ -198,7 +198,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # via a copy, because `recv` may overlap `target`
+            recv[...] = target.copy()  # a copy is needed, because `recv` may overlap `target`
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:

@@ -106,7 +106,7 @@ class AutogradFunction(DifferentiableLayer):
         if getattr(xp, "holds_no_data", False):
             zeros = [[np.zeros(a.shape, a.dtype) for a in arrays] for arrays in (p, inputs)]
             y = self._call_function(*zeros)
-            self._make_pullback(*zeros)  # only to raise ConfigError if autograd cannot differentiate the function
+            self._make_pullback(*zeros)  # raises ConfigError if autograd cannot differentiate the function
             return xp.empty(y.shape, dtype=y.dtype), ()
         return self._call_function(p, inputs), ()
 

@@ -147,9 +147,9 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 
 
 def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Return rank and alpha of the adapters under PEFT's names for them.
+    """Return rank and alpha of the adapters in a dict, with PEFT's names as keys.
 
-    They are read from the first layer, because `nn.add_lora` gives all layers the same values."""
+    Both are read from the first layer, because `nn.add_lora` gives all layers the same rank and alpha."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 

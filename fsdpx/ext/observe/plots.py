@@ -531,7 +531,7 @@ def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        # without the first step, because its time includes the start-up
+        # the first step is left out, because its time includes the start-up
         points = points[1:] if name == "rate" else points
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)

@@ -158,7 +158,8 @@ class ValueRecorder(Observer):
         words = describe_action_target(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
-            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values  # float32 is exact for 16 bits
+            # converting 16-bit floats to float32 is exact
+            values = values.astype(np.float32) if values.dtype.itemsize < 4 else values
             row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 

@@ -139,7 +139,7 @@ class FlightRecorder(Observer):
     def remove_file(self) -> None:
         """Remove this rank's record after a normal end. The last rank to do so also removes the folder."""
         self._path.unlink(missing_ok=True)
-        with suppress(OSError):  # fails while other ranks still have records in the folder
+        with suppress(OSError):  # the folder cannot be removed while other ranks have records in it
             self._path.parent.rmdir()
 
 

@@ -128,7 +128,7 @@ class Preemption:
         if trainer.call_runner.rank == 0:
             flush_and_write_stderr(
                 f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n"
-            )  # unlike print, works even after the terminal has closed
+            )  # unlike print, this works even after the terminal has closed
             if self.requeue:
                 _requeue_job()
         raise end

@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from os import _exit  # the original function, because rank_exits.py replaces os._exit
+from os import _exit  # the original os._exit, which rank_exits.py replaces
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def start_watchdog(
     mine = (token, platform.node(), str(environment.read_environment().run or ""))
     tokens, hosts, runs = zip(
         *base.all_gather_data(mine), strict=True
-    )  # done even if this rank already has a watchdog, because all ranks must take part
+    )  # called even if this rank already has a watchdog, because all ranks must take part
     if watchdog is None:
         try:
             here = [rank for rank, host in enumerate(hosts) if host == hosts[base.rank]]
@@ -172,7 +172,7 @@ class Watchdog:
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
-            with suppress(OSError):  # fails while other ranks still have records in the folder
+            with suppress(OSError):  # the folder cannot be removed while other ranks have records in it
                 self.folder.rmdir()
 
     def request_report_and_wait(self) -> None:

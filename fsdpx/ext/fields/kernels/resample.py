@@ -16,7 +16,7 @@ class CellMatrix(NamedTuple):
 
     Attributes
     ----------
-    starts : (outputs + 1,) int64; output o is the sum of the entries from starts[o] to starts[o + 1] - 1
+    starts : (outputs + 1,) int64; output o sums the entries from starts[o] to starts[o + 1] - 1
     sources : (entries,) int64, the input cell of each entry
     weights : (entries,) float64, the weight of each entry
     cells : number of input cells
