@@ -1,5 +1,5 @@
-"""The shards of tensors that a rank saves and loads. They include arrays that compression codecs keep between steps
-("codec memory"), such as error-feedback residuals."""
+"""The shards of tensors that a rank saves and loads. Among them are the arrays that compression codecs keep between
+steps ("codec memory"), such as error-feedback residuals."""
 
 from __future__ import annotations
 
@@ -310,10 +310,11 @@ class CodecMemory:
         return axis, memory
 
     def _get_saved_index_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """Return the index of the saved tensor that this rank uses for a parameter, and the number of such tensors.
+        """Return the index of the saved tensor that this rank uses for a parameter, and how many saved tensors there
+        are for that parameter.
 
-        Tensor ranks share one saved tensor for an unsharded parameter, unless each of them computes only a summand of
-        the gradient. In that case each tensor rank has its own."""
+        For an unsharded parameter, tensor ranks share one saved tensor, unless each tensor rank computes only a
+        summand of the gradient. In that case each tensor rank has its own saved tensor."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

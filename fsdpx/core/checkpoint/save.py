@@ -320,7 +320,7 @@ class BackgroundSave:
         self.world, self.prepared = state.placement.axes.world, prepared
         self._problem: str | None = None  # error message, if writing or committing has failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        # a lock instead of Thread.join, because in Python 3.11 Ctrl-C during join marks a running thread as ended
+        # wait by a lock, not Thread.join: in Python 3.11, Ctrl-C during join marks a running thread as ended
         self._running = threading.Lock()
         try:
             pieces = count.iterate_and_count(prepared.iterate_shards(state))

@@ -171,8 +171,8 @@ class Worker:
     """A thread that runs one task at a time: `begin_task(task)` starts a task, and `wait_for_task()` waits for it and
     raises its error. The thread lives as long as the `with` block.
 
-    It is used instead of an executor of `concurrent.futures`, which refuses tasks once the main program has ended,
-    because a background save may continue after that."""
+    It is used instead of an executor of `concurrent.futures`, because a background save may continue after the main
+    program has ended, and an executor then refuses tasks."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()

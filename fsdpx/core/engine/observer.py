@@ -66,7 +66,7 @@ class Observer:
         """Set the counters of this observer to zero."""
 
     def write_files(self) -> None:
-        """Write to files what was recorded. Collective."""
+        """Write what was recorded to files. Collective."""
 
 
 @dataclass(slots=True)

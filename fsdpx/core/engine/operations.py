@@ -102,8 +102,8 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send an activation or a gradient to another pipeline stage. No action waits for the message; the run
-    does so at its end."""
+    """Start to send an activation or a gradient to another pipeline stage. No action of the program waits until the
+    message is sent; the run waits for it at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -123,8 +123,8 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
 
 
 def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to receive an activation or a gradient from another pipeline stage. Return the transfer, or None if
-    nothing is sent."""
+    """Start to receive an activation or a gradient from another pipeline stage. Return the transfer, or None if the
+    other stage sends nothing."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return (None,)
@@ -256,7 +256,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
         else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    # last copy first, because the backward of a single process reaches later layers first
+    # add the last copy first, because the backward of a single process reaches later layers first
     for other in reversed(gathered[:-1]):
         total += other
     for own_array in taken:
@@ -313,8 +313,8 @@ def _compute_clip_factor(norm: float, max_norm: float) -> float:
 
 def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute the factor for all gradients without communication, for steps that do not need the gradient norm. Each
-    rank checks only its own gradient shards for NaN and Inf. Because this action reads all gradients, the transfers of
-    all gradients are complete before the first update."""
+    rank checks only its own gradient shards for NaN and Inf. This action reads all gradients, so the reductions of all
+    gradients are complete before the first update."""
     require_finite_loss(run, read[0], run.sync_group)
     _require_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].gradient_divisor * run.scaler.value)
@@ -434,7 +434,7 @@ def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
         page = run.placement.pages[p]
         first = (
             page.own_range.start if total.size == page.own_range.size else 0
-        )  # 0, because in asynchronous training each rank has the full gradient
+        )  # 0 in asynchronous training, where each rank has the full gradient
         for piece in page.page.find_field_overlaps(ElementRange(first, first + total.size)):
             name = page.page.fields[piece.have].source
             part = total[piece.start - first : piece.stop - first]

@@ -115,7 +115,7 @@ class BufferViews:
         cached = self._params.get(key)
         if cached is None:
             node_parameters = [Parameters(arrays) for arrays in self._split_per_node(unit, pages)]
-            cached = self._params[key] = (tuple(pages), node_parameters)  # ids are unique only while pages are alive
+            cached = self._params[key] = (tuple(pages), node_parameters)  # store `pages` too, to keep their ids unique
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
@@ -200,7 +200,7 @@ class Workspace:
         self._grads = {p: ledger.rows[LedgerKey("grad", p)] for p in self.placement.stage.trained_pages}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
-        self._nothing: dict[str, Any] = {}  # scratch buffers of 0 bytes, by kind
+        self._nothing: dict[str, Any] = {}  # kind of scratch buffer -> buffer of 0 bytes
 
     @cached_property
     def stage_messages(self) -> StageMessages:
@@ -263,7 +263,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # an empty view of the slab, because the buffer must be in shared memory if it is so on other ranks
+        # an empty view of the slab: the buffer must be in shared memory here if it is in shared memory on other ranks
         if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)

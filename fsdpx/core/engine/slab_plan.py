@@ -27,8 +27,9 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
 
 
 def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Return this rank's plan. If slabs are in shared memory, ranks allocate them together, so the plan gets the
-    largest slab size of any rank. Collective if slabs are in shared memory."""
+    """Return the slab plan of this rank, given the plan `own` that it has made alone. If slabs are in shared memory,
+    ranks allocate them together, so the returned plan has the largest slab size of any rank. Collective if slabs are
+    in shared memory."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))

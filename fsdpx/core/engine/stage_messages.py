@@ -72,6 +72,6 @@ class StageMessages:
 
 
 def is_dtype_sent(edge: Edge, dtype: Any) -> bool:
-    """Return whether arrays of this dtype are sent over `edge`, a connection of two stages. Integer activations are
-    sent forward, but have no gradient to send back."""
+    """Return whether arrays of this dtype are sent over `edge`, a connection of two stages. Activations of any dtype
+    are sent forward, but integer activations have no gradient to send back."""
     return not (edge.gradient and np.dtype(dtype).kind in "iub")

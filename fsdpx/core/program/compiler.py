@@ -78,8 +78,8 @@ class SyncRules:
     before : operations that run before the first update
     after : (operation, pages) pairs: operations that run after the update of each of these pages
     rest : (operation, pages) pairs: operations that run for each of these pages after all updates
-    kept : kinds of slots that are filled before and after the step, one slot per trained page
-    begins, ends : further slots that are filled before the step, or after it
+    kept : kinds of slots that are filled both before and after the step, one slot per trained page
+    begins, ends : further slots that are filled before the step (`begins`) or after it (`ends`)
     results : kinds of slots that the caller reads at the end
     """
 

@@ -74,7 +74,7 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # a forward sends what its units compute; a backward sends gradients of what they read, in reverse order
+            # a forward sends what its units compute; a backward sends gradients of what its units read, last unit first
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]
@@ -82,9 +82,9 @@ class _ScheduleStep:
             sends.append(Action("SEND", edge.number, self.mb))
 
     def can_receive_early(self, before: _ScheduleStep) -> bool:
-        """Return whether the receives of this action can be posted before the preceding action, `before`. A backward
-        of the same microbatch cannot receive early, because the gradient would arrive in a buffer that `before` still
-        uses."""
+        """Return whether the receives of this action can be posted before the preceding action, `before`. They cannot
+        if this action is the backward of the same microbatch, because the gradient would arrive in a buffer that
+        `before` still uses."""
         return self.forward or before.mb != self.mb
 
 

@@ -252,8 +252,8 @@ def find_constant_values(
 
 
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """Convert rows (pages, values read, values computed) to units (groups of layers), which record which values they
-    are the last to read.
+    """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of its
+    values no other unit reads later.
 
     Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
     other readers leave the value in place (`reads`)."""

@@ -48,13 +48,13 @@ class TrafficSizes:
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
     """(axis, collective) -> page -> the collectives that its codec uses instead; pages that are not listed are sent
     uncompressed"""
-    # for each page, the (axis, call, elements) of the transfers that sum its tied gradients
+    # for each page, (axis, collective, elements) of each transfer that sums the page's tied gradients
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
     """amount of a transfer that is not part of a page -> (number, microbatch) -> bytes; keys that are not listed send
     nothing"""
-    # for each page, the (axis, collective, bytes) of the transfers of its update
+    # for each page, (axis, collective, bytes) of each transfer in the page's update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 

@@ -174,7 +174,7 @@ def validate(schedule: PipelineSchedule) -> None:
 
 def _require_valid_rank_order(schedule: PipelineSchedule, rank: int) -> None:
     done: set[Done] = set()
-    added: dict[int, Action] = {}  # last action that added to the gradients of each stage
+    added: dict[int, Action] = {}  # for each stage, the last action that added to its gradients
     for index, action in enumerate(schedule.ranks[rank]):
         wrong = _describe_misplacement(schedule, rank, action) or _describe_order_error(action, done)
         if wrong:

@@ -44,8 +44,8 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
     """Return how many ranks of this host can share one copy of their full parameters; 0 if they cannot. With a shared
     copy, the shard of each rank is a view of that copy, so an all-gather moves no data within the host.
 
-    Ranks can share a copy if all ranks of each shard axis are on one host, or if full parameters are kept anyway.
-    Collective."""
+    Ranks can share a copy in two cases: if all ranks of each shard axis are on one host, or if full parameters are
+    kept until the update. Collective."""
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
@@ -63,9 +63,9 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def try_allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate the arrays of these ledger rows in shared memory. If `together` is True, all ranks of a host share one
-    block; otherwise each rank has its own block, which other ranks can read. If a host has too little shared memory,
-    return False after a warning that names the arrays as `what`. Collective."""
+    """Allocate the arrays that these ledger rows describe in shared memory. If `together` is True, all ranks of a host
+    share one block; otherwise each rank has its own block, which other ranks can read. If a host has too little shared
+    memory, warn and return False. `what` names the arrays in the warning. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),
@@ -126,7 +126,8 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return this rank's ledger rows (one per array), and allocate those arrays that ranks share. Collective."""
+    """Return this rank's ledger rows, one for each array. Allocate the arrays among them that several ranks share.
+    Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:

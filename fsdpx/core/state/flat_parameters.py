@@ -145,8 +145,8 @@ class Page:
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page. Its `have` is the index of
-        the parameter in `fields`."""
+        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page. The attribute `have` of the
+        piece is the index of the parameter in `fields`."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:

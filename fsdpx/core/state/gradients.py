@@ -176,8 +176,8 @@ class FullGradient:
 
 
 class ChunkGradients:
-    """The gradients of chunks of the batch, added along the tree as soon as two siblings are complete. `leaves` are
-    the buffers, one for each partial sum that is held at the same time.
+    """The gradients of chunks of the batch, added along the binary tree as soon as two siblings are complete. `leaves`
+    holds one buffer for each partial sum that this rank holds at the same time.
 
     Attributes
     ----------

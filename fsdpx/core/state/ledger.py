@@ -40,9 +40,9 @@ class LedgerKind:
     Attributes
     ----------
     memory : the heading under which memory reports count arrays of this kind
-    slot : the kind of slot (named value) through which programs access it; "" if no program does
-    saved : whether checkpoints store it, resharding moves it and recovery keeps copies of it; arrays that are not saved
-        can be recomputed from those that are
+    slot : the kind of slot (named value) through which programs access arrays of this kind; "" if no program does
+    saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; arrays that
+        are not saved can be recomputed from those that are
     prefix : prefix of the arrays' names in checkpoints
     """
 

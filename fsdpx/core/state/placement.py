@@ -431,7 +431,7 @@ class Placement:
         own_rows = table[comm.rank * n : (comm.rank + 1) * n]
         own_rows[:] = values
         handle = comm.all_gather(own_rows, table, what=what)
-        if not comm.has_peers:  # simulated ranks all have the same values, so the table need not be converted
+        if not comm.has_peers:  # all simulated ranks have the values of this rank
             return TimedTransfer(handle, lambda: use([values] * comm.size))
         return TimedTransfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 

@@ -56,8 +56,8 @@ class SampleLayout(Protocol):
         """Return the shape of this rank's part of an output, given the shape of the unsplit output."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
-        """Convert the caller's inputs to the arrays that the model reads. Raise DataError if they do not have the
-        shape of this rank's part."""
+        """Convert the caller's inputs to the arrays that the model reads. Raise DataError if an input does not have
+        the shape of this rank's part of a batch."""
 
     def to_model_output(self, array: Any, name: str) -> Any:
         """Convert an array of the caller, such as a target or output gradient, to the layout of the model's output."""

@@ -1,5 +1,5 @@
-"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement it
-and transfer the data."""
+"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement the
+interface, and thereby transfer the data."""
 
 from __future__ import annotations
 

@@ -185,8 +185,8 @@ class SyncPolicy:
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
-        """Return a dict of the parameters that all ranks have in common, if one rank alone can read them; otherwise
-        None."""
+        """Return a dict of the parameters that all ranks have in common, if one rank alone can read them without the
+        help of other ranks. Otherwise return None."""
         return None
 
     def read_common_state_and_get_setter(

@@ -42,7 +42,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # compared before the mesh: a different strategy also gives a different mesh
+        "strategy": placement.sharding,  # before the mesh, which also differs if the strategy differs
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),

@@ -181,8 +181,8 @@ class DuplicateBatchDetector:
     """Warns if all data ranks train on the same samples, which is usually a mistake in sharding the data. The detector
     stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Empty batches, and batches in which all samples are equal, are ignored, because they may be intended or come from
-    an idle rank.
+    Batches without samples, and batches in which all samples are equal, are ignored: such batches may be intended, or
+    come from an idle rank.
 
     Attributes
     ----------

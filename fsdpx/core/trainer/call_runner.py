@@ -149,8 +149,8 @@ class LastUpdate:
 
     @classmethod
     def from_loss_and_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
-        """Make the record from the global mean loss and from `scale`, which has the gradient norm and the learning
-        rate and says whether the update was skipped."""
+        """Make the record from `loss`, the global mean loss, and from `scale`, which holds the gradient norm, the
+        learning rate, and whether the update was skipped."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 

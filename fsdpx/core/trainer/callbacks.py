@@ -40,7 +40,7 @@ class MetricSums:
 
     def __init__(self, functions: Mapping[str, Metric], placement: Placement) -> None:
         self.functions, self._placement, self._layout = functions, placement, placement.sample_layout
-        self._sums = np.zeros((len(functions), 2))  # columns: sum and count of each metric
+        self._sums = np.zeros((len(functions), 2))  # one row per metric, with columns (sum, count)
         self._problem: tuple[str, Exception] | None = None
 
     def add_batch(self, output: Any, target: Any) -> None:

@@ -60,7 +60,7 @@ def barrier() -> None:
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
-        # comparing the calls waits for all ranks, so no further barrier is needed
+        # no further barrier is needed: comparing the calls already waits for all ranks
         _agree_on_signature(opened, make_signature("barrier"))
 
 
@@ -289,7 +289,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     """
     comm, into = default_communicator(), _as_flat_output(out)
     get_dtype_kind(into.dtype)
-    # only for ranks that are processes; for those that run as threads, the backend itself compares size and dtype
+    # check size and dtype here if ranks are processes; if they run as threads, the backend checks them
     if find_message_backend(comm) is not None:
         head = np.empty(HEADER_BYTES, np.uint8)
         comm.recv(head, source, tag).wait()
@@ -405,8 +405,8 @@ def _as_flat_output(out: Array) -> Array:
 
 
 def _partition_rows_and_elements(verb: str, shape: tuple[int, ...], size: int) -> tuple[FlatPartition, FlatPartition]:
-    """Divide dim 0 of an array of this shape evenly among `size` ranks. Return the partition in rows and the same
-    partition in elements."""
+    """Divide dim 0 of an array of this shape evenly among `size` ranks. Return two partitions: the number of rows of
+    each rank, and the number of elements in these rows."""
     if not shape:
         raise ShapeError(f"{verb}: x has no dimension to split")
     rows, width = make_balanced_partition(shape[0], size), prod(shape[1:])

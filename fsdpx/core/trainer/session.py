@@ -374,7 +374,7 @@ class Session:
         if shapes is None:
             given = [ShapeArray(place.sample_layout.compute_full_input_shape(a.shape), a.dtype) for a in inputs]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
-            if place.axes.tensor.size > 1:  # raises an error if a dimension cannot be split over the tensor axis
+            if place.axes.tensor.size > 1:  # check that the tensor axis can split all dimensions
                 largest = batches.make_shape_only_microbatch(place, inputs, (inputs[0].shape[0],), 1)
                 place.value_shapes.shape_of(0, largest)
             shapes = self._output_shapes[key] = [
@@ -445,9 +445,9 @@ class Session:
         return self._get_or_prepare_executable_of_request(request)
 
     def _get_or_prepare_executable_of_request(self, request: ProgramRequest) -> Executable:
-        # preparing a program allocates shared memory collectively, so all ranks must do it in the same call. The key
-        # includes the programs that have run, because these are the same on all ranks; the request also depends on the
-        # contents of the store, which may differ
+        # Preparing a program allocates shared memory collectively, so all ranks must do it in the same call. The key
+        # includes the programs that have run, because these are the same on all ranks. The request alone is not
+        # enough: it depends on the contents of the store, which may differ between ranks.
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._executables[key] = self.engine.prepare_program(request)
