@@ -314,8 +314,8 @@ def _require_int(name: str, value: Any, minimum: int) -> int:
 
 
 def _has_indexed_samples(dataset: Any) -> bool:
-    """Return whether a dataset can be indexed by sample. This is not so for a generator, a dict of arrays, or a tuple
-    of arrays with different shapes."""
+    """Return whether a dataset can be indexed by sample. The result is False for a generator, a dict of arrays, or a
+    tuple of arrays with different shapes."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
         return False
     if getattr(dataset, "shape", None) == ():  # a 0-dim array has __len__, but calling it raises an error

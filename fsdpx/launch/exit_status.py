@@ -140,7 +140,7 @@ class Evidence:
     statuses : rank -> status, for the ranks whose status files this host can see
     flight_records : rank -> log of its last actions
     order : the ranks of this host in the order in which they ended
-    waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had got past it
+    waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had got past MPI_Init
     late : whether MPI_Init timed out on the waiting ranks, and the launcher ended all other ranks
     ranks : number of ranks
     elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of

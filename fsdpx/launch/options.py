@@ -170,8 +170,8 @@ class LaunchArgs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Position of this host in a job without a common launcher: a user runs the same `fsdpx run --backend gloo` on
-    each host, with a different --node-rank.
+    """Position of this host in a job without a common launcher: a user runs the same command `fsdpx run --backend
+    gloo` on each host, with a different --node-rank.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
 ) -> list[Any] | None:
     """Start a script as `fsdpx run` does, or call the function `what(comm, *args)` on each rank of a new job.
 
-    It is like `fsdpx.spawn`, but ranks are processes instead of threads.
+    This function is like `fsdpx.spawn`, but ranks are processes instead of threads.
 
     Parameters
     ----------

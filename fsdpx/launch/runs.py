@@ -34,7 +34,8 @@ def print_and_write_report(args: argparse.Namespace) -> int:
 
 
 def merge_traces_and_print_path(args: argparse.Namespace) -> int:
-    """Merge the traces of all ranks into one file for Perfetto, and print its path. Return the exit status."""
+    """Merge the traces of all ranks into one file for Perfetto, and print the path of this file. Return the exit
+    status."""
     with reporting_unreadable_files(args.folder):
         path, error, messages = merge_traces(args.folder)
     print(

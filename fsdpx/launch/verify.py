@@ -91,7 +91,7 @@ class VerifyCase:
 
     @property
     def single_process_case(self) -> "VerifyCase":
-        """The reference case: the same training in a single process."""
+        """The reference case: the training of this case, but in a single process."""
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:

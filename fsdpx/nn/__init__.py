@@ -1,5 +1,5 @@
-"""Neural-network layers, containers, losses and models. `nn.sharding` has the classes that shard them over the tensor
-axis."""
+"""Neural-network layers, containers, losses and models. `nn.sharding` has the classes that shard models over the
+tensor axis."""
 
 from typing import TYPE_CHECKING
 

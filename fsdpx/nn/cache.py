@@ -44,7 +44,7 @@ class KeyValueCache:
 
     def store_and_attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
         """Store the keys and values of new tokens, and return the causal attention of these tokens to themselves and
-        all earlier ones, as an array (rows, heads, time, d_head).
+        to all earlier tokens, as an array (rows, heads, time, d_head).
 
         `path` is the path of the attention layer; the other arguments are those of `kernels.attention`. The first call
         may read any number of tokens per text, with shorter texts padded at the end. Each later call reads one token

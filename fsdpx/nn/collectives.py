@@ -67,8 +67,8 @@ class PendingCollective:
 
 
 def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """Return the replicated `x` unchanged. Call it where each rank starts to compute something different from `x`: the
-    adjoint, `all_reduce_sum`, then sums the gradients of all ranks."""
+    """Return the replicated `x` unchanged. Call this function where each rank starts to compute something different
+    from `x`: the adjoint, `all_reduce_sum`, then sums the gradients of all ranks."""
     return x
 
 

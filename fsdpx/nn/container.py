@@ -271,9 +271,9 @@ class Container(Layer):
 class Sequential(Container):
     """Runs layers in order, each on the result of the previous one, like `torch.nn.Sequential`.
 
-    A layer that is passed twice becomes two layers with separate parameters, unless they are tied. Raises ConfigError
-    for an invalid or duplicate name, for a layer with a wrong number of inputs, and for a tie or a frozen pattern that
-    matches no parameter.
+    A layer that is passed twice becomes two layers with separate parameters, unless these parameters are tied. Raises
+    ConfigError for an invalid or duplicate name, for a layer with a wrong number of inputs, and for a tie or a frozen
+    pattern that matches no parameter.
 
     Parameters
     ----------
@@ -339,14 +339,16 @@ def chain_layers(
 
 
 def require_name(owner: str, name: object) -> str:
-    """Return `name`. Raise ConfigError unless it can be a part of a dotted path: a nonempty string without dots."""
+    """Return `name`. Raise ConfigError unless `name` can be a part of a dotted path: a nonempty string without dots.
+    The message begins with `owner`."""
     if not isinstance(name, str) or not name or "." in name:
         raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
 
 
 def require_layer(owner: str, name: str, layer: object) -> Layer:
-    """Return `layer`. Raise ConfigError unless it is an instance of `Layer`, not a class."""
+    """Return `layer`. Raise ConfigError unless `layer` is an instance of `Layer` (a class is not). The message begins
+    with `owner`."""
     if isinstance(layer, type) and issubclass(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
     if not isinstance(layer, Layer):
@@ -405,7 +407,8 @@ def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list
 
 
 def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to each element of a layer's saved values, and return the results in the same nested tuples."""
+    """Apply `function` to each element of a layer's saved values, and return the results in tuples that are nested
+    like those of `held`."""
     return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 

@@ -30,8 +30,8 @@ class Lambda(Layer):
     ----------
     function : function of one or several arrays of equal shape, written with NumPy functions, which also accept CuPy
         arrays
-    derivative : function of the same arguments that returns the derivative; for several inputs, a tuple with the
-        partial derivative for each input
+    derivative : function that takes the arguments of `function` and returns its derivative; for several inputs, a
+        tuple with the partial derivative for each input
     """
 
     acts_on = "element"

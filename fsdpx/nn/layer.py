@@ -407,7 +407,7 @@ class Layer(ABC):
         return {}
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Recompute the result of `forward` from its saved values. Layers with `cheap = True` must define this.
+        """Recompute the result of `forward` from its saved values. Layers with `cheap = True` must define this method.
 
         Parameters
         ----------
@@ -445,7 +445,7 @@ class Layer(ABC):
 
     def forward_shape_only(self, env: LayerContext, p: Params, x: Any) -> Any:
         """Return the result of `forward` as an array without data, which has only a shape and a dtype. Override this
-        if the shape is known without running `forward`.
+        method if the shape is known without running `forward`.
 
         Parameters
         ----------
@@ -496,7 +496,7 @@ class Layer(ABC):
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Run `backward_input`, then `backward_params`. Override this if computing the gradients of input and
+        """Run `backward_input`, then `backward_params`. Override this method if computing the gradients of input and
         parameters together is faster.
 
         Parameters
@@ -518,10 +518,10 @@ class Layer(ABC):
         return dx
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Compute only the gradients of the parameters. This is called if the gradient of the input is not needed,
-        because the input depends only on data and frozen parameters.
+        """Compute only the gradients of the parameters. This method is called if the gradient of the input is not
+        needed, because the input depends only on data and frozen parameters.
 
-        Override this if computing the gradient of the input is expensive.
+        Override it if computing the gradient of the input is expensive.
 
         Parameters
         ----------

@@ -374,7 +374,7 @@ def _describe_value_source(model: LayerList, value: int) -> str:
 
 class _MemoizedResults(threading.local):
     """The results that `get_or_memoize` has stored in this thread, by key. Each entry also holds the objects whose ids
-    are part of the key, so that no new object gets the same id."""
+    are part of the key, so that no new object gets one of these ids."""
 
     results: dict[Any, tuple[Any, list[Any]]] | None = None
 

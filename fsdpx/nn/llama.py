@@ -45,8 +45,8 @@ class Llama(Container):
     d_head : number of features per head; None: d_model / n_heads
     hidden : hidden width of each block's MLP; None: 8 ceil(d_model / 3)
     theta, rope_scaling : options of the rotary positions, see `Rotary`
-    window : number of positions to which a position attends: itself and the window - 1 positions before it; None: all
-        positions before it
+    window : number of positions to which a position attends: itself and the window - 1 positions before it; None:
+        itself and all positions before it
     qk_norm : whether an RMSNorm is applied to each query and key head
     qkv_bias, bias : whether queries, keys and values have biases, and whether all Linear layers of the blocks have
         them

@@ -196,8 +196,8 @@ class CellWeights:
             raise ConfigError(f"{owner}: weights must be numbers >= 0, or bools")
 
     def __repr__(self) -> str:
-        """Return a placeholder without this rank's values. Ranks compare the repr of the loss, so it must be the same
-        on all of them."""
+        """Return a placeholder without this rank's values. Ranks compare the repr of the loss, so the repr must be
+        equal on all ranks."""
         return "<an array>"
 
     def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:
@@ -237,8 +237,8 @@ def compute_masked_error(
 
 
 class MSELoss(_Elementwise):
-    """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements,
-    or the sum of their weights.
+    """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements
+    or, with the option `weights`, the sum of the weights of the elements.
 
     Parameters
     ----------
@@ -304,8 +304,8 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelize`: the sharded model and the loss that all ranks of the tensor axis run on the same
-    batch.
+    """The result of `parallelize`: the sharded model, and the loss. All ranks of the tensor axis together run them on
+    one batch.
 
     Parameters
     ----------

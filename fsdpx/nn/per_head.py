@@ -117,7 +117,7 @@ class Attention(PerHead):
     d_head : number of features per head
     causal : whether a position attends only to itself and to earlier positions
     window : with `causal`, number of positions to which a position attends: itself and the window - 1 positions before
-        it (Beltagy et al. 2020); None: all positions before it
+        it (Beltagy et al. 2020); None: itself and all positions before it
     segments : whether there is a fourth input, integer segment ids (samples, time); a position then attends only to
         positions with the same id. Each document in a packed sequence has its own id, and so has padding
     fused : whether queries, keys and values are concatenated in one input; kv_heads is then n_heads

@@ -320,8 +320,8 @@ class FieldPartition:
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_dim_name(self, dim: int) -> str:
-        """Return the name of a cell dim for error messages: "dim x" if the dims have letters, otherwise its index in
-        an array (samples, channels, *cells)."""
+        """Return the name of a cell dim for error messages: "dim x" if the dims have letters, otherwise the index of
+        the dim in an array (samples, channels, *cells)."""
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:

@@ -95,7 +95,8 @@ class Muon:
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Update a shard in place. Collective over the ranks that hold shards of the same flat array.
+        """Update a shard in place. Collective over the ranks that together hold the flat array of which this is a
+        shard.
 
         Parameters
         ----------
@@ -132,7 +133,7 @@ class Muon:
                 self._update_matrix(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Return how many elements of a parameter this rank sends to each other rank that holds a part of the same
+        """Return how many elements of a parameter this rank sends to each of the other ranks that hold a part of that
         parameter.
 
         Parameters

@@ -130,8 +130,8 @@ To add your own groups: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."
 
 
 class Optimizer(Protocol):
-    """The protocol of optimizers, which update one flat parameter shard in place. They hold only hyperparameters; the
-    caller holds their state."""
+    """The protocol of optimizers, which update one flat parameter shard in place. An optimizer holds only
+    hyperparameters; the caller holds the state arrays."""
 
     @property
     def lr(self) -> LearningRate:
@@ -258,8 +258,8 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
     """Return the values that ranks compare in each step: (learning rate, weight of the old average of the parameters
     in the new one).
 
-    The learning rate is nan if the schedule is invalid; the error is raised later, once all ranks know about it. The
-    weight is 0 if parameters are not averaged."""
+    The learning rate is nan if the schedule is invalid; the error is raised later, once all ranks know that the
+    schedule is invalid. The weight is 0 if parameters are not averaged."""
     share = 0.0
     try:
         lr = get_learning_rate(optimizer, step)
@@ -337,8 +337,8 @@ class UpdateFormula:
     one.
 
     The array code works on blocks that fit into the cache and needs two blocks of scratch memory. It is the reference,
-    and runs if no other implementation is available. The loop has the same operations in the same order, and therefore
-    gives the same bits."""
+    and runs if no other implementation is available. The loop performs the operations of the array code in the same
+    order, and therefore gives the same bits as the array code."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain, self.name = plain, plain.__name__

@@ -136,7 +136,7 @@ class Step(Schedule):
     Parameters
     ----------
     lr : the rate of step 1
-    every : number of steps with the same rate
+    every : number of consecutive steps with one rate
     factor : factor by which the rate is multiplied after every `every` steps
     """
 

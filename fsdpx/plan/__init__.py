@@ -54,7 +54,7 @@ class CallablePackage(ModuleType):
     else:
 
         def __call__(self, *arguments: Any, **options: Any) -> Plan:
-            """Search for the fastest configuration: call `search` with the same arguments. Raise ConfigError if the
+            """Search for the fastest configuration: call `search` with these arguments. Raise ConfigError if the
             arguments do not fit the signature of `search`."""
             try:
                 signature(search).bind(*arguments, **options)

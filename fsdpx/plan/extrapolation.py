@@ -64,8 +64,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, simulated, period)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the dry runs represent all microbatches: the full program must only repeat actions that ran,
-        and every `period` additional microbatches must add the same actions."""
+        """Return whether the dry runs represent all microbatches: every action of the full program must be the
+        repetition of an action that ran, and each group of `period` additional microbatches must add equal actions."""
         m, simulated, period = self.step.microbatches, self.simulated, self.period
         times = (m - simulated) // period if period else 0
         for one in () if self.ran == m else self.runs:

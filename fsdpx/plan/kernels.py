@@ -175,8 +175,8 @@ class _Grid:
         return cls(tuple(tuple(sorted(set(axis))) for axis in zip(*logs, strict=True)), logs)
 
     def interpolate_at(self, point: Sequence[float]) -> float:
-        """Return the rate at any point, interpolated between neighboring grid points. Points outside the grid have the
-        rate at its edge."""
+        """Return the rate at any point, interpolated between neighboring grid points. A point outside the grid gets
+        the rate of the nearest point on the edge of the grid."""
         weighed = [_find_weighted_neighbors(axis, value) for axis, value in zip(self.axes, point, strict=True)]
         corners = product(*weighed)
         return exp(sum(prod(w for _, w in one) * self.logs[tuple(at for at, _ in one)] for one in corners))

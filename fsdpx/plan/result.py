@@ -269,7 +269,7 @@ class Plan:
 
     def _format_largest_that_fit(self) -> str:
         """Return lines of text about the largest batch, sample size and model depth that fit into memory, with the
-        options that they need."""
+        options with which they fit."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest
         most = {

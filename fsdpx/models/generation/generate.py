@@ -142,8 +142,8 @@ def _iterate_leaves(path: str, layer: Layer) -> Iterable[tuple[str, Layer]]:
 
 
 def _require_cacheable_layers(layers: Iterable[tuple[str, Layer]]) -> None:
-    """Raise ConfigError if a layer cannot process a text token by token with a key-value cache. The message names its
-    path."""
+    """Raise ConfigError if a layer cannot process a text token by token with a key-value cache. The message names the
+    path of this layer."""
     for path, layer in layers:
         able = layer.acts_on in ("position", "element") if layer.caches is None else layer.caches
         if not able:
