@@ -103,8 +103,8 @@ class Device:
         return False
 
     def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run the update formula of an optimizer as a kernel of this device. Return False if the device has no kernel
-        of this name."""
+        """Run the update formula `name` of an optimizer on these arrays and numbers, as a kernel of this device.
+        Return False if the device has no kernel of this name."""
         return False
 
     def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:

@@ -67,7 +67,8 @@ def wrap_with_argument_check(
 def require_valid_arguments(
     function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any], name: str = ""
 ) -> None:
-    """Raise ConfigError for the first argument that does not fit its type hint. Call this before `function`."""
+    """Raise ConfigError for the first argument that does not fit its type hint. Call this before `function(*given,
+    **options)`."""
     label = name or function.__qualname__.removesuffix(".__init__")
     _refuse_huge_integers(function, label, given, options)
     _require_fitting_arguments(function, label, given, options)
@@ -97,11 +98,11 @@ def _require_fitting_arguments(
     options: Mapping[str, Any],
     error: Exception | None = None,
 ) -> None:
-    """Raise ConfigError for the first argument that does not fit its type hint.
+    """Raise ConfigError for the first argument of the call `function(*given, **options)` that does not fit its type
+    hint. `label` is the name of the function in the message.
 
     `error` is the exception that the call has raised, or None. If the call has failed, a 0-d array does not count as a
-    number, because it may have caused the failure: not all code accepts an array in place of a number.
-    """
+    number, because it may have caused the failure: not all code accepts an array in place of a number."""
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)
@@ -184,8 +185,8 @@ def _is_sequence(value: Any, collection_type: Any) -> bool:
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return (element, type hint) pairs for the elements of a collection. Return no pairs if it is too long to be
-    checked."""
+    """Return (element, type hint) pairs for the elements of the collection `value`, whose own hint contains the hints
+    `inner`. Return no pairs if the collection is too long to be checked."""
     if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:

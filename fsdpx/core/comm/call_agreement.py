@@ -107,8 +107,8 @@ class CallAgreement:
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Return whether all ranks post the same call within a few polls. This is the usual case, so it is tried
-        first, without creating a handle."""
+        """Post this rank's call and return whether all ranks post the same call within a few polls. Usually they do,
+        so this is tried first, without creating a handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):

@@ -96,8 +96,8 @@ def _print_exception_and_end_all_ranks(
     begun: threading.Lock, script_hook: Callable[[], object] | None, kind: type[BaseException],
     error: BaseException | None, trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
-    """Run the script's own hook `script_hook`, then print the exception and end all ranks. Only the first call has an
-    effect.
+    """Run the script's own hook `script_hook`, then print the exception and end all ranks. Only the first call with a
+    given lock `begun` has an effect.
 
     An error that all ranks raise together is printed only once: the other ranks give rank 0 time to print it and to
     end them."""
@@ -141,7 +141,7 @@ def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
 def format_rank_traceback(
     rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
 ) -> str:
-    """Return the traceback as text, preceded by the rank and the host name."""
+    """Return the traceback of an exception as text, preceded by the rank, the host name and, if given, the thread."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
     return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
 
@@ -221,7 +221,7 @@ def open_world(
 
 def adopt_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
     """Return `comm` as a `Communicator`: `comm` itself if it is one, or a communicator around a duplicate of an mpi4py
-    communicator."""
+    communicator. `backend` and `device_map` are those of `open_world`."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     comm = default_communicator.to_mpi4py(comm)

@@ -523,8 +523,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return LocalCommunicator(survivors, rank, Progress(self.progress.polls_before_yield), self._delays)
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Vote on the next joint decision of this communicator, wait until all living ranks have voted, and return the
-        result of `decide`."""
+        """Vote `given` on the next joint decision of this communicator, wait until all living ranks have voted, and
+        return the result of `decide`, which is called with all votes."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
@@ -551,8 +551,9 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _join_collective(
         self, verb: str, what: str, terms: tuple, given: Any, exchange: Callable[[list[Any]], Any]
     ) -> ThreadTransfer:
-        """Take part in the next collective of this communicator and return its handle. The last rank to arrive copies
-        the data of all ranks by calling `exchange`."""
+        """Take part in the next collective of this communicator and return its handle. This rank passes `given`;
+        `terms` are the arguments that must be equal on all ranks. The last rank to arrive copies the data by calling
+        `exchange` with what all ranks passed."""
         self._delay_randomly()
         group, number = self._group, self._calls
         self._calls += 1

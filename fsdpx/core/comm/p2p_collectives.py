@@ -179,8 +179,8 @@ def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartitio
 
 
 def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
-    """Run a ring all-reduce, that is, a reduce-scatter and an all-gather around the ring; yield the handle of each
-    message. For n bytes on N ranks, the scratch memory is n/N bytes.
+    """Run a ring all-reduce, that is, a reduce-scatter and an all-gather around the ring. Start each message with
+    `issue` and yield its handle. For n bytes on N ranks, the scratch memory is n/N bytes.
 
     The sum of each element passes along the ring from rank to rank, so it is computed only once, and all ranks get the
     same bits."""

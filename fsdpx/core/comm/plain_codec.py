@@ -30,8 +30,8 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, collections of these, and value
-    classes of fsdpx.
+    """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, value classes of fsdpx, and
+    collections of all these.
 
     Raises ConfigError for any other object. Use `all_gather_object` for user-defined objects."""
     buffer = io.BytesIO()

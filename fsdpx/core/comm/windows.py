@@ -117,7 +117,8 @@ class SharedWindow(Window):
 
     @abstractmethod
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the part of `rank`. The lock is released if its holder dies."""
+        """Return a context manager that locks the part of `rank`, for writing or only for reading. The lock is
+        released if its holder dies."""
 
     @contextmanager
     def open_locked_part(self, rank: int, start_byte: int, stop_byte: int, write: bool = True) -> Iterator[Array]:

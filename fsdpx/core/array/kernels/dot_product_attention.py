@@ -127,7 +127,8 @@ def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
 def _attention_backward_of_head(
     xp: Any, p: Any, q: Any, k: Any, v: Any, o: Any, do: Any, scale: float, seen: Any
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v of one head, given its attention probabilities p."""
+    """Return the gradients of q, k and v of one head, given its attention probabilities p. `seen` is the attention
+    mask (T, S), or None if all positions are visible."""
     seeing = None if seen is None else seen.T
     along = xp.sum(do * o, axis=-1, keepdims=True)
     ds = zero_hidden_weights(p * (do @ v.T - along) * scale, seen)

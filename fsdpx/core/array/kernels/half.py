@@ -83,7 +83,7 @@ def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def _can_use_compiled(half: Any, wide: Any) -> bool:
-    """Return whether the compiled code supports this pair of a 16-bit and a float32 array."""
+    """Return whether the compiled code supports these arrays, of which `half` is 16-bit and `wide` float32."""
     formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
 

@@ -96,8 +96,8 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _make_selection_result(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Return an array of shape `dims` for elements selected from x, and count a copy that reads as many elements as it
-    writes."""
+    """Return an array of shape `dims` for elements selected from x by `indices`. Count a copy that reads as many
+    elements of x as it writes, and the indices."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
     return result
@@ -277,8 +277,10 @@ def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[
 
 
 def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
-    """Return the shape-only result of a fast Fourier transform, and count its FLOPs: 5 N log2 N for N complex numbers
-    (Cooley and Tukey 1965), half of that for real numbers."""
+    """Return the shape-only result of the fast Fourier transform `name`, and count its FLOPs: 5 N log2 N for N complex
+    numbers (Cooley and Tukey 1965), half of that for real numbers.
+
+    `sizes` are the lengths of the transform along `axes`; None: those of x."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
         given[-1] = 2 * (given[-1] - 1)

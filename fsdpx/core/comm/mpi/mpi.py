@@ -148,7 +148,8 @@ class MpiRequests:
 
 
 def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
-    """Return RankLost if `comm` has lost a rank or was revoked, else CommError.
+    """Return the error to raise for an MPI error in the call described by `call_text`: RankLost if `comm` has lost a
+    rank or was revoked, else CommError.
 
     The error class of MPI is not enough to decide this: for several requests it is only "an error in a status", and a
     connection may break before MPI knows why."""

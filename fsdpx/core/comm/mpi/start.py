@@ -45,8 +45,8 @@ _SECONDS_TO_BEGIN = 600.0
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Return this user's files in `folder` that were created by an MPI library or for a shared-memory window, and that
-    no process maps anymore."""
+    """Return this user's files in `folder` that were created by an MPI library or for a shared-memory window, that no
+    process maps, and that were last written more than `seconds` ago."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -142,7 +142,7 @@ def guarding_mpi_start() -> Iterator[None]:
 
 def _make_marker_folder(settings: environment.Environment, job: str) -> Path:
     """Create the private folder in which the waiting ranks of this host create marker files, and return its path.
-    Raise `Untrusted` if the folder belongs to another user."""
+    `job` is the result of `_identify_job`. Raise `Untrusted` if the folder belongs to another user."""
     if settings.run is not None:
         return safe_files.make_folder(safe_files.make_folder(settings.run) / f"start-{platform.node()}")
     return safe_files.make_folder(Path(tempfile.gettempdir(), f"{FOLDER_PREFIX}{job or os.getpid()}"))
@@ -189,10 +189,11 @@ def is_process_alive(owner: str) -> bool:
 def _start_watchdog_process(
     folder: Path, settings: environment.Environment, job: str
 ) -> subprocess.Popen[bytes] | None:
-    """Start the watchdog process; return None if another rank has started it, or if the system is not POSIX.
+    """Start the watchdog process; return None if another rank has started it, or if the system is not POSIX. `job` is
+    the result of `_identify_job`, and `folder` contains the marker files of the waiting ranks.
 
-    It is a Python process without site-packages, so starting it takes only 10 ms of CPU time. The launcher does not
-    kill it together with the ranks, so it can clean up after them."""
+    The watchdog is a Python process without site-packages, so starting it takes only 10 ms of CPU time. The launcher
+    does not kill it together with the ranks, so it can clean up after them."""
     if os.name != "posix":
         return None
     if not safe_files.try_create_marker(folder / "clock"):

@@ -198,7 +198,9 @@ def _are_arrays_unmoved(row, at):
 
 def _compile_sum_functions(name, through, kind):
     """Return two compiled functions: one that writes the sum of all ranks' arrays, in rank order, and one that also
-    synchronizes the ranks before and after the sum."""
+    synchronizes the ranks before and after the sum.
+
+    `name` is part of their names, `kind` is the dtype of the sum, and `through` is applied to each summand."""
     element, lines, streamed = (
         make_rank_sum_intrinsic(0, through=through),
         make_rank_sum_intrinsic(LINES_PER_STEP, through=through),

@@ -242,7 +242,8 @@ class NodeCommunicator(Backend):
         self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
         """Start an all-gather into a buffer that all ranks share: each rank writes its piece, and then the ranks only
-        have to synchronize."""
+        have to synchronize. `into` is the address of the buffer, and `source` that of this rank's piece if it is in a
+        window."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -356,8 +357,8 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start a new compiled collective and cache it for later calls with the same arrays. If the counts are
-        balanced, calls that omit them find it as well."""
+        """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If its
+        partition `pieces` is balanced, it is also used for calls that omit the counts."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]

@@ -74,8 +74,8 @@ def make_persistent_sum(
 
 
 def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
-    """Return the array of arguments for the compiled code, in the layout that `atomics` describes. The addresses of
-    source arrays are filled in later."""
+    """Return the array of arguments for the compiled code, in the layout that `atomics` describes. `n` is the number
+    of elements to add, and `outs` are the addresses to write to. The source addresses are filled in later."""
     ranks = group.size
     head = [ranks, group.lane, n, divisor, int(stream), len(outs)]
     return np.array(

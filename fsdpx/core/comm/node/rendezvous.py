@@ -193,8 +193,8 @@ class NodeGroup:
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """For each (index, array, start), fill `array` from element `start` of the array that rank `index` of the host
-        posted."""
+        """For each (index, array, start) in `pieces`, fill `array` from element `start` of the array that rank `index`
+        of the host posted for collective `number`."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 

@@ -172,7 +172,8 @@ def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: An
 
 
 def _emit_vector_pointer(builder: Any, vector_type: Any, base: Any, row: Any, i: int, vector: int = 0) -> Any:
-    """Return a pointer to vector number `vector` of row i, where rows are `row` bytes apart."""
+    """Return a pointer to vector number `vector` of row i of the matrix at address `base`, whose rows are `row` bytes
+    apart."""
     moved = builder.add(base, builder.mul(row, ADDRESS(i)))
     return builder.inttoptr(builder.add(moved, ADDRESS(4 * LANES * vector)), vector_type.as_pointer())
 

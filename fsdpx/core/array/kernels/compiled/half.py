@@ -159,7 +159,7 @@ def emit_bit_mixing(builder: Any, n: Any) -> Any:
 @intrinsic
 def round_to_bfloat16_bits_stochastically(typingctx: Any, x: Any, position: Any, key0: Any, key1: Any) -> Any:
     """Convert a float32 to the bits of a bfloat16 by adding 16 random bits to its lower half and truncating. Inf and
-    NaN are kept."""
+    NaN are kept. The random bits depend on `position` and on two words of the generator's key."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
