@@ -1,5 +1,5 @@
-"""Options that cannot be combined with asynchronous strategies. For each, the error message gives the reason and an
-alternative."""
+"""Options that cannot be combined with asynchronous strategies. For each such option, the error message gives the
+reason and an alternative."""
 
 from __future__ import annotations
 

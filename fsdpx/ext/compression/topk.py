@@ -39,9 +39,9 @@ def select_largest_elements(
 ) -> None:
     """Take the elements of each block of `x` that are largest in absolute value, and store them in the order of `x`.
 
-    `x` is flat, float32 or float64. Their values go to `values` (float32), and their indices within the block to
-    `positions`. Among equal elements, the first are taken. `residual` gets x minus the values taken, or 0 where x is
-    not finite; it may be x itself."""
+    `x` is flat, float32 or float64. The values of the elements taken go to `values` (float32), and their indices within
+    the block to `positions`. Among equal elements, the first are taken. `residual` gets x minus the values taken, or 0
+    where x is not finite; it may be x itself."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import select_largest_elements as body
 

@@ -183,13 +183,12 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks, with the newest state of which the surviving ranks together hold
-        every element. Collective.
+        """Return the assembly after a change of ranks, with the newest complete state that the surviving ranks hold
+        between them. Collective.
 
         Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
-        state. `report` is called with text about the progress. `timeout` is the timeout of the previous watchdog in
-        seconds. It must be passed, because it cannot be taken from `control`, whose own timeout the previous watchdog
-        has extended."""
+        state. `report` is called with text about the progress. `timeout` is the timeout in seconds for the new
+        watchdog: that of the previous watchdog, because the timeout of `control` is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations

@@ -361,7 +361,7 @@ class ReshardPlan:
                         )
 
     def _find_moves_into_shard(self, dest: int, index: int) -> list[ElementMove]:
-        """Return the moves that fill the shard that is number `index` among those that rank `dest` wants."""
+        """Return the moves that fill the shard at index `index` in the list of shards that rank `dest` wants."""
         part = self.want[dest][index]
         if part.size == 0:
             return []

@@ -49,8 +49,8 @@ class SideStream:
         end.record(self.stream)
 
     def start_copy(self, target: Any, source: Any) -> StreamEvent:
-        """Start to copy the bytes of `source` to `target`, and return an event. One of the two must be pinned host
-        memory.
+        """Start to copy the bytes of `source` to `target`, and return an event that marks the end of the copy. One of
+        the two arrays must be in pinned host memory.
 
         Neither array may be changed or freed until the event is complete."""
         down = is_on_gpu(source)

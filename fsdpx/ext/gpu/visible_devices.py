@@ -239,7 +239,7 @@ def _find_host_local_rank(size: int) -> int | None:
 def run_transfer_probe() -> int:
     """Run the test of GPU-aware MPI, as the main function of the child job, and return its exit status.
 
-    Prints `PROBE_OUTPUT` on success. If the MPI library does not accept GPU arrays, it may end the process."""
+    Prints `PROBE_OUTPUT` on success. An MPI library that does not accept GPU arrays may end the process."""
     from mpi4py import MPI
 
     comm, cupy = MPI.COMM_WORLD, devices.import_cupy()

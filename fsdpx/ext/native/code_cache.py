@@ -221,8 +221,8 @@ def _get_code_path(function: Callable[..., Any], fastmath: Any, kinds: tuple[str
 
 @functools.cache
 def hash_function_sources(function: Callable[..., Any]) -> str:
-    """Return a hash of all sources from which a function's machine code is compiled. It does not depend on where the
-    sources are installed."""
+    """Return a hash of all sources from which a function's machine code is compiled. The hash does not depend on where
+    the sources are installed."""
     return lazy_numba.hash_function(function)
 
 

@@ -409,8 +409,8 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_memory_limit(self, bottom: float, scale: float, peak: float) -> None:
-        """Draw a line at the available memory. If that is far above the scale, write it as text instead, below the
-        label of the peak, which is at height `peak`."""
+        """Draw a line at the available memory. If the available memory is far above the scale, write it as text
+        instead, below the label of the peak, which is at height `peak`."""
         limit = self.panel.limit
         if limit is None:
             return

@@ -148,7 +148,8 @@ class Watchdog:
         self.remove_dead_records(comm.get_failed_ranks() if hasattr(comm, "get_failed_ranks") else ())
 
     def stop_watching(self) -> None:
-        """Stop watching, and remove this rank's flight record, because no other rank will wait for this rank here."""
+        """Stop watching, and remove this rank's flight record, because no other rank will wait for it on this
+        communicator."""
         if not self._stop.is_set():
             self._stop.set()
             unregister_exit_report(self.record)

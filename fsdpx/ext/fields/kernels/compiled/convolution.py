@@ -150,8 +150,8 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return a compiled loop that transforms planes, the results of Winograd's matmuls, to patches of an image.
 
-    It computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. The loop takes the same
-    arguments as the one from `make_winograd_input_loop`."""
+    The loop computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. It takes the same
+    arguments as the loop from `make_winograd_input_loop`."""
     size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
