@@ -79,7 +79,8 @@ class OuterStep:
     steps : pages that the outer optimizer updates in this step, because their outer gradients have arrived
     adopts : pages whose new outer parameters have arrived; the replica continues from these parameters
     summing : pages whose outer gradients are still being transferred when the step begins
-    coming : pages whose new outer parameters are still being transferred when the step begins"""
+    coming : pages whose new outer parameters are still being transferred when the step begins
+    """
 
     deltas: frozenset[int] = frozenset()
     steps: frozenset[int] = frozenset()
@@ -114,7 +115,8 @@ class RoundSchedule:
     every : number of steps from one outer gradient of a page to the next
     fragments : sets of pages. The pages of a set are sent together, and each set at a different point of the round
     delay : number of steps that the transfers of a fragment may take. The outer gradient is sent during the first half
-        of these steps, and the new parameters during the second half"""
+        of these steps, and the new parameters during the second half
+    """
 
     every: int
     fragments: tuple[frozenset[int], ...]
@@ -246,7 +248,8 @@ class LocalSGD(SyncChoice):
 
         Returns
         -------
-        str or Sharding : `inner_strategy`, or its default"""
+        str or Sharding : `inner_strategy`, or its default
+        """
         if self.inner_strategy is not None:
             return self.inner_strategy
         return "ddp" if mesh is None or mesh.fill_from_strategy("ddp", ranks).shard == 1 else "fsdp"
@@ -260,7 +263,8 @@ class LocalSGD(SyncChoice):
 
         Returns
         -------
-        SyncPolicy : a policy with rounds of `sync_every` steps"""
+        SyncPolicy : a policy with rounds of `sync_every` steps
+        """
         return LocalSyncPolicy(placement, self)
 
     def _require_int(self, name: str, minimum: int, maximum: int | None, wanted: str) -> None:

@@ -219,7 +219,8 @@ class AsyncSGD(OwnSpeed):
         of a step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is
         applied in an update of its own. None (default): no limit
     by_staleness : whether to divide the learning rate by 1 + the number of updates since the parameters were read
-        (Zhang et al., IJCAI'16)"""
+        (Zhang et al., IJCAI'16)
+    """
 
     sharded: ClassVar[bool] = True
     staleness: int | None = None
@@ -243,7 +244,8 @@ class AsyncSGD(OwnSpeed):
 
         Returns
         -------
-        Sharding : parameters sharded over all ranks, with full parameters and gradients kept during a step"""
+        Sharding : parameters sharded over all ranks, with full parameters and gradients kept during a step
+        """
         return Sharding(full_params="step", full_grads="step")
 
 
@@ -255,7 +257,8 @@ class GossipSGD(OwnSpeed):
 
     Parameters
     ----------
-    sync_every : number of steps from one averaging to the next, at least 1"""
+    sync_every : number of steps from one averaging to the next, at least 1
+    """
 
     sync_every: int = 1
 
@@ -274,7 +277,8 @@ class GossipSGD(OwnSpeed):
 
         Returns
         -------
-        Sharding : a full replica on every rank"""
+        Sharding : a full replica on every rank
+        """
         return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
 
 
@@ -339,7 +343,8 @@ class OwnSpeedPolicy(SyncPolicy):
     ----------
     clock : number of steps that this rank has taken since all ranks last synchronized
     staleness_counts : staleness -> number of this rank's updates with that staleness. The staleness of an update is the
-        number of other updates of the page since this rank read it"""
+        number of other updates of the page since this rank read it
+    """
 
     is_synchronous, own_speed = False, True
     memory: CommonMemory

@@ -66,7 +66,8 @@ class CompressedCodec(Codec):
         wire : buffer of `packed_bytes(x.size)` bytes
         residual : receives the packing error of `x`, and may be `x` itself; None if the error is not kept
         step : number of the reduction, at most `MAX_REDUCES`; `unpack_part` gets the same number
-        numbers : random stream for this part in this reduction"""
+        numbers : random stream for this part in this reduction
+        """
 
     @abstractmethod
     def unpack_part(self, xp: Any, wire: Array, out: Array, add: bool, step: int) -> None:

@@ -73,7 +73,8 @@ class Int8(CompressedCodec):
     Parameters
     ----------
     unbiased : round up or down at random so that the expected value is exact (QSGD, Alistarh et al. 2017), and keep no
-        error. False (default): round to nearest, and add the error to the next gradient"""
+        error. False (default): round to nearest, and add the error to the next gradient
+    """
 
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased

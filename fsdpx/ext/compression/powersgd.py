@@ -53,7 +53,8 @@ class PowerSGD(Codec):
 
     Parameters
     ----------
-    rank : rank of the product P Q^T, at least 1"""
+    rank : rank of the product P Q^T, at least 1
+    """
 
     feedback = True
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "basis": "same"}
@@ -98,7 +99,8 @@ class PowerSGD(Codec):
 
         Returns
         -------
-        int : size in bytes"""
+        int : size in bytes
+        """
         return 4 * sum(self._count_all_reduce_elements(size))
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:

@@ -113,7 +113,8 @@ class TopK(CompressedCodec):
     fraction : share of the elements to send, in (0, 1]; 1 sends all
     warmup : number of reductions at the start in which the share falls geometrically from 1/4 to `fraction`
     block : choose ceil(fraction * block) elements from each block of `block` elements, using all threads. This sends
-        slightly more elements, but their indices take only 2 bytes. None (default): choose from the entire part"""
+        slightly more elements, but their indices take only 2 bytes. None (default): choose from the entire part
+    """
 
     @wrap_with_option_check
     def __init__(self, fraction: float = 0.01, warmup: int = 0, block: int | None = None) -> None:
@@ -169,7 +170,8 @@ class TopK(CompressedCodec):
 
         Returns
         -------
-        float : share in (0, 1]"""
+        float : share in (0, 1]
+        """
         if step >= self.warmup:
             return self.fraction
         return max(self.fraction, INITIAL_SHARE * (self.fraction / INITIAL_SHARE) ** (step / self.warmup))

@@ -102,7 +102,8 @@ class GenerationSummary(NamedTuple):
     ----------
     step : number of the step after which the snapshot was taken
     scalars : step count, loss scale and other scalars, as JSON
-    parts : which elements of which tensors the snapshot holds"""
+    parts : which elements of which tensors the snapshot holds
+    """
 
     step: int
     scalars: str
@@ -117,7 +118,8 @@ class Member(NamedTuple):
     initial_rank : its rank when the job began
     training_rank : its rank among the ranks that train; None if idle
     fresh : whether the rank can start again from the initial parameters as step 0
-    generations : the snapshots of the state that the rank holds in memory"""
+    generations : the snapshots of the state that the rank holds in memory
+    """
 
     initial_rank: int
     training_rank: int | None
@@ -139,7 +141,8 @@ class Assembly:
     copies : copies of the state in the memory of other ranks
     step : number of the step from which training continues; 0 for initial parameters
     watchdog : the watchdog that finds hanging ranks, if any
-    copied : whether the copies of the state at `step` have arrived on this rank"""
+    copied : whether the copies of the state at `step` have arrived on this rank
+    """
 
     control: SurvivorCommunicator
     initial_ranks: list[int]

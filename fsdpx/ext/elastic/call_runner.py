@@ -236,7 +236,8 @@ class ElasticRunner(CallRunner):
         Returns
         -------
         function
-            function without arguments, which all ranks must call"""
+            function without arguments, which all ranks must call
+        """
         values = trainer.parameters()
         return lambda: trainer.load_parameters(values)
 
@@ -264,7 +265,8 @@ class ElasticRunner(CallRunner):
         Raises
         ------
         ConfigError
-            if `ranks` is not an integer of at least 1"""
+            if `ranks` is not an integer of at least 1
+        """
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
         while True:

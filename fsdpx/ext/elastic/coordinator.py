@@ -66,7 +66,8 @@ class Recovery:
     ranks : number of ranks that train from now on
     replayed : number of steps that had to be repeated
     seconds : time from when this rank noticed the loss until it continued, not counting the time of the repeated
-        steps"""
+        steps
+    """
 
     step: int
     lost: tuple[int, ...]
@@ -151,7 +152,8 @@ class StepPosition:
     before : copies of the running statistics and codec memory from before the next step. A step changes these before
         all ranks have agreed on the step
     under_way : number of the step whose copies have not arrived yet; None if there is none
-    updating : whether a step is agreed on but this rank has not finished its update"""
+    updating : whether a step is agreed on but this rank has not finished its update
+    """
 
     step: int
     secure_step: int
@@ -169,7 +171,8 @@ class Coordinator:
     ranks : number of ranks that should train; None for all
     asked : whether a different number of ranks was requested
     assembly : the current ranks and their training session
-    recoveries : the changes of ranks so far"""
+    recoveries : the changes of ranks so far
+    """
 
     def __init__(
         self, recipe: Recipe, control: SurvivorCommunicator, elastic: ElasticConfig, commit: Callable[[Any, Any], None]

@@ -119,7 +119,8 @@ class CopyPartners(NamedTuple):
     ----------
     buddies : ranks that keep a copy of this rank's state
     own : the parts of tensors that make up this rank's state
-    kept : for each rank whose copies this rank keeps, rank -> parts of that rank's state"""
+    kept : for each rank whose copies this rank keeps, rank -> parts of that rank's state
+    """
 
     buddies: tuple[int, ...]
     own: list[ShardDescriptor]

@@ -149,7 +149,8 @@ class ModuleUnit:
     parameters : (name in the unit, name in the module), in the order of the graph
     constants : names of the module's buffers and constants that the unit reads, in the order of the graph
     graph : its operations as a function of the values read, then parameters, then constants; None for a batch norm
-    shapes : shapes of inputs and output"""
+    shapes : shapes of inputs and output
+    """
 
     name: str
     reads: Sequence[str]
@@ -191,7 +192,8 @@ def convert_to_operation_graph(
     nodes : nodes of the graph, in order
     number : node -> its number; several nodes may have the same number
     target_of : returns the function to call in place of a node's own target; views always become reshapes
-    owner : module whose attributes are the subgraphs"""
+    owner : module whose attributes are the subgraphs
+    """
     inner, made = dict[str, OperationGraph](), list[Operation]()
     for node in nodes:
         target = None if node.op in (INPUT, RESULT) else target_of(node)
@@ -315,7 +317,8 @@ class UnitFunction(AutogradLayer):
     constants : buffers and constants, in the order of the graph
     name : name of the unit, for messages
     shapes : shapes of the unit's inputs and output in the dtype of its parameters; None (default) if unknown
-    norms : names of parameters that belong to norms"""
+    norms : names of parameters that belong to norms
+    """
 
     given_values: InitialValues
 

@@ -95,7 +95,8 @@ class AutogradFunction(DifferentiableLayer):
 
     Raises
     ------
-    ConfigError : for parameters that are not floats, or a function that autograd cannot differentiate"""
+    ConfigError : for parameters that are not floats, or a function that autograd cannot differentiate
+    """
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)

@@ -25,7 +25,8 @@ class InitialValues:
     ----------
     arrays : the values by name
     missing : name -> why a parameter has no values
-    remakers : name -> function that returns the values again or, once the object that owns them is gone, None"""
+    remakers : name -> function that returns the values again or, once the object that owns them is gone, None
+    """
 
     def __init__(
         self, arrays: Mapping[str, np.ndarray], missing: Mapping[str, str] | None = None,

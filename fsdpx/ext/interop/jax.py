@@ -42,7 +42,8 @@ class JaxFunction(DifferentiableLayer):
     Raises
     ------
     ConfigError : for parameters that are not floats, a function that JAX cannot differentiate, or float64 without
-        `jax.config.update("jax_enable_x64", True)`"""
+        `jax.config.update("jax_enable_x64", True)`
+    """
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         leaves, self._tree = tree_util.tree_flatten_with_path(params)

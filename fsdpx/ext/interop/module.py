@@ -164,7 +164,8 @@ class TorchModule(AutogradLayer):
     inputs : names of those arguments of `forward` that are the layer's inputs; default None: all arguments without a
         default
     output : selects the layer's output if `forward` does not return a single tensor: a key, an attribute or an index;
-        default None: "logits" if there is such an attribute"""
+        default None: "logits" if there is such an attribute
+    """
 
     given_values: InitialValues
     split_hint = ""
@@ -258,7 +259,8 @@ class _BareModule:
     shapes : shapes of parameters and saved buffers, by name
     state : names of running statistics
     of_norms : names of the scales and shifts of norms
-    counts : names of integer buffers, which are constants"""
+    counts : names of integer buffers, which are constants
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"

@@ -58,7 +58,8 @@ def from_torch(
     Raises
     ------
     ConfigError : for a module that PyTorch cannot export, a pattern that matches nothing, or a unit that returns
-        several tensors"""
+        several tensors
+    """
     if example:
         return split_module(module, example, units, output)
     if units is not None:
@@ -117,7 +118,8 @@ class TorchLoss(Loss):
 
     Parameters
     ----------
-    function : a loss such as `torch.nn.CrossEntropyLoss()`, with `reduction="mean"`, or a function of two tensors"""
+    function : a loss such as `torch.nn.CrossEntropyLoss()`, with `reduction="mean"`, or a function of two tensors
+    """
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         if isinstance(function, torch.nn.Module) and next(function.parameters(), None) is not None:

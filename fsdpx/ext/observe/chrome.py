@@ -149,7 +149,8 @@ class TraceHeader:
     shown : number of the representative run, whose timeline is shown in reports; None if there is none
     simulated : (action, start, end) of the rank in that run, simulated with messages that take no time
     alive : pairs (seconds, bytes of activations from then on) during that run
-    memory : kind of memory -> bytes that the rank holds in addition to activations"""
+    memory : kind of memory -> bytes that the rank holds in addition to activations
+    """
 
     rank: int
     ranks: int

@@ -43,7 +43,8 @@ class RunFolder:
 
     Parameters
     ----------
-    path : the folder, which `write_config` creates; "~" is expanded"""
+    path : the folder, which `write_config` creates; "~" is expanded
+    """
 
     path: Path
 
@@ -89,7 +90,8 @@ class RunFolder:
 
         Returns
         -------
-        bool"""
+        bool
+        """
         return not set(jobs).isdisjoint(self.read_json(self.config_path.name).get("jobs", ()))
 
     @property

@@ -41,7 +41,8 @@ class MeasuredStep:
     events : events of the fastest step, in seconds since its first action
     programs : the program (list of actions) of each pipeline rank
     machine : the duration of each action in this step. In simulations, an action that did not occur in this step gets
-        the median duration of the actions with its verb and unit"""
+        the median duration of the actions with its verb and unit
+    """
 
     events: list[ActionEvent]
     programs: tuple[Program, ...]

@@ -31,7 +31,8 @@ class RankSpans:
     ----------
     whole : total time of the steps
     computing : time spent in computations
-    transferring : time blocked in transfers that all ranks had entered, so that data was moving"""
+    transferring : time blocked in transfers that all ranks had entered, so that data was moving
+    """
 
     whole: float
     computing: float
@@ -46,7 +47,8 @@ class WaitMatrix:
     ----------
     matrix : seconds, indexed by [waiting rank][rank that it waited for, the last to arrive]
     spans : how each rank spent its time
-    steps : number of steps in the traces"""
+    steps : number of steps in the traces
+    """
 
     matrix: list[list[float]]
     spans: list[RankSpans]

@@ -66,7 +66,8 @@ class StepLanes:
         no memory at all
     numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit
     second : how long a second is in the units in which times are given; default 0: the times have no unit
-    limit : bytes of available memory; default None: unknown"""
+    limit : bytes of available memory; default None: unknown
+    """
 
     title: str
     events: Sequence[ActionEvent]
@@ -174,7 +175,8 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
 
     Raises
     ------
-    ConfigError : Matplotlib is not installed, or all events have zero duration"""
+    ConfigError : Matplotlib is not installed, or all events have zero duration
+    """
     shown = [event for event in events if event.end > event.start]
     if not shown:
         raise ConfigError("draw: there is no event that takes time")

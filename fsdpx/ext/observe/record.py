@@ -56,7 +56,8 @@ class WrittenTensor(NamedTuple):
     is_split_independent : whether the values are the same, up to rounding, however the batch is split over ranks
     shape : shape of the full tensor; for activations, that of the global batch
     runs : ranges [start, stop) of elements of the full tensor, in C order
-    values : the elements of all ranges, concatenated"""
+    values : the elements of all ranges, concatenated
+    """
 
     at: int
     action: str
@@ -78,7 +79,8 @@ class RankRecord:
     rank, ranks : this rank, and the number of ranks
     cut : the mesh, and how the batch is split, as text
     programs : the program (list of actions) of each recorded step, as text
-    steps : the tensors written in each recorded step"""
+    steps : the tensors written in each recorded step
+    """
 
     rank: int
     ranks: int

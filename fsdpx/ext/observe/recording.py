@@ -98,7 +98,8 @@ class ProgramRecord:
     steps : number of optimizer updates before the run
     program : the program that ran
     before : work since the previous run
-    actions, transfers, layers : the actions, completed transfers and layer calls during the run"""
+    actions, transfers, layers : the actions, completed transfers and layer calls during the run
+    """
 
     number: int
     steps: int
@@ -123,7 +124,8 @@ class TimelineRecorder(Observer):
     activations : counter of the bytes of activations
     layers : path of a layer -> its total time since the start or the last `reset_counts`
     after : work since the last run
-    written : whether all recorded runs have been written to files"""
+    written : whether all recorded runs have been written to files
+    """
 
     def __init__(self, keep: int) -> None:
         self.records: deque[ProgramRecord] = deque(maxlen=keep)

@@ -47,7 +47,8 @@ class ReportSummary:
 
     Attributes
     ----------
-    reports : the report of each rank, in rank order"""
+    reports : the report of each rank, in rank order
+    """
 
     reports: tuple[Report, ...]
 
@@ -95,7 +96,8 @@ class ReportSummary:
         Returns
         -------
         float or None
-            bytes per second; None if the verb transfers nothing"""
+            bytes per second; None if the verb transfers nothing
+        """
         rows = self.list_timings(verb)
         moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
@@ -111,7 +113,8 @@ class ReportSummary:
         Returns
         -------
         float or None
-            share from 0 to 1; None if the verb transfers nothing"""
+            share from 0 to 1; None if the verb transfers nothing
+        """
         flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
         return 1 - busy / flown if flown else None
 
@@ -214,7 +217,8 @@ class ReduceReport(NamedTuple):
     sent : bytes that this rank sends in each reduction
     plain : bytes that it would send uncompressed
     error : relative error of this rank's last reduction: the norm of the error-feedback buffer after it, divided by the
-        norm of (gradient + buffer) before it; NaN without a buffer"""
+        norm of (gradient + buffer) before it; NaN without a buffer
+    """
 
     page: str
     axis: str
@@ -238,7 +242,8 @@ class TrafficReport:
     planned : the strategy that strategy="auto" chose, and the reason, as text
     gathers_whole_model : whether parameters are sharded although all layers of the model are gathered at once
     shared_parameters : bytes of full parameters that several ranks of the host store only once, and the number of these
-        ranks"""
+        ranks
+    """
 
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
@@ -293,7 +298,8 @@ class Report(TrafficReport):
     high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); activations are included only if
         the trainer keeps a trace
     layers : path of a layer -> its time, if the trainer records a trace
-    read_footprint : memory of the process, or the function that reads it; see `footprint`"""
+    read_footprint : memory of the process, or the function that reads it; see `footprint`
+    """
 
     rank: int
     ranks: int

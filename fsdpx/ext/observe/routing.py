@@ -31,7 +31,8 @@ class ExpertLoad:
     ----------
     chosen : for each expert, how often the router chose it: for positions of this rank or, in a sum over ranks, for
         positions of all ranks
-    computed : for each rank that has the layer, how many choices its experts computed"""
+    computed : for each rank that has the layer, how many choices its experts computed
+    """
 
     chosen: tuple[int, ...]
     computed: tuple[int, ...]
@@ -72,7 +73,8 @@ class ExpertLoad:
         Returns
         -------
         ExpertLoad
-            the difference, or all counts if counting was restarted after the earlier reading"""
+            the difference, or all counts if counting was restarted after the earlier reading
+        """
         if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
             return self
         pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))

@@ -41,7 +41,8 @@ class OffloadConfig(StorageLevelChoice):
 
     Raises
     ------
-    ConfigError : a value is invalid"""
+    ConfigError : a value is invalid
+    """
 
     folder: str | os.PathLike[str]
     what: str | Sequence[str] = "optimizer"

@@ -58,7 +58,8 @@ class _RecordCache:
     there : for each slot in memory, whether its value differs from the one on disk
     leaving : slots whose values are being written to disk
     stored : activations that are stored on disk
-    last : for each slot, the index of the last action that needs it"""
+    last : for each slot, the index of the last action that needs it
+    """
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
         self.kind, self.numbers, self.ahead = kind, numbers, ahead

@@ -66,7 +66,8 @@ class FlightRecorder(Observer):
     ----------
     thread : id of the thread that runs the program, whose stack the watchdog reads
     serial : number of actions begun so far
-    calls : number of collective calls begun so far"""
+    calls : number of collective calls begun so far
+    """
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
 
@@ -180,7 +181,8 @@ class FlightRecord:
     calls : number of collective calls begun
     call, before : name of the last collective call, and of the one before it
     exit_status : the exit status if the script has ended, else None
-    entries : the last actions, oldest first"""
+    entries : the last actions, oldest first
+    """
 
     rank: int
     ranks: int

@@ -38,7 +38,8 @@ class JobPreempted(SystemExit):
     ----------
     rank : the lowest rank that was asked to stop
     name : name of the signal, such as "SIGUSR1"
-    step : number of steps completed"""
+    step : number of steps completed
+    """
 
     def __init__(self, rank: int, name: str, step: int) -> None:
         super().__init__(PREEMPTED_STATUS)
@@ -67,7 +68,8 @@ class Preemption:
     save : called on all ranks, together (default: nothing is saved)
     signals : names of signals. Launchers forward USR1 to the ranks; TERM is the last signal before KILL; HUP means that
         a terminal closes; QUIT is Ctrl-\; INT is Ctrl-C, and a second one ends the job at once
-    requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)"""
+    requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)
+    """
 
     @wrap_with_argument_check
     def __init__(
@@ -116,7 +118,8 @@ class Preemption:
         Raises
         ------
         JobPreempted
-            on all ranks, after saving, if a rank was asked to stop"""
+            on all ranks, after saving, if a rank was asked to stop
+        """
         found = self._agree_on_request(trainer)
         if found is None:
             return
