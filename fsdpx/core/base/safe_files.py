@@ -100,7 +100,8 @@ def get_path_of_open_file(file: BinaryIO, path: Path) -> Path:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> bytes:
-    """Return the content of a file of at most `max_bytes` bytes, after the checks of `open_file`."""
+    """Return the content of a file of at most `max_bytes` bytes, after the checks of `open_file`, which also explains
+    `ours`."""
     with open_file(path, max_bytes, ours) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -109,8 +110,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
-    """Return the parsed content of a JSON file. Raise the errors of `read_file`, and a ValueError that names the file,
-    line and byte if the JSON is invalid."""
+    """Return the parsed content of a JSON file. The arguments are those of `read_file`. Raise the errors of
+    `read_file`, and a ValueError that names the file, line and byte if the JSON is invalid."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -136,8 +137,8 @@ def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
 
 
 def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
-    """Warn that a file is ignored, at most once per folder in each process. Pass `path` if the error does not contain
-    it."""
+    """Warn that a file is ignored, at most once per folder in each process. Pass the `path` of the file if the error
+    does not contain the path."""
     text = f"{error}" if path is None else f"{path}: {error}"
     key = _PATH_END.split(text, maxsplit=1)[0].rpartition(os.sep)[0]
     if key not in _warned:
@@ -307,8 +308,8 @@ def remove_user_owned_folder(path: Path) -> None:
 
 
 def create_file(path: Path, mode: int = PRIVATE) -> int:
-    """Create a file and return its file descriptor, open for reading and writing. Raise FileExistsError if anything
-    exists at `path`, even a link."""
+    """Create a file with permissions `mode`, and return its file descriptor, open for reading and writing. Raise
+    FileExistsError if anything exists at `path`, even a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
 
 
@@ -342,8 +343,8 @@ def try_create_marker(path: Path) -> bool:
 
 
 def write_file(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
-    """Write a file atomically, so that readers never see a part of it. Anything that exists at `path`, even a link, is
-    replaced."""
+    """Write a file with permissions `mode` atomically, so that readers never see a part of the data. Anything that
+    exists at `path`, even a link, is replaced."""
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.partial")
     file = create_file(partial, mode)
     try:

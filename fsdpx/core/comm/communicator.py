@@ -185,8 +185,8 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator, unless an exception is propagating. In that case the other ranks would not reach the
-        collective `close`; the exception ends the job instead."""
+        """Close the communicator, but not if an exception is propagating: the other ranks would then not reach the
+        collective `close`, and the exception ends the job instead."""
         if kind is None:
             (self.leave or self.close)()
 

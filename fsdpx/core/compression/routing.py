@@ -90,8 +90,8 @@ class CodecRoute(NamedTuple):
                     yield CodecAxisMemory(f"{axis}/{name}", axis, elements, reshard_rule)
 
     def get_reshard_rule(self, kept: str) -> ReshardRule:
-        """Return the rule by which the codec array named "axis/name" is redistributed when the number of ranks
-        changes. Raise ConfigError if the codec specifies an unknown rule."""
+        """Return the rule by which the codec array with the name `kept` ("axis/name") is redistributed when the number
+        of ranks changes. Raise ConfigError if the codec specifies an unknown rule."""
         axis, _, name = kept.partition("/")
         codec: Codec = getattr(self, axis)
         reshard_rule = codec.reshard_rules.get(name, "reset")

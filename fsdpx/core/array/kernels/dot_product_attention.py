@@ -152,7 +152,7 @@ def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: A
 
 def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
     """Return the product of weights (..., T, S) and rows (..., S, D), in which NaN and Inf of hidden rows contribute
-    nothing. `seen` is the mask (T, S) of visible rows."""
+    nothing. `seen` is the mask (T, S) of visible rows, and `multiply` the function that multiplies."""
     if seen is None:
         return multiply(weights, rows)
     finite, nothing = np.isfinite(rows), rows.dtype.type(0)

@@ -433,7 +433,7 @@ class MpiCommunicator(MessageBackend):
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator, unless a rank has died. In that case, keep it until the process ends."""
+        """Free the communicator. If a rank has died, keep it until the process ends instead."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -602,7 +602,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free the communicator, unless a rank has died. In that case, keep it until the process ends. Also make
+        """Free the communicator, or keep it until the process ends if a rank has died. In both cases, make
         MPI_Finalize skip its barrier, because a rank may still die before the process ends."""
         if self.survives:
             skip_finalize_barrier()

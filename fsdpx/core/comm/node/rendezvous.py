@@ -189,7 +189,8 @@ class NodeGroup:
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
     def view_payload(self, index: int, number: int) -> Array:
-        """Return the small data that rank `index` of the host posted in its record of a collective, as 64-bit words."""
+        """Return the small data that rank `index` of the host posted in its record of collective `number`, as 64-bit
+        words."""
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:

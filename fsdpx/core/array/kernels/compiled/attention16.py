@@ -273,7 +273,8 @@ def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
 
 @jit
 def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
-    """Compute the attention outputs o and the log-sum-exps lse of the (sample, head) pairs numbered [first, last)."""
+    """Compute the attention outputs o and the log-sum-exps lse of the (sample, head) pairs numbered [first, last).
+    Scores are multiplied by `factor`."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)

@@ -160,7 +160,8 @@ def _mask_other_segments(x, names, name, value):
 @jit
 def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
     """Compute the attention outputs o, stored with time before heads, and the log-sum-exps lse of the (sample, head)
-    pairs numbered [first, last)."""
+    pairs numbered [first, last). Scores are multiplied by `factor`, `scratch` holds a block of scores, and `names` are
+    segment numbers."""
     use_widest_vectors()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0

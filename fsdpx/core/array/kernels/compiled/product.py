@@ -116,7 +116,8 @@ def gemm(address, out, a, b, accumulate):
 
 @jit
 def linear_forward(address, out, x, weight, bias):
-    """Compute out = x weight^T + bias, where an empty bias means none. Return False if the arrays are not supported."""
+    """Compute out = x weight^T + bias with the gemm function at `address`, where an empty bias means none. Return
+    False if the arrays are not supported."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
     if bias.size not in (0, out.shape[1]) or not try_multiply_matrices_into(address, out, x, weight.T, one, zero):
@@ -130,8 +131,9 @@ def linear_forward(address, out, x, weight, bias):
 
 @jit
 def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
-    """Write or add dy^T x to dweight, and the column sums of dy to dbias. An empty dweight or dbias is skipped. Return
-    False if the arrays are not supported."""
+    """Write dy^T x to dweight, and the column sums of dy to dbias. If `accumulate_weight` or `accumulate_bias` is
+    true, add to that array instead. An empty dweight or dbias is skipped. Return False if the arrays are not
+    supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if dbias.size not in (0, dy.shape[1]):
         return False
@@ -146,8 +148,8 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute dx = dy weight, and the parameter gradients as `linear_backward_params` does. Return False if the arrays
-    are not supported."""
+    """Compute dx = dy weight, and the parameter gradients as `linear_backward_params` does (`add_weight` and
+    `add_bias` are its accumulate flags). Return False if the arrays are not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not try_multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
