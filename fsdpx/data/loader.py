@@ -356,7 +356,7 @@ def _fill_queue(source: Iterator[Any], channel: _Channel) -> None:
 
 
 def _signal_thread_stop(channel: _Channel) -> None:
-    channel.stopped = True  # take no lock here, because garbage collection may call this in any thread
+    channel.stopped = True  # no lock is taken, because garbage collection may call this function in any thread
 
 
 class Prefetch:

@@ -367,7 +367,7 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
             return "shared memory, compiled"
         if isinstance(handle, NodeCollective):
             return "shared memory"
-        # smaller sums are sent as messages even within a host
+        # reductions of fewer bytes are sent as messages even within a host
         sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES
         if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"

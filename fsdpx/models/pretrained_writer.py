@@ -206,7 +206,7 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
         with open_file(file, MAX_COPIED_BYTES, ours=False) as found:
             real = get_path_of_open_file(
                 found, file
-            )  # check the file that is open, because links may have changed since
+            )  # check the opened file, not its path, because links in the path may change at any time
             if not (real.is_relative_to(folder) or real.parent == blobs):
                 warn_file_ignored(CheckpointError("this is a link out of its folder, and is not copied"), file)
                 return

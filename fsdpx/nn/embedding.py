@@ -156,7 +156,7 @@ class TokenEmbedding(TokenEmbeddingBase):
     looks_up = True
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not TokenEmbedding:  # a subclass may compute something else, so it must not be replaced
+        if type(self) is not TokenEmbedding:  # do not replace a subclass: it may compute something else
             return super().shard_over_ranks(request)
         size, inits = (self.vocab, self.d_model, self.seq_len), dict[str, Any](init=self.init)
         inits["position_init"] = self.position_init

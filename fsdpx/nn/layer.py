@@ -348,7 +348,8 @@ class Layer(ABC):
     """Whether `forward` takes no longer than a pass over memory. A container then saves the input of `recompute`
     instead of the result."""
     collective: bool = False
-    """Whether the layer calls collectives over `env.mesh.data`; all ranks of that axis must run it equally often."""
+    """Whether the layer calls collectives over `env.mesh.data`; all ranks of that axis must run the layer
+    equally often."""
     takes_ghosts: bool = False
     """Whether the layer gets its part of a field with ghost cells, and reads them or passes them on, as all elementwise
     layers do. Other layers get the part without ghost cells."""

@@ -82,7 +82,7 @@ class Linear(Layer):
         return specs
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        if type(self) is not Linear:  # a subclass may compute something else, so it must not be replaced
+        if type(self) is not Linear:  # a subclass must not be replaced, since it may compute something else
             return super().shard_over_ranks(request)
         return self._shard_by_mark(request)
 

@@ -44,7 +44,7 @@ class Loss(ABC):
     kernel_names: tuple[str, ...] = ()
     """Names of the kernels that the loss runs; they are compiled before the first step."""
     partial: bool = False
-    """Whether (total, weight) covers only this tensor rank's part, so that it must be summed over the tensor axis."""
+    """Whether (total, weight) covers only this tensor rank's part, so that both must be summed over the tensor axis."""
     acts_on: str = "sample"
     """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
     acts on positions works with sharded sequences, because totals and weights of parts along dim 1 add up."""

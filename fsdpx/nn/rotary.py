@@ -92,7 +92,7 @@ class Rotary(PerHead):
         """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since it depends on `total`
+            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since `total` determines it
         else:
             # rounded up to a power of two, so that texts of many lengths share one table
             rows = 1 << max(end - 1, 0).bit_length()

@@ -117,7 +117,7 @@ class AveragedOptimizer(WrappedOptimizer):
         `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         inner_slots, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE_SLOT]
-        # overflow is no error in updates; gradients are checked for NaN and Inf elsewhere
+        # do not warn of overflow in updates; gradients are checked for NaN and Inf elsewhere
         with np.errstate(all="ignore"):
             _add_parameters(xp, distance, p)
             update_parameters(self.inner, xp, p, g, inner_slots, lr=lr, step=step, segments=segments, scale=scale)

@@ -371,7 +371,7 @@ class UpdateFormula:
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        # compiled loops do not warn either; gradients are checked for NaN and Inf elsewhere
+        # do not warn of overflow, as compiled loops do not; gradients are checked for NaN and Inf elsewhere
         with np.errstate(all="ignore"):
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]

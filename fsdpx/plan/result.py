@@ -89,8 +89,8 @@ class Candidate:
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
-"""Configurations whose time is within this factor of the fastest one count as equally fast, because predictions are not
-more accurate than that."""
+"""Configurations whose time is within this factor of the shortest time count as equally fast, because predictions
+are no more accurate."""
 
 
 def _format_whether_fits(nbytes: int, limit: int | None) -> str:

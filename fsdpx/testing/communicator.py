@@ -180,7 +180,7 @@ class CommunicatorContract:
             for op in _list_operations(dtype):
                 ours = [_make_random_array(dtype, 7, seed=rank) for rank in range(comm.size)]
                 send = ours[comm.rank].copy()
-                recv = np.zeros_like(send) if root % 2 else send  # roots with an even number reduce in place
+                recv = np.zeros_like(send) if root % 2 else send  # root ranks with even numbers reduce in place
                 comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
                 if comm.rank == root:
                     _assert_close(recv, _compute_reduction(ours, op))
@@ -252,7 +252,7 @@ class CommunicatorContract:
 
     @_on_every_rank
     def test_waiting_for_one_transfer_progresses_others(self, comm: Communicator) -> None:
-        # rank 0 sends only after its reductions, but all other ranks wait for the message before theirs
+        # rank 0 sends only after its reductions, but all other ranks wait for its message before their reductions
         half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
         handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
         if comm.rank == 0:
