@@ -61,7 +61,7 @@ HOST = "host"
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     """Call `body()` on every rank, and return the results of all ranks in rank order. If the call raises an error on
     any rank, all ranks raise CheckpointError with the text of that error (of the lowest rank, if several fail), so
-    that no rank waits for another. Collective."""
+    that no rank waits for another. `where` begins the text of errors. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
@@ -79,13 +79,13 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
     """Call `body()` on rank 0 and return its result on every rank. If the call raises an error, all ranks raise
-    CheckpointError. Collective."""
+    CheckpointError. `where` begins the text of errors. Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def agree_on_equal_choices(world: Communicator, where: str, **choices: str) -> None:
     """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error names two ranks that
-    differ. Collective."""
+    differ. `where` begins the text of errors. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
 
 
@@ -108,7 +108,7 @@ def get_path_and_working_folder(path: Path) -> dict[str, str]:
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
     """Return the result of `choices()`, after checking that it is the same on all ranks. If it is not, or if the call
-    fails on some rank, raise CheckpointError on all ranks. Collective."""
+    fails on some rank, raise CheckpointError on all ranks. `where` begins the text of errors. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]

@@ -132,7 +132,7 @@ def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> l
 
 def verify_checksums_on_all_ranks(world: Communicator, source: CheckpointSource, where: str) -> None:
     """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each
-    rank reads an equal number of bytes. Collective."""
+    rank reads an equal number of bytes. `where` begins the text of errors. Collective."""
     parts: list[np.ndarray] = []
     run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
     total = gather_xor_of_checksums(world, parts[0])
@@ -202,7 +202,7 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
     """Raise CheckpointError unless the tensors of the checkpoint (`found`) are exactly those in `wanted`, with the
-    same shapes and dtypes. With `convert`, float dtypes may differ."""
+    same shapes and dtypes. With `convert`, float dtypes may differ. `where` begins the text of errors."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
@@ -465,7 +465,7 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
 
 def _require_complete_match(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
     """Raise CheckpointError if the source lacks a parameter of the model, or has a tensor that the model lacks.
-    Running statistics may be missing."""
+    Running statistics may be missing. The error names the source by `where` and the public method by `call`."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {format_first_names(sorted(names))}" for what, names in problems if names]

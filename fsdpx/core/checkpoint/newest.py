@@ -29,7 +29,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _get_recency_key(name: str, folder: Path) -> tuple[tuple[int, ...], int]:
-    """Return a sort key that is larger for newer checkpoints: the numbers in the name, then the time of writing."""
+    """Return a sort key that is larger for newer checkpoints: first the numbers in `name`, then the time of writing."""
     return tuple(map(int, re.findall("[0-9]+", name))), (folder / MANIFEST_NAME).stat().st_mtime_ns
 
 

@@ -246,7 +246,7 @@ def compute_partial_crcs(
     """Read this rank's part of all bytes, and return its contribution to the CRC-32 of each tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
-    all ranks is what `compute_crc_from_xor` needs."""
+    all ranks is what `compute_crc_from_xor` needs. `count` is a progress callback (done, total)."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))

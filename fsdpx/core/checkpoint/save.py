@@ -113,8 +113,8 @@ def read_run_description(source: CheckpointSource) -> bytes | None:
 
 
 def format_run_description(note: bytes | None) -> str:
-    """Format the description of a run as one line of text. It is only informative, so no error is raised if it is
-    malformed."""
+    """Format the description of a run as one line of text. The description is only informative, so no error is raised
+    if it is malformed."""
     if note is None:
         return UNKNOWN
     try:

@@ -131,8 +131,9 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
 
 
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
-    """Add a note to `error` that says which layer failed, and the likely cause if it is known. If the layer called a
-    NumPy function that shape-only arrays lack, raise ConfigError instead."""
+    """Add a note to `error` that says which layer failed, in which method (`where`, such as "forward"), and the likely
+    cause if it is known. If the layer called a NumPy function that shape-only arrays lack, raise ConfigError instead.
+    """
     if is_missing_function_error(error):
         raise ConfigError(f"layer {node.path!r} {node.layer!r} in {where} calls {error}; {UNKNOWN}") from error
     why = f", which {CALLS_NUMPY}" if is_numpy_call_error(error) else ""
@@ -278,7 +279,8 @@ def _list_inputs_and_known_gradients(
 ) -> tuple[list[int], dict[int, Any]]:
     """Return the numbers of those inputs of a unit (group of layers) that need a gradient, and a dict from activation
     number to gradient. The dict holds the gradients of the unit's outputs. For inputs that other units also read, it
-    holds the gradients that those units have computed so far."""
+    holds the gradients that those units have computed so far. `have` holds the gradients of the inputs so far; all but
+    the last of `taken` are gradients of the outputs."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}

@@ -56,8 +56,8 @@ class Observer:
         """Called when a transfer that `action` started is complete."""
 
     def on_outside_program(self, what: str, begin: float, end: float, nbytes: int) -> None:
-        """Called at the end of work outside programs, such as comparing batches, saving or loading. `nbytes` is the
-        number of bytes that this rank wrote or read."""
+        """Called at the end of work outside programs. `what` names the work, such as comparing batches, saving or
+        loading. `nbytes` is the number of bytes that this rank wrote or read."""
 
     def on_action_failed(self, words: str, error: Exception) -> None:
         """Called when an action has raised `error`. `words` names the action."""

@@ -159,7 +159,7 @@ def _pack_loss_and_scheduled_values(run: ProgramRun, pairs: Values, weight: Valu
 
 def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
-    that count; a single replica that trains independently may have none."""
+    that count; a single replica that trains independently may have none. `rows` holds one list of numbers per rank."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
     # % because in asynchronous training the only row is that of this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
@@ -323,7 +323,8 @@ def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: V
 
 def _compute_own_norm_squares(run: ProgramRun, totals: Values) -> list[float]:
     """Return numbers whose sum over all ranks is the squared gradient norm. With reproducible chunks, fixed blocks of
-    each parameter are summed exactly, so that the result does not depend on sharding."""
+    each parameter are summed exactly, so that the result does not depend on sharding. `totals` holds this rank's
+    gradient shards."""
     xp, parts = run.placement.xp, [totals[n][at] for n, at in _list_slices_counted_once(run)]
     if not run.placement.accumulation.bitwise:
         return [sum_exactly([square_sum(xp, part) for part in parts])]
@@ -391,7 +392,8 @@ def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | No
 
 
 def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
-    """Raise NumericsError if one of this rank's gradient shards has a NaN or Inf. Other ranks are not notified."""
+    """Raise NumericsError if one of this rank's gradient shards has a NaN or Inf. Other ranks are not notified.
+    `totals` holds this rank's gradient shards."""
     if run.placement.device.are_finite(totals):
         return
     # if every gradient is finite and only the squares overflowed, `problem` is empty and nothing is raised
@@ -429,7 +431,7 @@ def _describe_bad_batch_value(run: ProgramRun) -> str:
 
 def _describe_bad_gradient(run: ProgramRun, totals: Values) -> str:
     """Return a phrase that names the first parameter with a NaN or Inf in its gradient on this rank; "" if there is
-    none."""
+    none. `totals` holds this rank's gradient shards."""
     for p, total in zip(run.stage.trained_pages, totals, strict=True):
         page = run.placement.pages[p]
         first = (

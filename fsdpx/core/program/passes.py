@@ -146,7 +146,7 @@ def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: 
 
 def insert_reduces(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
     """Insert the reductions of gradients: REDUCE starts the reduce-scatter of a page (flat parameter buffer), and
-    SETTLE waits for it and adds the result.
+    SETTLE waits for the reduce-scatter and adds its result.
 
     REDUCE follows the last action that adds to a page's gradient or, if `each` is true, the last such action of each
     microbatch. SETTLE follows after at most `behind` reductions of other pages, before any action adds to the gradient

@@ -438,7 +438,8 @@ def _make_edges(
 def _list_stages_computing_or_reading(
     value: int, units: Sequence[Row], outputs: Sequence[int], stages: Sequence[int], last: int
 ) -> list[int]:
-    """Return the numbers of the stages that compute or read a value, in ascending order."""
+    """Return the numbers of the stages that compute or read a value, in ascending order. `last` is the number of the
+    last stage, which reads the model's outputs."""
     there = [stages[u] for u, (_, read, given) in enumerate(units) if value in read or value in given]
     there += [last] if value in outputs else []
     return [stage for stage, _ in groupby(sorted(there))]

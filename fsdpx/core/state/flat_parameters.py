@@ -53,8 +53,8 @@ class OverlapPiece:
 
 
 def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
-    """Return all non-empty overlaps between two lists of ranges. Within each list, ranges must be sorted and disjoint.
-    Takes O(n + m) time.
+    """Return all non-empty overlaps between a range in `have` and a range in `want`. Within each list, ranges must be
+    sorted and disjoint. Takes O(n + m) time.
 
     Used to load and reshard checkpoints, and to find the parameters in a shard."""
     pieces = []

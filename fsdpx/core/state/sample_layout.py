@@ -40,7 +40,8 @@ class SampleLayout(Protocol):
         number of samples of each data rank."""
 
     def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
-        """Raise DataError unless data ranks that work on the same samples have the same number of samples."""
+        """Raise DataError unless data ranks that work on the same samples have the same number of samples. `rows`
+        holds the number of samples of each data rank."""
 
     def describe_array(self, array: Any) -> str:
         """Describe an array of the batch by the properties that must be the same on all ranks, such as its dtype."""

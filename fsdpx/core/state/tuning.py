@@ -58,8 +58,8 @@ class Measurement(NamedTuple):
 
 
 def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]], Record]) -> Record | None:
-    """Return a cached measurement, decoded by `decode`; None if there is none. If the file is damaged or not trusted,
-    warn once and return None, so that the caller measures again.
+    """Return the cached measurement of this kind, such as "blas", for this key; None if there is none. If the file is
+    damaged or not trusted, warn once and return None, so that the caller measures again.
 
     `decode` converts the stored value to the result. It must raise ValueError or TypeError if the value is invalid."""
     file = _get_record_path(kind, key)
@@ -77,7 +77,8 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
     """Write a measurement to the cache, atomically. If the folder is not writable, warn once; the next process then
-    has to measure again."""
+    has to measure again. `kind` names the measurement, such as "blas", and `key` holds everything on which it depends.
+    """
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:

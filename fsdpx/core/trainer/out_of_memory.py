@@ -62,7 +62,7 @@ def format_cheaper_options(
 
 def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[tuple[str, Any]]:
     """Yield (option, value) pairs that may need less memory than the current options. The same option may occur with
-    several values."""
+    several values. `rows` is the number of samples per rank; 0 if unknown."""
     strategy = options.get("strategy")
     chains = PRESETS_BY_MEMORY, ("hybrid", "fsdp"), (strategy,)
     strategies = next(chain for chain in chains if strategy in chain)
