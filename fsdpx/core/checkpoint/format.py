@@ -430,7 +430,7 @@ class FileLayout:
     Attributes
     ----------
     files : name of a safetensors file -> header
-    texts : name of a small file -> contents
+    texts : name of a text file -> contents
     note : description of the run that writes the files (contents of `NOTE_FILE_NAME`). No checksum covers it, so it may
         differ between otherwise equal checkpoints
     """

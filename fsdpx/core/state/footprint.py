@@ -63,8 +63,8 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of all ranks on the host, assuming that each uses as much as this one; None if the number of ranks is
-        unknown."""
+        """Bytes of all ranks on the host, if each of them uses as much memory as this rank; None if the number of
+        ranks is unknown."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ class SyncChoice:
         with this strategy
     replicas : whether replicas train independently, so that the ranks of one replica form a group
     optimizers : further optimizers, besides the one that updates parameters in each step
-    outer_codec : compression codec between replicas, if it differs from the codec within them
+    outer_codec : compression codec between replicas; None if it is the same as within replicas
     description : text that describes this choice, and must be the same on all ranks
     message_prefix : beginning of error messages about excluded options
     """
@@ -86,7 +86,8 @@ class SyncPolicy:
     ----------
     is_synchronous : whether all ranks take each step together
     own_speed : whether each rank steps at its own speed (asynchronous training)
-    owner : which ranks hold the same trained parameters and optimizer state, as in `LedgerRow.owner`
+    owner : "shard" if ranks with the same index on the shard axis hold the same trained parameters and optimizer state;
+        "replica" if this is true only within a replica
     lasting : kinds of slots (named values) that programs leave filled for later programs
     about : text about the policy that a checkpoint stores in its description of the run; None: no text
     """

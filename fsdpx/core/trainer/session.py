@@ -172,8 +172,8 @@ class Session:
 
     def agree_on_call(self, call: str) -> None:
         """Wait until all ranks have reached `call`. Raise DesyncError on all ranks if some ranks have made a different
-        call. If replicas train independently, a call other than a step also waits for pending transfers between them.
-        Collective."""
+        call. If replicas train independently, a call other than a step also waits for pending transfers between
+        replicas. Collective."""
         self.record_call_and_raise_pending_error(call)
         self.wait_for_last_step()
         if call == "close" and self.placement.sync_policy.get_failed_ranks():
@@ -360,15 +360,16 @@ class Session:
         """Return the number of microbatches for a batch, and store it. `rows` holds the number of samples of each data
         rank.
 
-        It is the configured number, but at most the largest number of samples on any data rank, rounded up to a
-        multiple of the number of pipeline ranks. Additional microbatches would be empty."""
+        This is the smaller of two numbers: the configured number, and the largest number of samples on any data rank.
+        The latter is first rounded up to a multiple of the number of pipeline ranks. Additional microbatches would be
+        empty."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]
 
     def _validate_batch(self, inputs: tuple[Any, ...], target: Any) -> None:
-        """Check a batch without communication: that its shapes fit all layers, that labels are valid, and optionally
-        that inputs are finite. Store the output shapes."""
+        """Check a batch without communication: its shapes must fit all layers, labels must be valid, and inputs must
+        be finite if the user asked for this check. Store the shapes of the outputs."""
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._output_shapes.get(key)
         if shapes is None:
