@@ -336,7 +336,7 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
         rank where it is longest
     schedule : the schedule that was simulated
     costs : the simulated times; work is the total time of a rank's actions, for the rank where it is largest. With
-        equal stages it is microbatches x stages per rank x (forward + both halves of backward)
+        equal stages, work is microbatches x stages per rank x (forward + both halves of backward)
 
     Returns
     -------

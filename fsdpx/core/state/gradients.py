@@ -143,8 +143,8 @@ class FullGradient:
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
         """Accumulate in `buffer`, whose values may be undefined. If `keep_offset` is True, this rank's shard of the
-        sum is stored at its own offset in the buffer, because other ranks may be reading the rest; if False, at the
-        front."""
+        sum is stored at its own offset in the buffer, because other ranks may be reading the rest of the buffer; if
+        False, at the front of the buffer."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 

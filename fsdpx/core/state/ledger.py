@@ -288,8 +288,8 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """Yield the rows of the full gradient and of the reduced gradient shard of a page (flat parameter buffer). If the
-    full gradient is kept, the shard is a view of it: at the shard's own offset in shared memory, where other ranks may
-    be reading the rest, and at the front otherwise."""
+    full gradient is kept, the shard is a view of it. In shared memory, the view is at the shard's own offset, because
+    other ranks may be reading the rest; in private memory, it is at the front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times

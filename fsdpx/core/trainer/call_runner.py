@@ -199,7 +199,7 @@ class CallRunner(ABC):
 
     @property
     def placement(self) -> Placement:
-        """This rank's placement: the choices that stay fixed while the ranks stay the same."""
+        """This rank's placement: the choices that stay fixed until the set of ranks changes."""
         return self.session.placement
 
     @property

@@ -60,7 +60,7 @@ frozen."""
 
 
 class BatchComparison(NamedTuple):
-    """How ranks compare their batches before they run a program. This is decided before the batch is checked.
+    """How ranks compare their batches before they run a program. The comparison is chosen before the batch is checked.
 
     Attributes
     ----------
@@ -149,7 +149,7 @@ class Session:
 
     @property
     def placement(self) -> Placement:
-        """This rank's placement: the choices that stay fixed while the ranks stay the same."""
+        """This rank's placement: the choices that stay fixed until the set of ranks changes."""
         return self.engine.placement
 
     @property

@@ -137,7 +137,7 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     def accumulate(self, x: Any, y: Any) -> float:
         """Run forward and backward, and return the mean loss of this batch. Add the gradients to those accumulated so
-        far, which the next `step` or `update` uses. Collective.
+        far; the next `step` or `update` uses the sum. Collective.
 
         Parameters
         ----------
