@@ -448,9 +448,9 @@ def compare_strategies(
     """Time training steps of each strategy, and return the report that `--json` writes. It is identical on all ranks.
     Collective.
 
-    For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and its
-    ratio to the step time of the first strategy: one ratio is computed per round, and the median over the rounds is
-    reported."""
+    For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and the
+    ratio of this step time to that of the first strategy: one ratio is computed per round, and the median over the
+    rounds is reported."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

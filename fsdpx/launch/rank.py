@@ -30,7 +30,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
-    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The command line is that of `python -m
+    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The arguments are those of `python -m
     mpi4py`."""
     settings = environment.read_environment()
     request_kill_on_parent_death()

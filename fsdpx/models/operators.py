@@ -106,7 +106,7 @@ def to_state_dict(
     Returns
     -------
     dict : name -> array, for `module.load_state_dict` once the arrays are converted to tensors. Tensors of `like` that
-        are not parameters of the fsdpx model are unchanged
+        are not parameters of the fsdpx model are returned unchanged
 
     Raises
     ------

@@ -1,4 +1,5 @@
-"""Layers that contain other layers: Sequential, Residual, and Composite, whose subclasses define a graph of calls."""
+"""Layers that contain other layers: Sequential, Residual and Composite. Each subclass of Composite defines a graph of
+layer calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The interface of layers: the base class `Layer`, its parameters, and the context in which forward and backward are
-called."""
+"""The interface of layers: the base class `Layer`, the specification of parameters, and the context in which forward
+and backward are called."""
 
 from __future__ import annotations
 

@@ -231,8 +231,9 @@ class WorldStep:
         return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, representative_index: int = 0) -> Iterator[RankDryRun]:
-        """Run the step on shape-only arrays on each pipeline rank of one data rank, and yield the runs. If a grid
-        splits fields, `representative_index` selects the rank with the most cells (0) or the most neighbors (1)."""
+        """For each position along the pipeline axis, run the step on shape-only arrays on one rank of group number
+        `group` (see `sample_group_count`), and yield the run. If a grid splits fields, `representative_index` selects
+        the rank with the most cells (0) or the most neighbors (1)."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -244,8 +245,8 @@ class WorldStep:
             yield found
 
     def _iterate_pipe_coordinates(self, group: int, representative_index: int) -> Iterator[MeshCoordinates]:
-        """Yield the mesh coordinates of one data rank on each pipeline rank. The coordinate along the tensor axis is
-        always 0."""
+        """Yield, for each position along the pipeline axis, the mesh coordinates of one rank of group number `group`.
+        The coordinate along the tensor axis is always 0."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
         data_rank += 0 if self.grid is None else self.grid.busiest_ranks[representative_index]
         for pipe in range(self.mesh.width_of("pipe")):

@@ -130,7 +130,7 @@ def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T
 
 class StepLog:
     """A log of the steps of all ranks, to check a job that was restarted after faults. There is one file for each rank
-    and each start of the job. It has one line per step, which the rank writes during the step."""
+    and each start of the job. A file has one line per step, which the rank writes during the step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
