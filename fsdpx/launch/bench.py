@@ -230,7 +230,8 @@ def measure_verbs(
     The report has one section for the ranks of each host, one for communication between hosts, and one for all ranks.
     Each section contains the latency and bandwidth of a message, and one row per operation and size. `sizes` are bytes
     of the full array, rounded up so that all ranks have the same number of elements. `seconds` is the approximate time
-    spent on each row."""
+    spent on each row. To report progress, `count` is called with the number of finished measurements and their total
+    number."""
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
@@ -450,7 +451,8 @@ def compare_strategies(
 
     For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and the
     ratio of this step time to that of the first strategy: one ratio is computed per round, and the median over the
-    rounds is reported."""
+    rounds is reported. To report progress, `count` is called with the number of finished rounds, including warm-up,
+    and their total number."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

@@ -141,7 +141,7 @@ class Evidence:
     flight_records : rank -> log of its last actions
     order : the ranks of this host in the order in which they ended
     waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had got past MPI_Init
-    late : whether MPI_Init timed out on the waiting ranks, and the launcher ended all other ranks
+    late : whether the job was ended because MPI_Init timed out on a waiting rank
     ranks : number of ranks
     elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of
         the launcher's, because Open MPI returns 0 even if the last rank aborts, and a nonzero status for a job that

@@ -101,8 +101,8 @@ def _make_python_path_variable() -> dict[str, str]:
 
 
 def _pickle_call(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Pickle a function and its arguments, together with the sys.path of this process, so that the ranks find the same
-    modules."""
+    """Pickle the function `what` and its arguments, together with the sys.path of this process, so that the ranks find
+    the same modules."""
     name = getattr(what, "__qualname__", repr(what))
     if _import_pickle_module() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(

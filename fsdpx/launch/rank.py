@@ -123,8 +123,8 @@ def _make_exit_status_fields(error: BaseException | None) -> dict[str, Any]:
 
 
 def _patch_os_exit_to_record(note: RankStatusWriter) -> None:
-    """Patch `os._exit` so that it records the exit status, because a launcher may not report the status of a rank that
-    exits before MPI_Init."""
+    """Patch `os._exit` so that it records the exit status with `note`, because a launcher may not report the status of
+    a rank that exits before MPI_Init."""
     leave = os._exit
 
     def exit_and_record(status: int) -> NoReturn:

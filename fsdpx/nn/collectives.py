@@ -81,7 +81,8 @@ def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, w
 def start_all_reduce_sum(
     xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = ""
 ) -> PendingCollective:
-    """Start `all_reduce_sum` without waiting for its result. Collective."""
+    """Start `all_reduce_sum` without waiting for its result. The arguments are those of `all_reduce_sum`. Collective.
+    """
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     flat = _flatten_contiguous(xp, x)
@@ -99,7 +100,8 @@ def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | No
 def start_all_gather_dim(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> PendingCollective:
-    """Start `all_gather_dim` without waiting for its result. Collective."""
+    """Start `all_gather_dim` without waiting for its result. The arguments are those of `all_gather_dim`. Collective.
+    """
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
@@ -118,7 +120,8 @@ def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: st
 
 
 def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingCollective:
-    """Start `reduce_scatter_dim` without waiting for its result. Collective."""
+    """Start `reduce_scatter_dim` without waiting for its result. The arguments are those of `reduce_scatter_dim`.
+    Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     dim = dim % x.ndim

@@ -214,7 +214,8 @@ def _insert_casts_in_container(
 ) -> tuple[Container, list[bool]]:
     """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
-    `whole` contains the names of integer values; the function adds the names of integer results."""
+    `whole` contains the names of integer values; the function adds to it the names of integer results. `wanted` is
+    that of `resolve_input_dtypes`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)

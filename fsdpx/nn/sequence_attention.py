@@ -60,8 +60,8 @@ class UlyssesAttention:
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _all_to_all_heads_to_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute an array from head shards back to sequence shards; the inverse of `_all_to_all_time_to_heads`.
-        Collective."""
+        """Redistribute an array from head shards back to sequence shards; the inverse of `_all_to_all_time_to_heads`,
+        whose arguments it has. Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
         y = collectives.all_to_all_dims(
@@ -194,7 +194,8 @@ def _start_shift(
     """Start sending `array` (the keys and values of `block`, or their gradients) to the next rank of the ring, and
     start receiving the array of the preceding block from the previous rank. Return the pending receive. Collective.
 
-    `array` has the shape (2, samples, heads, positions of the block, d_head)."""
+    `array` has the shape (2, samples, heads, positions of the block, d_head). `time` is the length of the full
+    sequence, `tag` the message tag, and `thing` the name of the array in errors."""
     comm, description = env.mesh.tensor, make_call_label(env, thing)
     start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])

@@ -153,7 +153,7 @@ def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
     """For a segment (the part of a parameter in this shard), return partial sums of squares of its parameters `p`, and
-    of its update direction."""
+    of its update direction. `numbers` are the scalars in the formula of the direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

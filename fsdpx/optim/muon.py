@@ -177,7 +177,8 @@ class Muon:
         return direction
 
     def _update_matrix(self, xp: Any, p: Any, full: Any, s: ShardSegment, run: HyperparameterSpan, lr: float) -> None:
-        """Update this rank's part `p` of a matrix, given `full`, the flat update direction of the full matrix."""
+        """Update this rank's part `p` of a matrix, given `full`, the flat update direction of the full matrix. `run`
+        holds the hyperparameters of the matrix."""
         matrix = full.reshape(s.shape[0], -1)
         o = orthogonalize(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
         p *= p.dtype.type(1.0 - lr * run.get_weight_decay(self.weight_decay))

@@ -284,8 +284,8 @@ def list_memory_lowering_changes(
 
 
 def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[dict[str, Any]]:
-    """Yield changes that may lower the peak. Each change is a dict of one option, or of several options that make
-    sense only together."""
+    """Yield changes of the options `current` that may lower the peak. `rows` is the number of samples per rank. Each
+    change is a dict of one option, or of several options that make sense only together."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
         # try only the first larger number of microbatches, which is twice the current one

@@ -100,7 +100,8 @@ def _split_seconds_by_cause(
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Split the step time of one rank by what the rank did or waited for, and return the seconds of each cause.
+    """Split the step time of one rank by what the rank did or waited for, and return the seconds of each cause. `row`
+    are the simulated events of this rank, `price` is the function that predicts the time of an action, and
     `transfer_seconds` is `StepClock._get_transfer_seconds` of this rank."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 

@@ -176,7 +176,9 @@ def _iterate_convolution_calls(
     xp: Any, dtype: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
-    """Yield calls of a convolution's forward, of its backward for inputs, and of its backward for parameters."""
+    """Yield calls of a convolution's forward, of its backward for inputs, and of its backward for parameters. The
+    convolution has `inner` input and `outer` output channels. `numbers` is the approximate number of elements of the
+    larger field, which determines the number of samples."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)

@@ -221,8 +221,8 @@ class _Search:
             self._try_candidate_variants(one)
 
     def _iterate_option_combinations(self, chosen: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the options of a strategy and mesh, combined with every choice of recomputation, microbatches and
-        schedule."""
+        """Yield `chosen`, the options that set a strategy and mesh, combined with every choice of recomputation,
+        microbatches and schedule."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         for recompute in self._list_values_to_try("recompute", *RECOMPUTE_CHOICES):
             for microbatches in self._list_values_to_try("microbatches", *_list_doublings(min(pipe, rows), rows)):
@@ -309,8 +309,8 @@ class _Search:
         return found
 
     def _try_microbatches_to_fit(self, chosen: dict[str, Any]) -> bool:
-        """Try a strategy and mesh with a small number of microbatches, then with more until the step fits. Return
-        False if the step needs too much memory with any number of microbatches."""
+        """Try the strategy and mesh in `chosen` with a small number of microbatches, then with more until the step
+        fits. Return False if the step needs too much memory with any number of microbatches."""
         pipe, rows = self._count_pipe_ranks_and_samples(chosen)
         first = min(4 * pipe if pipe > 1 else 1, rows)
         for microbatches in self._list_values_to_try("microbatches", *_list_doublings(first, rows)):
