@@ -175,8 +175,8 @@ def _explain_exit_status(status: int) -> str:
 
 
 def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
-    """Kill the child process and wait for it. Do nothing unless `owner`, the id of the process that started the child,
-    is the id of this process, which may be a fork."""
+    """Kill the child process and wait for it, but only in the process that started it, whose id is `owner`. In a
+    forked copy of that process, do nothing."""
     if os.getpid() == owner:
         with suppress(BrokenPipeError), child:  # leaving `with child` waits until the process has ended
             if child.poll() is None and child.stdin is not None:

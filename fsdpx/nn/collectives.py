@@ -81,8 +81,7 @@ def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, w
 def start_all_reduce_sum(
     xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = ""
 ) -> PendingCollective:
-    """Start `all_reduce_sum` without waiting for its result. The arguments are those of `all_reduce_sum`. Collective.
-    """
+    """Like `all_reduce_sum`, but return a handle without waiting for the result. Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     flat = _flatten_contiguous(xp, x)
@@ -100,8 +99,7 @@ def all_gather_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | No
 def start_all_gather_dim(
     xp: Any, comm: AxisRanks, x: Array, dim: int, total: int | None = None, *, what: str = ""
 ) -> PendingCollective:
-    """Start `all_gather_dim` without waiting for its result. The arguments are those of `all_gather_dim`. Collective.
-    """
+    """Like `all_gather_dim`, but return a handle without waiting for the result. Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
@@ -120,8 +118,7 @@ def reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: st
 
 
 def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, what: str = "") -> PendingCollective:
-    """Start `reduce_scatter_dim` without waiting for its result. The arguments are those of `reduce_scatter_dim`.
-    Collective."""
+    """Like `reduce_scatter_dim`, but return a handle without waiting for the result. Collective."""
     if comm.size == 1:
         return PendingCollective(None, lambda: x)
     dim = dim % x.ndim
