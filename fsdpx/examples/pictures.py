@@ -42,7 +42,7 @@ def write_figures(folder: Path, grid: fsdpx.Grid, end_states: Sequence[Array], e
                 "field": _draw_end_state_figure(heights, len(errors), options),
                 "parts": _draw_parts_figure(grid, heights[0], options),
             }
-            for name, figure in (drawn | {"error": _draw_error_figure(errors)}).items():
+            for name, figure in (drawn | {"error": _draw_error_curve(errors)}).items():
                 figure.savefig(folder / f"surrogate-{name}-{theme}.png", dpi=150, metadata={"Software": None})
 
 
@@ -59,7 +59,7 @@ def _draw_end_state_figure(heights: Sequence[Array], steps: int, options: dict[s
     return figure
 
 
-def _draw_error_figure(errors: Sequence[float]) -> Any:
+def _draw_error_curve(errors: Sequence[float]) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 

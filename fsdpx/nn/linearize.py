@@ -32,7 +32,7 @@ __all__ = [
     "memoizing",
     "output_shapes",
     "parameter_specs",
-    "resolve_input_dtypes",
+    "resolve_input_takes",
     "value_shapes",
 ]  # fmt: skip
 
@@ -138,7 +138,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     return LayerList(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
-def resolve_input_dtypes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several if the layers that read it differ.
 
@@ -172,7 +172,7 @@ def _resolve_words(
         wants[name] |= words
     for layer, sources, gives in steps:
         for source, words in zip(
-            sources, resolve_input_dtypes(layer, len(sources), [wants[name] for name in gives]), strict=True
+            sources, resolve_input_takes(layer, len(sources), [wants[name] for name in gives]), strict=True
         ):
             wants[source] |= words
     return wants
@@ -215,11 +215,11 @@ def _insert_casts_in_container(
     """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
     `whole` contains the names of integer values; the function adds to it the names of integer results. `wanted` is
-    that of `resolve_input_dtypes`."""
+    that of `resolve_input_takes`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
-        for i, words in enumerate(resolve_input_dtypes(inner, len(sources), below)):
+        for i, words in enumerate(resolve_input_takes(inner, len(sources), below)):
             if sources[i] in whole and words == NUMBERS:
                 if sources[i] not in numbered_names:
                     name = numbered_names[sources[i]] = make_unused_name(
@@ -331,7 +331,7 @@ def _run_node_on_shapes(
     if not hasattr(y, "dtype"):
         return y, f"returns {type(y).__name__} where an array is needed", None
     if any(part.dtype.kind in "iub" for part in x):
-        words = resolve_input_dtypes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
+        words = resolve_input_takes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
         if odd:
             return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None

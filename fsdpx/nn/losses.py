@@ -200,7 +200,7 @@ class CellWeights:
         equal on all ranks."""
         return "<an array>"
 
-    def broadcast_to_output(self, env: LayerContext, y: Array) -> Array:
+    def reshape_to_broadcast(self, env: LayerContext, y: Array) -> Array:
         """Return the weights as an array that broadcasts to y (samples, channels, *cells). The array is cached."""
         key = "weights of cells", id(self), np.dtype(y.dtype).str
         if key not in env.constants:
@@ -227,7 +227,7 @@ def compute_masked_error(
     target is NaN get weight 0."""
     xp = env.xp
     y, target = (a.astype(accumulation_dtype(y.dtype), copy=False) for a in (y, target))
-    w = None if weights is None else weights.broadcast_to_output(env, y)
+    w = None if weights is None else weights.reshape_to_broadcast(env, y)
     if skipna:
         w = xp.where(xp.isnan(target), 0.0, 1.0 if w is None else w).astype(y.dtype)
     apart = y - target

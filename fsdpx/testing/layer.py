@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import Layer, LayerContext
-from fsdpx.nn.linearize import resolve_input_dtypes
+from fsdpx.nn.linearize import resolve_input_takes
 from fsdpx.nn.losses import Loss
 from fsdpx.testing.threads import run_interleaved
 
@@ -241,7 +241,7 @@ class LayerContract(GradientContract):
         """Check that `Layer.takes` declares which inputs are integers, because a trainer converts all other inputs to
         floats."""
         layer, x, _ = self._make_test_case()
-        takes = resolve_input_dtypes(layer, len(x), [frozenset()] * layer.n_outputs)
+        takes = resolve_input_takes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
         assert not wrong, f'inputs {wrong} are whole numbers: the class must say so, takes = "indices" or "given"'
 

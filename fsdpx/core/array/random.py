@@ -140,7 +140,7 @@ class NumberRange:
         key = _make_key(self.seed, self.name)
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
-    def iterate_counter_runs(self) -> Iterator[tuple[slice, int, int, int]]:
+    def iterate_runs_of_equal_upper_word(self) -> Iterator[tuple[slice, int, int, int]]:
         """Split the range into runs of positions that share their upper 32 bits. For each run, yield its slice of this
         range, the lower 32 bits of its first position, and the two key words to mix with the lower bits."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
@@ -157,7 +157,7 @@ class NumberRange:
         "hash prospector". This is faster than Philox, and random enough for stochastic rounding.
         """
         numbers = np.empty(self.stop - self.start, np.uint32)
-        for offset, start, key0, key1 in self.iterate_counter_runs():
+        for offset, start, key0, key1 in self.iterate_runs_of_equal_upper_word():
             places = np.arange(start, start + (offset.stop - offset.start), dtype=np.uint64).astype(np.uint32)
             numbers[offset] = _mix_words(_mix_words(places ^ np.uint32(key0)) ^ np.uint32(key1)) >> np.uint32(16)
         return numbers

@@ -103,7 +103,7 @@ def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[Tensor
             if first.shape != second.shape:
                 yield TensorDifference(name, f"shape {list(first.shape)} and {list(second.shape)}")
                 continue
-            largest = _find_largest_difference(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
+            largest = _compute_largest_difference(_memory_map_tensor(a, name), _memory_map_tensor(b, name))
             if first.code != second.code:
                 yield TensorDifference(name, f"{first.code} and {second.code}", largest)
             elif largest != 0 or any(
@@ -167,7 +167,7 @@ def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
         return np.memmap(opened, dtype, "r", entry.start, (entry.elements,))
 
 
-def _find_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+def _compute_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     """Return the largest absolute difference of corresponding elements, computed in float64. Two NaNs count as equal.
     If an element is NaN in only one of the arrays, return nan."""
     largest = 0.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DefaultCommunicator", "RankInfo", "all_gather_plain_data", "comparing_arguments", "format_comm_argument",
     "get_compared_arguments", "get_default", "get_rank_info", "get_running_mpi", "pop_script_rank_and_size",
-    "record_script_communicator", "require_valid_intracomm", "set_default", "to_mpi4py", "using_communicator",
+    "record_script_rank_and_size", "require_valid_intracomm", "set_default", "to_mpi4py", "using_communicator",
 ]  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def set_default(default: DefaultCommunicator | None) -> None:
     _process_default[0] = default
 
 
-def record_script_communicator(comm: Communicator) -> None:
+def record_script_rank_and_size(comm: Communicator) -> None:
     """Record that the script passes its own communicator, so that `pop_script_rank_and_size` can return its rank and
     size."""
     opened = get_default()
@@ -71,7 +71,7 @@ def record_script_communicator(comm: Communicator) -> None:
 
 
 def pop_script_rank_and_size() -> tuple[int, int] | None:
-    """Return the rank and size that `record_script_communicator` recorded, and clear the record. Return None if
+    """Return the rank and size that `record_script_rank_and_size` recorded, and clear the record. Return None if
     nothing is recorded."""
     return _script_communicator.pop() if _script_communicator else None
 

@@ -196,7 +196,7 @@ class _PlainReader:
             raise ValueError(f"{module}.{name} is no class of values")
         return kind
 
-    def read_object(self, depth: int) -> Any:
+    def read_instance(self, depth: int) -> Any:
         kind: Any = self.read_class()
         fields = self.read_value(depth)
         if not isinstance(fields, tuple):
@@ -234,5 +234,5 @@ _READ: dict[str, Callable[[_PlainReader, int], Any]] = {
     "y": lambda r, d: _parse_dtype(r.read_next_text()),
     "p": lambda r, d: Path(str(r.read_next_bytes(r.read_size()), "utf-8", "surrogateescape")),
     "k": lambda r, d: r.read_class(),
-    "o": lambda r, d: r.read_object(d),
+    "o": lambda r, d: r.read_instance(d),
 }

@@ -46,7 +46,7 @@ __all__ = [
     "TARGET_TEXTS",
     "Executable",
     "ExecutableAction",
-    "compute_local_loss_and_scale",
+    "compute_local_loss_and_gradient_scale",
     "preserving_frozen_parameters",
     "release_slots",
     "require_finite_loss",
@@ -369,7 +369,9 @@ def call_commit_callback(run: ProgramRun, action: Action, taken: Values, read: V
     return (True,)
 
 
-def compute_local_loss_and_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def compute_local_loss_and_gradient_scale(
+    run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
+) -> Values:
     """Compute the mean loss and the gradient factor from this rank's batch alone, without communication."""
     place, clip = run.placement, run.placement.options.clip_norm
     mean = _combine_losses(run, [_pack_loss_and_scheduled_values(run, taken[:-1], taken[-1:])])

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from fsdpx.core.program.passes import (
+    expand_stages_to_units,
     insert_gathers,
     insert_recompute,
     insert_reduces,
-    lower_to_units,
     make_leftover_reduces,
     order_sequentially,
 )
@@ -217,7 +217,7 @@ def _compile_cached(
 
 
 def _make_program(request: ProgramRequest, actions: list[Action]) -> Program:
-    begins, ends, results = _list_begin_slots(request), _list_end_slots(request), _list_result_slots(request)
+    begins, ends, results = _list_begin_slots(request), _list_slots_filled_at_end(request), _list_result_slots(request)
     microbatches = request.microbatches if PROGRAM_KINDS[request.kind].ops else 0
     return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
 
@@ -230,7 +230,7 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
         else _order_microbatches_through_stages(kind.ops, request)
     )
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.has_loss else []
-    actions = [*seeds, *lower_to_units(order, stage, kind.loss)]
+    actions = [*seeds, *expand_stages_to_units(order, stage, kind.loss)]
     given = (
         kind.updates and "NORM" in request.scales
     ) or kind.compile_without_peers is not None  # true if an operation other than MEAN computes the mean loss
@@ -312,7 +312,7 @@ def _list_begin_slots(request: ProgramRequest) -> frozenset[Slot]:
     return frozenset(slots)
 
 
-def _list_end_slots(request: ProgramRequest) -> frozenset[Slot]:
+def _list_slots_filled_at_end(request: ProgramRequest) -> frozenset[Slot]:
     """Return the slots (named buffers) that must be filled at the end. They are derived from the kind of program, so
     that `check` can compare them with the slots that the actions fill."""
     stage, kind = request.stage, PROGRAM_KINDS[request.kind]

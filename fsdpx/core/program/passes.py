@@ -10,11 +10,11 @@ from fsdpx.core.program.pipeline import Stage, resolve_slot_word
 from fsdpx.core.program.verbs import VERBS, Action
 
 __all__ = [
+    "expand_stages_to_units",
     "find_prefetch_window",
     "insert_gathers",
     "insert_recompute",
     "insert_reduces",
-    "lower_to_units",
     "make_leftover_reduces",
     "order_sequentially",
 ]
@@ -29,7 +29,7 @@ def order_sequentially(microbatches: int) -> tuple[Action, ...]:
     return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
-def lower_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
+def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     """Expand actions of pipeline stages to actions of their units, and insert the sends and receives between stages.
 
     The receives of an action are posted before the preceding action, so that the messages arrive in the meantime. The

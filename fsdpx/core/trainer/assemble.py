@@ -197,7 +197,7 @@ def assemble_placement_and_model(
 
     The placement is made in this order: ranks, number formats, model, gradient reduction, flat parameter buffers
     (pages). Then all ranks compare their choices, before they exchange any other data."""
-    ranks = _set_up_device_and_mesh(recipe, world, tuning)
+    ranks = _set_up_device_tuning_and_mesh(recipe, world, tuning)
     with raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         formats = _resolve_precision(recipe.training.precision, ranks.xp)
         model = _shard_and_linearize_model(recipe, ranks, formats)
@@ -227,7 +227,7 @@ def assemble_placement_and_model(
     return place, model.planned.model, reducing.microbatches
 
 
-def _set_up_device_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
+def _set_up_device_tuning_and_mesh(recipe: Recipe, world: Communicator, tuning: Tuning | None) -> TrainingRanks:
     """Select this rank's device, measure or load the machine-dependent tuning, and set up the communicators of the
     mesh axes. Collective."""
     distribution, runtime, settings = recipe.distribution, recipe.runtime, environment.read_environment()

@@ -193,7 +193,7 @@ class DuplicateBatchDetector:
         self._size, self._speaks = axes.data.size, axes.world.rank == 0
         self.may_have_duplicates, self._same = self._size > 1, 0
 
-    def count_duplicates_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
+    def count_samples_of_equal_batch_and_warn(self, equal_on_all_ranks: bool, arrays: Sequence[Any]) -> None:
         """If the batch is equal on all data ranks, add its samples to the count of duplicates, and warn as soon as
         there are too many.
 

@@ -21,7 +21,7 @@ from fsdpx.core.base.option_names import ForeignModule, PrecisionName, RuntimeAr
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import comparing_arguments, record_script_communicator
+from fsdpx.core.comm.default_communicator import comparing_arguments, record_script_rank_and_size
 from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_survivor_communicator
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
@@ -324,6 +324,6 @@ def _adopt_or_open_comm(comm: Any, backend: str | None, device: str, device_map:
         raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:
         adopted = adopt_communicator(comm, backend, device_map)
-        record_script_communicator(adopted)
+        record_script_rank_and_size(adopted)
         return adopted
     return default_communicator() if backend is None else open_world(backend, device_map=device_map)

@@ -123,7 +123,7 @@ def all_gather(x: Any) -> np.ndarray:
     x = _as_contiguous_array(x)
     comm = _agree_on_call_and_get_comm("all_gather", x)
     out = _empty_like(x, (comm.size, *x.shape))
-    _run_call(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
+    _run_collective_and_wait(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
     return out
 
 
@@ -143,7 +143,7 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> np.ndarray:
     comm = _agree_on_call_and_get_comm("reduce_scatter", x, op)
     rows, cut = _partition_rows_and_elements("reduce_scatter", x.shape, comm.size)
     out = _empty_like(x, (rows.counts[comm.rank], *x.shape[1:]))
-    _run_call(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
+    _run_collective_and_wait(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
 
 
@@ -161,7 +161,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
     """
     x = _as_contiguous_array(x)
     comm, out = _agree_on_call_and_get_comm("broadcast", x, root=root), x.copy()
-    _run_call(comm, "broadcast", (out.reshape(-1),), x, root=root)
+    _run_collective_and_wait(comm, "broadcast", (out.reshape(-1),), x, root=root)
     return out
 
 
@@ -181,7 +181,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> np.ndarr
     x = _as_contiguous_array(x)
     comm = _agree_on_call_and_get_comm("reduce", x, op, root)
     out = _empty_like(x, x.shape) if comm.rank == root else None
-    _run_call(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
+    _run_collective_and_wait(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
     return out
 
 
@@ -201,7 +201,9 @@ def gather(x: Any, root: int = 0) -> np.ndarray | None:
     x = _as_contiguous_array(x)
     comm = _agree_on_call_and_get_comm("gather", x, root=root)
     out = _empty_like(x, (comm.size, *x.shape)) if comm.rank == root else None
-    _run_call(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
+    _run_collective_and_wait(
+        comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,)
+    )
     return out
 
 
@@ -251,7 +253,7 @@ def all_to_all(x: Any) -> np.ndarray:
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty_like(x, x.shape)
-    _run_call(comm, "all_to_all", (x.reshape(-1), out.reshape(-1)), x, counts=(None, None))
+    _run_collective_and_wait(comm, "all_to_all", (x.reshape(-1), out.reshape(-1)), x, counts=(None, None))
     return out
 
 
@@ -373,7 +375,7 @@ def _get_op_name(op: str) -> str:
         return repr(op)
 
 
-def _run_call(
+def _run_collective_and_wait(
     comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
     counts: AllCounts = (),
 ) -> None:  # fmt: skip

@@ -311,7 +311,7 @@ class Session:
         self.wait_for_last_step()
         everyone, alike = batches.agree_on_batch(place.axes, kind, *about, checked.error, comparison.ranks)
         if comparison.may_have_duplicates and comparison.ranks is place.axes.world:
-            self._duplicates.count_duplicates_and_warn(alike, checked.arrays)
+            self._duplicates.count_samples_of_equal_batch_and_warn(alike, checked.arrays)
         place.sample_layout.require_equal_sample_counts(everyone)
         if uncoordinated is not None:
             uncoordinated.record_agreed_batch(about, _get_shapes_and_dtypes(checked.inputs))

@@ -17,7 +17,7 @@ from fsdpx.core.base.config import Sharding, convert_fields_to_python_numbers
 from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.windows import CACHE_LINE_BYTES, Window
-from fsdpx.core.engine.operations import OPERATIONS, compute_local_loss_and_scale, run_optimizer_on_page
+from fsdpx.core.engine.operations import OPERATIONS, compute_local_loss_and_gradient_scale, run_optimizer_on_page
 from fsdpx.core.engine.run import ProgramRun, Values, get_action_target
 from fsdpx.core.program import PROGRAM_KINDS, SLOTS, VERBS, Action, ProgramKind, ProgramRequest, SlotKind, Verb
 from fsdpx.core.program.passes import insert_gathers
@@ -145,7 +145,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     found: dict[LedgerKey, WindowItem] = {}
     at = CACHE_LINE_BYTES
     for p in placement.pages:
-        for key, dtype, elements in _list_page_items(
+        for key, dtype, elements in _iterate_page_arrays(
             placement, p, _find_owned_element_range(placement, p, rank, sharded), added
         ):
             found[key] = item = WindowItem(key, dtype, at, elements)
@@ -153,7 +153,7 @@ def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added:
     return found
 
 
-def _list_page_items(
+def _iterate_page_arrays(
     placement: Placement, p: int, mine: ElementRange, added: bool
 ) -> Iterator[tuple[LedgerKey, Any, int]]:
     page, master = placement.pages[p], placement.formats.master
@@ -432,7 +432,7 @@ class OwnSpeedPolicy(SyncPolicy):
         """Add this rank's gradient to the part of a page that rank `rank` owns, after the gradients of all lower ranks,
         as in synchronous training. The last rank to add its gradient then updates that part."""
         self.window.wait_until_none_missing(
-            lambda: self._list_ranks_to_wait_for(rank, page),
+            lambda: self._find_rank_whose_turn_it_is(rank, page),
             f"the gradients of earlier ranks in step {self.clock}, staleness=0",
         )
         with self.window.access_epoch("push"):
@@ -454,7 +454,7 @@ class OwnSpeedPolicy(SyncPolicy):
         if rank != self.rank:
             self._count_traffic("push", gradient.size, gradient.dtype)
 
-    def _list_ranks_to_wait_for(self, rank: int, page: int) -> list[int]:
+    def _find_rank_whose_turn_it_is(self, rank: int, page: int) -> list[int]:
         """Return a list with the rank whose turn it is to add its gradient, or an empty list if it is this rank's turn.
 
         Raises DataError if the rank whose turn it is has stopped taking steps. `rank` is the owner of the part of the
@@ -642,7 +642,7 @@ def mix_page(run: ProgramRun, action: Action, taken: Values, read: Values, added
 OPERATIONS.update(
     {
         "PULL": pull_page,
-        "ALONE": compute_local_loss_and_scale,
+        "ALONE": compute_local_loss_and_gradient_scale,
         "PUSH": push_gradient,
         "TICK": advance_clock,
         "MIX": mix_page,

@@ -94,7 +94,7 @@ def quantize(
 ) -> None:
     if not x.size:
         return
-    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.iterate_counter_runs())
+    _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.iterate_runs_of_equal_upper_word())
     if residual is not None and residual is not x:
         residual[...] = x
     keep, by_chance = residual is not None, numbers is not None

@@ -283,7 +283,7 @@ class ReshardPlan:
         raise AssertionError."""
         supplies = {
             name: [o.part for some in ranks.values() for o in some]
-            for name, ranks in self._sendable_shards_by_name.items()
+            for name, ranks in self._shards_by_name_and_rank.items()
         }
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
@@ -330,7 +330,7 @@ class ReshardPlan:
                 yield ReshardMessage(((self.rank - source) % size, i, source), False, source, rows)
 
     @cached_property
-    def _sendable_shards_by_name(self) -> dict[str, dict[int, list[ShardSupply]]]:
+    def _shards_by_name_and_rank(self) -> dict[str, dict[int, list[ShardSupply]]]:
         """The shards that can be sent, as tensor name -> rank -> list of shards."""
         found: dict[str, dict[int, list[ShardSupply]]] = {}
         for rank, parts in enumerate(self.have):
@@ -343,7 +343,7 @@ class ReshardPlan:
     def _holder_offset_by_name(self) -> dict[str, int]:
         """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
         differ between tensors, to spread the load."""
-        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._sendable_shards_by_name))}
+        return {name: holder_offset for holder_offset, name in enumerate(sorted(self._shards_by_name_and_rank))}
 
     @cached_property
     def _incoming_moves(self) -> list[ElementMove]:
@@ -351,7 +351,7 @@ class ReshardPlan:
 
     @property
     def _outgoing_moves(self) -> Iterator[tuple[int, ElementMove]]:
-        mine = {name for name, ranks in self._sendable_shards_by_name.items() if self.rank in ranks}
+        mine = {name for name, ranks in self._shards_by_name_and_rank.items() if self.rank in ranks}
         for dest, wanted in enumerate(self.want):
             if dest != self.rank:
                 for i, part in enumerate(wanted):
@@ -365,7 +365,7 @@ class ReshardPlan:
         part = self.want[dest][index]
         if part.size == 0:
             return []
-        ranks, (first, last) = self._sendable_shards_by_name[part.name], part.span
+        ranks, (first, last) = self._shards_by_name_and_rank[part.name], part.span
         for supply in ranks.get(dest, ()):
             if (
                 supply.part.flat_array_key == part.flat_array_key

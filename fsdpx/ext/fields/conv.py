@@ -13,7 +13,7 @@ from fsdpx.ext.fields.halo import (
     MODES,
     FieldLayer,
     HaloSpec,
-    find_halo_specs,
+    make_halo_specs,
     make_output_cuts,
     require_field_shape,
     require_halo_fits_field,
@@ -131,7 +131,7 @@ class ConvWindow:
         too small for the padding."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
-            find_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
+            make_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
         )
         for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             if len(cuts) == 2 and not parts.ghosts and (mode == "zeros" or self.low[i] == self.high[i] == 0):

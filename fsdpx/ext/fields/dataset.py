@@ -357,7 +357,7 @@ class FieldDataset:
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
-        self._bounds = self._find_local_bounds()
+        self._bounds = self._find_bounds_with_ghosts()
         first = self.sources[0].variables
         self.channels = sum(v.channel_count for v in first if "t" in v.dims)
         self.constants = sum(v.channel_count for v in first) - self.channels
@@ -434,7 +434,7 @@ class FieldDataset:
         """Return a view (channels, *cells) of `array`, which is in the grid's layout."""
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
-    def _find_local_bounds(self) -> dict[str, tuple[int, int]]:
+    def _find_bounds_with_ghosts(self) -> dict[str, tuple[int, int]]:
         """Return a dict of dim letter -> (start, stop): the cells that this rank reads along the dim, including ghost
         cells."""
         if self.grid is None:

@@ -21,9 +21,9 @@ __all__ = [
     "MODES",
     "FieldLayer",
     "HaloSpec",
-    "find_halo_specs",
     "get_local_range",
     "get_rank_along",
+    "make_halo_specs",
     "make_output_cuts",
     "require_field_shape",
     "require_halo_fits_field",
@@ -208,7 +208,7 @@ def to_slice_if_consecutive(indices: np.ndarray) -> Any:
     return indices
 
 
-def find_halo_specs(
+def make_halo_specs(
     parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[str]
 ) -> tuple[HaloSpec, ...]:
     """Return one halo spec per dim: the range of input cells that each rank needs to compute its outputs.

@@ -493,7 +493,7 @@ class _ExportPlan:
         if isinstance(own, _BatchNorm):
             norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
             return ModuleUnit(segment.name, [norm.args[0].name], segment.result.name)
-        needed = self._list_needed_nodes(segment)
+        needed = self._list_nodes_with_dependencies(segment)
         reads = [node for node in needed if self._is_foreign_input(node, segment)]
         if not reads:
             reads = self.inputs[:1]  # a layer needs an input, from which it takes the number of samples
@@ -521,7 +521,7 @@ class _ExportPlan:
             list(made.nodes), number, partial(_choose_replacement, segment.name), self._program.graph_module
         )
 
-    def _list_needed_nodes(self, segment: _ExportSegment) -> list[fx.Node]:
+    def _list_nodes_with_dependencies(self, segment: _ExportSegment) -> list[fx.Node]:
         """Return the operations of a unit, and all operations without parameters on which they depend, in order.
 
         Where an operation needs the size of a tensor, it is read from a tensor that is an input anyway."""

@@ -299,7 +299,7 @@ class _TraceLanes:
             args |= {"key": _format_key(event), "stops": stops}
         self.add_slice(tid, str(event.action), verb.lane, event.start, event.end, **args)
         if event.nbytes and (verb.is_send or verb.is_receive):
-            self._add_arrow(tid, event, verb.is_send)
+            self._add_arrow_end(tid, event, verb.is_send)
 
     def add_memory(self, at: float, nbytes: int) -> None:
         common = {"ph": "C", "name": "activations", "pid": self.header.rank, "ts": self._to_microseconds(at)}
@@ -311,7 +311,7 @@ class _TraceLanes:
         free[n:] = [event.end, *free[n + 1 :]]
         return self._threads.setdefault((lane, n), FIRST_TRANSFER_THREAD + len(self._threads))
 
-    def _add_arrow(self, tid: int, event: ActionEvent, sends: bool) -> None:
+    def _add_arrow_end(self, tid: int, event: ActionEvent, sends: bool) -> None:
         """Add one end of an arrow that leads from the beginning of a send to the end of the matching receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
         common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}

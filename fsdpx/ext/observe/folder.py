@@ -81,7 +81,7 @@ class RunFolder:
         before that."""
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
-    def belongs_to_any_job(self, jobs: Sequence[str]) -> bool:
+    def belongs_to_one_of(self, jobs: Sequence[str]) -> bool:
         """Return whether the run was begun or resumed by one of these jobs.
 
         Parameters
@@ -250,7 +250,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
             [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")],
         )
         named = [RunFolder(Path(given))] if given else known
-        if job.restart and (ours := [one for one in named if one.belongs_to_any_job(job.job_names)]):
+        if job.restart and (ours := [one for one in named if one.belongs_to_one_of(job.job_names)]):
             folder = max(ours, key=lambda one: (one.start_time, one.path))
             return folder, folder.read_arguments()
         if not resume:

@@ -246,7 +246,7 @@ def _draw_legend(figure: Any, panels: Sequence[StepLanes], theme: str) -> None:
     from matplotlib.patches import Patch
 
     boxes = [Patch(facecolor=get_color(name, theme), label=name) for name in _list_color_names(panels)]
-    if any(shade < 1 for panel in panels for shade in _assign_shades(panel).values()):
+    if any(shade < 1 for panel in panels for shade in _assign_stage_shades(panel).values()):
         boxes.append(Patch(facecolor=_darken_color(get_color("other", theme), LATER), label=DARKER))
     look = {"frameon": False, "fontsize": 9.5, "handlelength": 1.0, "handleheight": 0.9, "columnspacing": 1.5}
     place, ink = {"loc": "upper left", "ncols": 7, "borderaxespad": 0.4, "handletextpad": 0.5}, get_color("ink", theme)
@@ -307,7 +307,7 @@ class _PanelDrawing:
         """Draw all rows, from top to bottom."""
         axes, panel = self.axes, self.panel
         axes.set_facecolor("none")
-        self.shade = _assign_shades(panel)
+        self.shade = _assign_stage_shades(panel)
         tops = [-sum(map(panel.compute_row_height, range(row))) for row in range(len(panel.names))]
         name, _, about = panel.title.partition(": ")
         head = self.draw_text(0, 0.1, name, fontsize=11, weight="bold", va="baseline", x=0.06 - LEFT)
@@ -451,7 +451,7 @@ def _merge_adjacent_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
     return found
 
 
-def _assign_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
+def _assign_stage_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
     """Return a brightness from 0 to 1 for each (row, unit), so that later pipeline stages of a rank are darker.
 
     Returns {} if the schedule is not a pipeline."""

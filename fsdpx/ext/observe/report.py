@@ -511,13 +511,13 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
         carried={
             ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
             ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
-            ("replica", "reduce_scatter"): {p: _list_outer_transfers(place, p) for p in place.pages},
+            ("replica", "reduce_scatter"): {p: _list_outer_gradient_transfers(place, p) for p in place.pages},
         },
         parts={p: place.list_optimizer_transfers(p) for p in place.stage.trained_pages},
     )
 
 
-def _list_outer_transfers(place: Placement, page: int) -> Transfers:
+def _list_outer_gradient_transfers(place: Placement, page: int) -> Transfers:
     """Return the collectives that reduce a page's outer gradient (its change during a round of local steps), with the
     bytes that this rank sends in each."""
     replica = place.axes.replica

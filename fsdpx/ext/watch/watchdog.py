@@ -202,7 +202,9 @@ class Watchdog:
             now = time.perf_counter()
             still_seconds = now - since
             self.record.record_heartbeat(now)
-            self.record.record_wait(since if what else 0.0, what or self._describe_position(still_seconds), since)
+            self.record.record_wait(
+                since if what else 0.0, what or self._describe_script_line_and_stack(still_seconds), since
+            )
             if not self.folder.exists() and not self._can_others_survive():
                 self._end_rank_after_job_end()
             if self.rank == 0 and still_seconds >= report.FIRST_REPORT_SECONDS < self.timeout:
@@ -210,7 +212,7 @@ class Watchdog:
             if what and (still_seconds >= min(EARLY_SECONDS, self.timeout / 2) or asked):
                 self._end_job_if_hung(still_seconds, what)
 
-    def _describe_position(self, still_seconds: float) -> str:
+    def _describe_script_line_and_stack(self, still_seconds: float) -> str:
         """Return the line of the script where this rank has been for `still_seconds`, with its stack. Return "" if the
         rank is making progress."""
         if still_seconds < 2 * self._poll_seconds:

@@ -145,8 +145,8 @@ def test_a_resumed_run_keeps_when_it_began_and_its_jobs(tmp_path: Path, monkeypa
         monkeypatch.setenv("SLURM_JOB_ID", job)
         folder.write_config({"lr": hour}, 1)
     assert (folder.begin_time.astimezone(UTC).hour, folder.start_time.astimezone(UTC).hour) == (8, 9)
-    assert folder.belongs_to_any_job(["Slurm job 7"])
-    assert folder.belongs_to_any_job(["Slurm job 8"])
+    assert folder.belongs_to_one_of(["Slurm job 7"])
+    assert folder.belongs_to_one_of(["Slurm job 8"])
     assert folder.read_arguments() == {"lr": 9}
     assert main(["report", str(folder.path)]) == 0
     assert re.search(r"begun +2026-03-01 08:.*\nresumed +2026-03-01 09:", folder.page_path.read_text())

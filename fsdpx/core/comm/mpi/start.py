@@ -122,7 +122,7 @@ def guarding_mpi_start() -> Iterator[None]:
         folder = _make_marker_folder(settings, job)
         own_mark = folder / f"{MARK_PREFIX}{launcher.rank:05}.{identify_process()}.{launcher.local_rank}"
         mark = own_mark if safe_files.try_create_marker(own_mark) else None
-        clock = _start_watchdog_process(folder, settings, job) if get_running_mpi() is None else None
+        clock = _start_mpi_init_watchdog(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
         safe_files.warn_file_ignored(error)
     except OSError:  # the folder is read-only: continue without a watchdog
@@ -186,7 +186,7 @@ def is_process_alive(owner: str) -> bool:
     return get_process_start_time(int(process)) == birth if birth else get_process_start_time(int(process)) != ""
 
 
-def _start_watchdog_process(
+def _start_mpi_init_watchdog(
     folder: Path, settings: environment.Environment, job: str
 ) -> subprocess.Popen[bytes] | None:
     """Start the watchdog process; return None if another rank has started it, or if the system is not POSIX. `job` is

@@ -186,5 +186,5 @@ def _round_stochastically_loop(x, out, start, key0, key1):
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: NumberRange) -> None:
     """Write x to `out`, rounded stochastically. See `kernels.half.round_randomly`."""
     bits = out.view(np.uint16)
-    for offset, start, key0, key1 in numbers.iterate_counter_runs():
+    for offset, start, key0, key1 in numbers.iterate_runs_of_equal_upper_word():
         _round_stochastically_loop(x[offset], bits[offset], start, key0, key1)
