@@ -374,12 +374,10 @@ class Layer(ABC):
     "indices", int32 or int64; "given", unchanged; "passed", the dtype that the readers of its result take. One word for
     all inputs, or a tuple with one word per input."""
 
-    foreign: bool = False
-    """Whether another library computes the layer, with kernels of its own, as PyTorch does for a `torch.nn.Module`."""
-
-    kernel_names: tuple[str, ...] = ()
+    kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
-    compiled before the first step."""
+    compiled before the first step. None: another library computes the layer, as PyTorch does for a module of its
+    own."""
 
     plan: Mapping[str, Any] = {}
     """The layer's own tensor plan, from the name of a child, or "" for the layer itself, to its mark (`ColumnParallel`,
@@ -630,7 +628,7 @@ def list_kernels(layer: Layer) -> tuple[str, ...]:
     def visit_layer(one: Layer) -> None:
         if id(one) not in seen:
             seen.add(id(one))
-            names.update(dict.fromkeys(one.kernel_names))
+            names.update(dict.fromkeys(one.kernel_names or ()))
             for child in one.children().values():
                 visit_layer(child)
 

@@ -462,7 +462,7 @@ def _get_half_matmul_library_and_warn(world: Communicator, formats: Precision, x
     name = parse_dtype(formats.compute).name
     half = blas.load_half_matmul()
     library, able = half.get_selected_library(name), half.list_half_instructions(name)
-    if library == half.WIDENED and world.rank == 0 and not all(node.layer.foreign for node in model.nodes):
+    if library == half.WIDENED and world.rank == 0 and not all(node.layer.kernel_names is None for node in model.nodes):
         why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
         warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
     return library

@@ -24,7 +24,7 @@ class DifferentiableLayer(Layer):
     parameters, in the order of their initial values. `n_inputs` is the number of arrays that the function takes in
     addition to the parameters."""
 
-    foreign = True
+    kernel_names = None
     takes = "given"
     given_values: InitialValues
 

@@ -59,7 +59,7 @@ def _read_if_alive(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
 class AutogradLayer(Layer):
     """Base class for layers that PyTorch's autograd differentiates. Subclasses implement `_make_forward_function`."""
 
-    foreign = True
+    kernel_names = None
     takes = "given"
     trained: frozenset[str]
     """Names of the parameters that have a gradient."""
