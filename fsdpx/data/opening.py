@@ -97,7 +97,8 @@ def _is_zarr(folder: Path) -> bool:
 
 
 def _explain_unreadable(path: Path, file: Any, known: str) -> str:
-    """Return an error text that says which unsupported format a file has (`known`), and how to convert or unpack it."""
+    """Return an error message that says that the file is in the unsupported format `known`, and how to convert or
+    unpack it."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
         into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))

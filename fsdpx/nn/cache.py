@@ -60,7 +60,7 @@ class KeyValueCache:
         if self._alike:
             return _store_and_attend(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
-        # one text at a time, so that rounding does not depend on the other texts
+        # one sequence at a time, so that rounding does not depend on the other sequences of the batch
         for i, length in enumerate(self.lengths.tolist()):
             row = slice(i, i + 1)
             o[row] = _store_and_attend(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)

@@ -170,8 +170,8 @@ class Container(Layer):
         return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Run `Layer.backward` of the steps in reverse order. The values that a step needs for its parameter gradients
-        are freed before backward of the next step runs."""
+        """Call the backward of each step, in reverse order. The values that a step needs for its parameter gradients
+        are freed before the backward of the next step runs."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:

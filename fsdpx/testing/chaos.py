@@ -85,7 +85,7 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Inject this rank's faults for start number `start` of the job.
+    """Inject the faults of this rank in launch number `start` of the job (0: the first one, before any restart).
 
     If the rank is a process, it gets SIGKILL or SIGSTOP. If ranks are threads (`threads`), `InjectedFault` is raised
     in the thread instead. Raises ConfigError for a fault of an unknown kind."""

@@ -161,7 +161,7 @@ class MessageBackend(Backend):
         add. All other operations are built from messages."""
 
     def start_single_message(self, call: Call) -> Handle:
-        """Start a call that is a "send" or a "recv"."""
+        """Start a single "send" or "recv" call."""
         pairs = [(call.root, call.arrays[0])]
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 

@@ -74,7 +74,7 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # a forward sends what its units compute; a backward sends gradients of what its units read, last unit first
+            # a forward sends the outputs of its units; a backward sends the gradients of their inputs, last unit first
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]

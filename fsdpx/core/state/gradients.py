@@ -123,7 +123,7 @@ class Reduction(NamedTuple):
     page : the page and its shards
     part : array that receives this rank's shard of the sum
     first : whether nothing has been added to `part` yet
-    scratch : temporary memory for a sum along the tree
+    scratch : temporary memory for a tree reduction
     """
 
     carrier: BoundCodec

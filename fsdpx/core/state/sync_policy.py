@@ -137,7 +137,7 @@ class SyncPolicy:
         return list(self.placement.slot_formats)
 
     def on_created(self, state: Any) -> None:
-        """Fill the slots (named values) of this policy in a new state."""
+        """Initialize the slots (named values) of this policy in a newly created state."""
 
     def on_initialized(self, state: Any) -> None:
         """Called after parameters have received their initial values."""

@@ -131,7 +131,7 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def unfreeze(self, names: Iterable[str]) -> None:
-        """Train these parameters again, and add up the updates that they missed."""
+        """Train these parameters again, and add the number of updates that they missed while frozen to `missed`."""
         self.missed = self.count_missed_updates()
         self._updates_when_frozen = {name: self._updates(name) for name in self.frozen.difference(names)}
         self.frozen = frozenset(self._updates_when_frozen)

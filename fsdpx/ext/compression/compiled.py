@@ -229,7 +229,7 @@ def select_largest_elements(
 
 
 def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
-    """Return the absolute value of the k-th largest element, as the bits of a float32.
+    """Return the k-th largest absolute value in `x`, as the bits of a float32.
 
     If most elements are zero, as in sums of sparse gradients, zeros are dropped first, because partitioning many equal
     elements is slow."""

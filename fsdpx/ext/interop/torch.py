@@ -136,7 +136,7 @@ class TorchLoss(Loss):
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         given, wanted = to_tensor(y).detach().requires_grad_(), to_tensor(target)
         with torch.enable_grad():
-            output = given.float() if given.dtype.itemsize < 4 else given  # a mean in 16 bits would be rounded
+            output = given.float() if given.dtype.itemsize < 4 else given  # a mean in 16 bits would be too coarse
         if isinstance(self.function, LABELS) and not wanted.is_floating_point():
             wanted = wanted.to(torch.int64)
         elif wanted.is_floating_point() or self._needs_same_shape:

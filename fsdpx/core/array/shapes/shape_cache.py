@@ -92,7 +92,7 @@ def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
-        # the key says which arrays share memory, because the result may share it too
+        # the key says which arrays share memory, because the result may share their memory
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):

@@ -180,7 +180,7 @@ def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "no
 
 
 def _make_gated_loop(function: Any) -> Any:
-    """Return a compiled loop that computes y = function(a) b for each element."""
+    """Return a compiled loop that computes y = function(a) * b elementwise."""
 
     def gated_loop(a, b, y):
         use_widest_vectors()
