@@ -83,7 +83,7 @@ def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def _can_use_compiled(half: Any, wide: Any) -> bool:
-    """Return whether the compiled code supports these arrays, of which `half` is 16-bit and `wide` float32."""
+    """Return whether the compiled code supports `half` (a 16-bit array) and `wide` (a float32 array)."""
     formats = wide.dtype == np.float32 and half.dtype.name in HALF_FORMATS
     return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))
 

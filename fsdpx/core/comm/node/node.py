@@ -1,6 +1,6 @@
 """Collectives that use shared memory inside hosts and messages between hosts. Arrays in shared windows are not copied.
 
-Inside a host, a reduction reads each rank's array only once, where it lies. For an all-gather into a buffer that all
+Inside a host, a reduction reads each rank's array only once. For an all-gather into a buffer that all
 ranks share, the ranks only have to be synchronized. Between hosts, each rank of a host transfers a different slice, so
 that all links are used at once. All other calls are passed to a message backend (MPI or Gloo), which is called the
 carrier; so are calls on arrays outside of windows, unless they have only a few bytes."""

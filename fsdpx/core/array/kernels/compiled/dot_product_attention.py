@@ -377,7 +377,7 @@ def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
 
 
 def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
-    """Divide the indices 0 to `pairs` - 1 of (sample, head) pairs into ranges, each of which one thread processes.
-    Results do not depend on the division."""
+    """Divide the indices of `pairs` (sample, head) pairs into ranges. One thread processes each range, and results do
+    not depend on the division."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]
