@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdpx.core.array.devices import as_unmasked_array, get_device_of_array, get_device_of_namespace, load_device
 from fsdpx.core.base.config import normalize_half_name
+from fsdpx.core.base.name_hints import suggest_number_format
 from fsdpx.errors import ConfigError
 
 __all__ = [
@@ -61,7 +62,8 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:
-        raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
+        hint = suggest_number_format(name, DTYPES) or f": choose one of {', '.join(DTYPES)}"
+        raise ConfigError(f"unknown dtype {name!r}{hint}")
     name = normalize_half_name(name)
     return _load_bfloat16() if name == "bf16" else np.dtype(name)
 

@@ -16,7 +16,7 @@ from os import PathLike
 from typing import Any, Literal, TypeVar, get_args
 
 from fsdpx.core.base.extensions import list_extensions
-from fsdpx.core.base.name_hints import did_you_mean, wrap_constructor_with_option_check
+from fsdpx.core.base.name_hints import did_you_mean, suggest_number_format, wrap_constructor_with_option_check
 from fsdpx.core.base.option_kinds import is_positive_number
 from fsdpx.core.base.option_names import DtypeName
 from fsdpx.errors import ConfigError
@@ -274,7 +274,8 @@ class Precision:
             beside = f", compute={self.compute!r}" * (role != "compute")
             beside += f", master={self.master!r}" * (role == "rounding")
             names = " or ".join(str(choice) for choice in dict.fromkeys(choices))
-            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
+            hint = suggest_number_format(value, choices)
+            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}{hint}")
 
     def __repr__(self) -> str:
         """Return text that shows only the fields that differ from their defaults."""
@@ -325,8 +326,9 @@ def resolve_precision(choice: str | Precision | None) -> Precision:
         return choice
     name = normalize_half_name(choice)
     if not isinstance(name, str) or name not in PRECISIONS:
-        names = ", ".join(PRECISIONS)
-        raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
+        hint = suggest_number_format(choice, PRECISIONS).replace("'", "precision='", 1)
+        names = f": choose one of {', '.join(PRECISIONS)}, or pass fsdpx.Precision(...)"
+        raise ConfigError(f"unknown precision {choice!r}{hint or names}")
     return PRECISIONS[name]
 
 

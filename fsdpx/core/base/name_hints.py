@@ -14,7 +14,8 @@ from fsdpx.errors import ConfigError, FsdpxError
 
 __all__ = [
     "CALLS_ELSEWHERE", "NAMES_ELSEWHERE", "did_you_mean", "make_attribute_error", "parse_patterns",
-    "require_known_options", "require_pattern_matches", "wrap_constructor_with_option_check", "wrap_with_option_check",
+    "require_known_options", "require_pattern_matches", "suggest_number_format", "wrap_constructor_with_option_check",
+    "wrap_with_option_check",
 ]  # fmt: skip
 
 P = ParamSpec("P")
@@ -136,6 +137,12 @@ _OPTIONS: dict[str, str] = {
 }  # fmt: skip
 """Options of fsdpx, by the name of their equivalent. Equivalents are options of optimizers, schedules and launchers of
 other libraries, and options of other calls of fsdpx."""
+_FORMATS = {
+    "float64": "fp64 64 64-true double", "float32": "fp32 32 32-true float single no",
+    "bf16": "bfloat16 bf16-mixed mixed_bfloat16", "float16": "fp16 16 16-mixed mixed_float16 half",
+}  # fmt: skip
+"""Names of number formats in other libraries, by their name in fsdpx."""
+_FORMATS_ELSEWHERE = {word: ours for ours, words in _FORMATS.items() for word in words.split()}
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
 
@@ -148,6 +155,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return f"; here that is {ours}"
     near = get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def suggest_number_format(given: Any, known: Collection[Any]) -> str:
+    """Return a suggestion for an unknown number format, as the end of a sentence: the one of the `known` formats that
+    another library calls so. `given` is a name or a dtype of another library. Return "" if there is none."""
+    word = given if isinstance(given, str) else getattr(given, "__name__", str(given)).rpartition(".")[2]
+    ours = _FORMATS_ELSEWHERE.get(word, word)
+    return f"; here that is {ours!r}" if ours in known else ""
 
 
 def make_attribute_error(module: str, name: str, known: Iterable[str]) -> AttributeError:

@@ -39,6 +39,7 @@ __all__ = [
     "compute_crc_from_xor",
     "create_file",
     "dtype_to_code",
+    "identify_other_format",
     "lay_out_files",
     "make_file_header",
     "make_index_json",
@@ -248,6 +249,25 @@ def make_file_header(
     return FileHeader(entries, dict(metadata or {}), header, base + offset)
 
 
+_FROM_PYTORCH = (
+    "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors') converts the weights of "
+    "PyTorch"
+)
+_OTHER_FORMATS = {
+    b"PK\x03\x04": "a zip file, as torch.save and numpy.savez write: " + _FROM_PYTORCH
+    + ", and load_parameters(dict(numpy.load(path))) takes arrays of NumPy",
+    **{bytes([0x80, protocol]): f"a pickle, as torch.save writes: {_FROM_PYTORCH}" for protocol in range(2, 6)},
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file: read its arrays with h5py, and pass them to load_parameters as a dict",
+}  # fmt: skip
+"""What a file is that is no safetensors file, and how to convert it, by the first bytes of the file."""
+
+
+def identify_other_format(start: bytes) -> str:
+    """Return which other format a file has that begins with the bytes `start`, and how to convert it. Return "" if the
+    format is unknown."""
+    return next((text for first, text in _OTHER_FORMATS.items() if start.startswith(first)), "")
+
+
 def parse_header(read: Any, size: int, where: str) -> FileHeader:
     """Parse and check the header of a file of `size` bytes. `read(n)` returns the first n bytes of the file, and
     `where` names the file in error messages.
@@ -260,8 +280,11 @@ def parse_header(read: Any, size: int, where: str) -> FileHeader:
 
     if size < LENGTH_BYTES:
         raise make_error(f"truncated: {size} bytes are no safetensors file")
-    length = int.from_bytes(read(LENGTH_BYTES), "little")
+    start = read(LENGTH_BYTES)
+    length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
+        if other := identify_other_format(start):
+            raise make_error(f"this is no safetensors file, but {other}")
         raise make_error(
             f"the header would have {length} bytes, more than {MAX_HEADER_BYTES}: this is no safetensors file"
         )

@@ -20,6 +20,7 @@ from fsdpx.core.base.safe_files import parse_json
 from fsdpx.core.checkpoint.atomic_commit import resolve_checkpoint
 from fsdpx.core.checkpoint.format import (
     INDEX_FILE_NAME,
+    LENGTH_BYTES,
     MAX_TEXT_BYTES,
     STATE_FILE_NAME,
     WEIGHTS_FILE_NAME,
@@ -31,6 +32,7 @@ from fsdpx.core.checkpoint.format import (
     advise_read_ahead,
     cast_array,
     code_to_dtype,
+    identify_other_format,
     open_regular_file,
     parse_header,
     read_at,
@@ -92,6 +94,9 @@ def open_checkpoint(path: Path) -> CheckpointSource:
     Only headers and text files are read. Raise CheckpointError if there is no checkpoint, or if its files do not match
     its manifest."""
     folder = resolve_checkpoint(path)
+    if folder.is_file():
+        read_header(folder)
+        raise CheckpointError(f"{path}: this is a safetensors file, and a checkpoint is a folder; use load_parameters")
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearest_folder(path))
     if not is_checkpoint(folder):
@@ -136,6 +141,7 @@ def open_weights(path: Path) -> CheckpointSource:
         return CheckpointSource(folder, {WEIGHTS_FILE_NAME: read_header(folder / WEIGHTS_FILE_NAME)})
     raise CheckpointError(
         f"{folder}: no {MANIFEST_NAME}, {INDEX_FILE_NAME} or {WEIGHTS_FILE_NAME} in it, but {_join_file_names(folder)}"
+        + _describe_file_of_other_format(folder)
     )
 
 
@@ -219,6 +225,17 @@ def _describe_newest_checkpoint(folder: Path) -> str:
 def _join_file_names(folder: Path) -> str:
     names = sorted(os.listdir(folder))
     return (", ".join(names[:8]) + (" ..." if len(names) > 8 else "")) or "nothing"
+
+
+def _describe_file_of_other_format(folder: Path) -> str:
+    """Return a phrase that says what the first file of a known other format in a folder is, to append to an error.
+    Return "" if there is none."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            with open_regular_file(path) as fd:
+                if other := identify_other_format(os.read(fd, LENGTH_BYTES)):
+                    return f"; {path.name} is {other}"
+    return ""
 
 
 MAX_GAP_FACTOR = 8

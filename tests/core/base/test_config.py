@@ -70,9 +70,28 @@ def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> N
 
 
 def test_names_of_other_formats_are_refused() -> None:
-    names = "float64, float32, bf16, bf16-true, float16"
-    with pytest.raises(ConfigError, match=f"unknown precision 'half': choose one of {names}, or pass"):
-        resolve_precision("half")
+    with pytest.raises(ConfigError, match="unknown precision 'fp8': choose one of float64, float32, bf16, bf16-true, "):
+        resolve_precision("fp8")
+    dtype = ml_dtypes.bfloat16
+    words = [("bf16-mixed", "bf16"), ("mixed_bfloat16", "bf16"), (dtype, "bf16"), ("16-mixed", "float16")]
+    words += [("half", "float16"), (16, "float16"), (np.float16, "float16"), ("32-true", "float32"), ("no", "float32")]
+    words += [(np.dtype("float64"), "float64"), ("double", "float64")]
+    for word, ours in words:
+        with pytest.raises(ConfigError, match=f"unknown precision .*; here that is precision='{ours}'"):
+            resolve_precision(word)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"compute=<class 'ml_dtypes.bfloat16'>.*; here that is 'bf16'"):
+        Precision(compute=dtype)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown dtype 'half'; here that is 'float16'"):
+        parse_dtype("half")
+
+
+def test_dtypes_of_pytorch_are_named_in_our_words() -> None:
+    torch = pytest.importorskip("torch")
+    for dtype, ours in ((torch.bfloat16, "bf16"), (torch.float16, "float16"), (torch.float32, "float32")):
+        with pytest.raises(ConfigError, match=f"unknown precision {dtype}; here that is precision='{ours}'"):
+            resolve_precision(dtype)
+        with pytest.raises(ConfigError, match=f"unknown dtype {dtype}; here that is '{ours}'"):
+            parse_dtype(dtype)
 
 
 @pytest.mark.parametrize(

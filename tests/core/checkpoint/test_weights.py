@@ -12,6 +12,7 @@ from threads import on_ranks
 from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
 from fsdpx.core.checkpoint.load import LEAVE_OUT_HINT, RENAME_HINT
 from fsdpx.core.comm import Communicator
+from fsdpx.errors import CheckpointError
 
 MESHES = {
     "one": (1, {}),
@@ -239,3 +240,33 @@ def test_encoder_layers_of_pytorch_give_the_same_output() -> None:
 
     for found in spawn(body, 2):
         np.testing.assert_allclose(found, want, atol=2e-6)
+
+
+def test_files_of_other_formats_are_named_with_a_way_to_convert_them(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    values = {name: torch.from_numpy(value) for name, value in expected().items()}
+    torch.save(values, tmp_path / "new.pt")
+    torch.save(values, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "keras.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    safetensors.numpy.save_file(pytorch(), tmp_path / "right.safetensors")
+    shown = {
+        "new.pt": "a zip file, as torch.save and numpy.savez write: safetensors.torch.save_file",
+        "old.pt": "a pickle, as torch.save writes: safetensors.torch.save_file",
+        "keras.h5": "an HDF5 file: read its arrays with h5py",
+    }
+
+    @on_ranks(2)
+    def body(comm: Communicator) -> None:
+        t = trainer(comm)
+        for name, text in shown.items():
+            for call in (t.load, t.load_parameters):
+                with pytest.raises(CheckpointError, match=f"{name}: this is no safetensors file, but {text}"):
+                    call(tmp_path / name)
+        with pytest.raises(CheckpointError, match="a checkpoint is a folder; use load_parameters"):
+            t.load(tmp_path / "right.safetensors")
+        with pytest.raises(CheckpointError, match=r"in it, but keras.h5, new.pt.*; keras.h5 is an HDF5 file"):
+            t.load_parameters(tmp_path)
+        t.load_parameters(torch.load(tmp_path / "new.pt", weights_only=True))
+        same(t.parameters(), expected())
+
+    body()
