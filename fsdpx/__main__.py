@@ -180,7 +180,12 @@ def _print_error_on_first_rank(line: str) -> int:
 
 
 def _add_info_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--left", action="store_true", help="print only the files that killed jobs left in /dev/shm")
+    p.add_argument(
+        "--left",
+        action="store_true",
+        help="print only what killed jobs left in /dev/shm: files of MPI libraries and fsdpx that belong to this user "
+        "(as root: only root's), are older than a minute, and are mapped by no process on this host",
+    )
 
 
 def _add_doctor_options(p: argparse.ArgumentParser) -> None:

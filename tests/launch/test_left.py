@@ -165,6 +165,18 @@ def test_nothing_is_printed_where_nothing_is_left(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_root_sees_only_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, owner in (("mpich_shm_a", 0), ("mpich_shm_b", 65534)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+        os.chown(tmp_path / name, owner, owner)
+    assert find_leftover_files(tmp_path) == [tmp_path / "mpich_shm_a"]
+    with pytest.raises(SystemExit):
+        main(["info", "--help"])
+    assert "belong to this user (as root: only root's)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_info_describes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
     (tmp_path / "code").mkdir()

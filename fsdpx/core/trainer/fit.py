@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -31,7 +31,7 @@ _END = object()  # not None, because a loader that yields None is an error, not 
 
 COUNT_ARGUMENTS = ("epochs", "steps", "every", "patience")
 TYPE_CHECKED_ONLY = (
-    "validation", "metrics", "restore_best", "callbacks", "log", "tensorboard", "progress", "count", "unit",
+    "validation", "metrics", "restore_best", "log", "tensorboard", "progress", "count", "unit",
 )  # fmt: skip
 """Arguments of `fit` that are only checked against their type hints."""
 
@@ -62,7 +62,7 @@ def fit(
     patience: int | None = None,
     restore_best: bool | None = None,
     stop: Callable[[FitHistory], bool] | None = None,
-    callbacks: Callable[..., Any] | Sequence[Any] = (),
+    callbacks: Any = (),
     log: str | PathLike[str] | None = None,
     tensorboard: bool | None = None,
     progress: bool = True,
@@ -89,9 +89,9 @@ def fit(
     restore_best : at the end, restore the weights of the best validation (default: only with patience)
     stop : function of the history, called after each validation, or every `every` steps if there is no validation; if
         it returns true on any rank, all ranks end together
-    callbacks : functions (trainer, history), called after each step, or objects with some of the methods
-        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end. They are called on all
-        ranks, but not if a finished run is started again
+    callbacks : a function (trainer, history), called after each step, an object with some of the methods
+        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end, or a list of both. They
+        are called on all ranks, but not if a finished run is started again
     log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
         (default: write them if it is installed)
@@ -217,16 +217,28 @@ class _FitLoop:
             for x, y in self._iterate_batches():
                 self._train_on_batch(x, y)
                 if ended := self._validate_and_save_if_due():
+                    if self._was_last_batch(epoch, len(self.history.losses) - before):
+                        self._end_epoch()
                     return ended
             if len(self.history.losses) == before:
                 once = "; a generator or iterator serves one epoch only" if isinstance(self.loader, Iterator) else ""
                 raise DataError(f"fit: the loader gives no batch in epoch {self.history.epochs + 1}{once}")
-            self.history.epochs += 1
-            self.events.call_listeners("on_epoch_end")
+            self._end_epoch()
             epoch += 1
         if self.validation.run_validation():
             self.events.call_listeners("on_validation_end")
         return EPOCHS
+
+    def _was_last_batch(self, epoch: int, count: int) -> bool:
+        """Return whether the epoch ends with the batch that was trained on last, the one with number `count` of this
+        pass. Return False if the loader cannot tell without reading on."""
+        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):  # a resumed pass may be a part of one
+            return bool(self.loader.state_dict().get("epoch", epoch) > epoch)
+        return hasattr(self.loader, "__len__") and len(self.loader) == count
+
+    def _end_epoch(self) -> None:
+        self.history.epochs += 1
+        self.events.call_listeners("on_epoch_end")
 
     def _iterate_batches(self) -> Iterator[Any]:
         """Yield the batches of one epoch. Raise DataError on all ranks if some ranks run out of batches before the

@@ -34,7 +34,7 @@ class FitHistory:
     losses : training loss of each step of this run
     validation : (step, loss) pairs
     metrics : maps metric names to (step, value) pairs
-    epochs : number of complete epochs, counted from the start of the first run
+    epochs : number of complete epochs, counted from the start of the first run: 3 if `steps` end in the fourth epoch
     reason : why training ended; "" while training is running
     seconds : time spent on training steps and on loading their data, excluding validation
     samples_seen : number of samples of all ranks in this run, or the sum of what `count` returned

@@ -243,8 +243,8 @@ def _warn_cannot_cache(error: Exception) -> None:
     if not _warned and not (launcher and launcher.local_rank):
         _warned = True
         warn(
-            f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again "
-            "(10 to 20 seconds): set FSDPX_CACHE to a folder that can be written",
+            f"fsdpx: compiled kernels cannot be kept on disk ({error}), so every process compiles them again at its "
+            "start: set FSDPX_CACHE to a folder that can be written",
         )
 
 

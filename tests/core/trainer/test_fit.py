@@ -176,6 +176,31 @@ def test_callbacks_are_called_on_all_ranks() -> None:
         assert rates == [(0.01, True)] * 4
 
 
+@pytest.mark.parametrize("kind", ["loader", "list", "iterator"])
+def test_an_epoch_counts_when_steps_end_with_its_last_batch(kind: str, tmp_path: Path) -> None:
+    """An epoch has 3 batches, and runs end by `steps`; an iterator cannot tell that its last batch was the last."""
+
+    def run(comm: Communicator, steps: int, folder: Path) -> Any:
+        trainer, notes = make(comm, "mlp"), Notes()
+        batches: Any = loader(trainer)
+        saved = folder if kind == "loader" else None
+        batches = {"list": list, "iterator": iter, "loader": lambda same: same}[kind](batches)
+        history = trainer.fit(
+            batches, epochs=None, steps=steps, checkpoints=saved, every=9, progress=False, callbacks=notes
+        )
+        return history.epochs, [word for word in notes.seen if word.startswith("epoch")]
+
+    last = ranks(2, run, 3, tmp_path / "a")[0]
+    assert last == ((0, []) if kind == "iterator" else (1, ["epoch 1"]))
+    if kind == "iterator":
+        return
+    assert ranks(2, run, 4, tmp_path / "b")[0] == (1, ["epoch 1"])
+    assert ranks(2, run, 6, tmp_path / "c")[0] == (2, ["epoch 1", "epoch 2"])
+    if kind == "loader":  # resumed after 4 and 6 steps
+        assert ranks(2, run, 6, tmp_path / "b")[0] == (2, ["epoch 2"])
+        assert ranks(2, run, 7, tmp_path / "c")[0] == (2, [])
+
+
 def test_an_error_in_a_callback_still_ends_the_others() -> None:
     def run(comm: Communicator) -> list[str]:
         trainer, notes = make(comm, "mlp"), Notes()
