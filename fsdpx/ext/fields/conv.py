@@ -10,9 +10,11 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import (
-    MODES,
     FieldLayer,
     HaloSpec,
+    PaddingMode,
+    PaddingSide,
+    expand_padding_modes,
     make_halo_specs,
     make_output_cuts,
     require_field_shape,
@@ -29,7 +31,7 @@ from fsdpx.ext.fields.kernels import WindowStrides, correlate, correlate_backwar
 from fsdpx.nn.gradient_accumulation import claim_gradient
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, require_positive
-from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
+from fsdpx.nn.shard_specs import Cuts, FieldPartition, ShardingContext
 
 __all__ = [
     "Conv1d",
@@ -56,7 +58,7 @@ class ConvWindow:
     kernel, stride, dilation : size of the window, step from window to window, and distance between the cells of a
         window
     low, high : number of padding cells before and after the field
-    modes : padding mode, such as "zeros" or "circular"
+    modes : padding before and after the field, such as ("zeros", "reflect"); a number is the value of the cells there
     ceil_mode : whether a window that reaches beyond the end of the field also produces an output, as in PyTorch
     """
 
@@ -65,7 +67,7 @@ class ConvWindow:
     low: tuple[int, ...]
     high: tuple[int, ...]
     dilation: tuple[int, ...]
-    modes: tuple[str, ...]
+    modes: tuple[tuple[PaddingSide, PaddingSide], ...]
     ceil_mode: bool = False
 
     @classmethod
@@ -78,11 +80,7 @@ class ConvWindow:
             expand_to_dims(layer, name, value, dims, 1)
             for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
         ]
-        modes = tuple(mode) if isinstance(mode, tuple | list) else (mode,) * dims
-        if len(modes) != dims or any(one not in MODES for one in modes):
-            raise ConfigError(
-                f"{type(layer).__name__}: padding_mode={mode!r}: choose one of {', '.join(MODES)}, or {dims} of them"
-            )
+        modes = expand_padding_modes(layer, "padding_mode", mode, dims)
         low, high = _parse_padding(layer, padding, dims, *sizes)
         return cls(sizes[0], sizes[1], low, high, sizes[2], modes, ceil_mode)
 
@@ -114,10 +112,14 @@ class ConvWindow:
 
         The kernel adds none along a dim that is partitioned, has ghost cells, or uses a padding mode other than zeros,
         because the halo exchange provides the padding along such a dim."""
-        if parts.ghosts:
-            return (0,) * len(parts.cuts)
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
-        return tuple(pad if len(cuts) == 2 and mode == "zeros" else 0 for cuts, pad, mode in rows)
+        return tuple(pad if self._is_padded_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
+
+    def _is_padded_by_kernel(self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]) -> bool:
+        """Return whether the kernel adds the padding along a dim. Given numbers need the halo exchange along all dims,
+        since in the corners the padding of the last dim holds."""
+        has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
+        return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
     def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
         """Return the window in the form that the convolution kernels take. `first` is, for each dim, the cell where
@@ -134,7 +136,8 @@ class ConvWindow:
             make_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
         )
         for i, (cuts, mode) in enumerate(zip(parts.cuts, self.modes, strict=True)):
-            if len(cuts) == 2 and not parts.ghosts and (mode == "zeros" or self.low[i] == self.high[i] == 0):
+            unpadded = len(cuts) == 2 and not parts.ghosts and self.low[i] == self.high[i] == 0
+            if unpadded or self._is_padded_by_kernel(parts, cuts, mode):
                 found[i] = HaloSpec(i + 2, cuts, ((0, cuts[-1]),))
         for halo in found:
             require_halo_fits_field(halo, parts)
@@ -265,8 +268,9 @@ class Conv(WindowLayer):
     dilation : distance between the cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
-    padding_mode : values beyond the ends: "zeros", "circular", "reflect" or "replicate", for all dims or for each;
-        default "zeros"
+    padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end) or a
+        number, which the cells there have in all channels (Dirichlet); one for all dims or one for each, which may be
+        a pair (before, after), as in (("reflect", 1.5), "circular"). In corners the last dim holds. Default "zeros"
     init : initial values of `weight`; default None: the uniform distribution
     """
 
@@ -283,7 +287,7 @@ class Conv(WindowLayer):
         dilation: Sizes = 1,
         groups: int = 1,
         bias: bool = True,
-        padding_mode: str | tuple[str, ...] = "zeros",
+        padding_mode: PaddingMode = "zeros",
         *,
         init: Init | None = None,
     ) -> None:
@@ -302,7 +306,7 @@ class Conv(WindowLayer):
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
         # adding the contribution of halo slabs separately would round 16-bit sums twice
-        if x.dtype.itemsize < 4 or any(halo.ghosts for halo in halos):
+        if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         rims = HaloSlabs(env, x, halos)
         y = correlate(env.xp, x, weight, bias, self._make_window_strides_in_box(kernel_padding, rims.boxes[0]), sizes)

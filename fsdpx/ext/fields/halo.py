@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isfinite
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from fsdpx.errors import ShapeError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, ShardingContext, bind_partition
 
@@ -21,6 +23,9 @@ __all__ = [
     "MODES",
     "FieldLayer",
     "HaloSpec",
+    "PaddingMode",
+    "PaddingSide",
+    "expand_padding_modes",
     "get_local_range",
     "get_rank_along",
     "make_halo_specs",
@@ -33,6 +38,12 @@ __all__ = [
 MODES = ("zeros", "circular", "reflect", "replicate")
 """Padding modes, as in PyTorch. In this order, the values beyond the ends of a dim are zeros, the cells of the other
 end, the mirror image, or copies of the last cell."""
+
+PaddingSide = str | float
+"""Padding beyond one end of a dim: one of `MODES`, or a number, which is the value of the cells there."""
+
+PaddingMode = PaddingSide | tuple[PaddingSide | tuple[PaddingSide, PaddingSide], ...]
+"""Padding as the caller gives it: one for all dims, or one for each, which may be a pair (before, after)."""
 
 CellInterval = tuple[int, int]
 
@@ -73,7 +84,7 @@ class HaloSpec:
     dim : dim of the array (samples, channels, *cells)
     cuts : bounds of the cells that the ranks own
     needs : the range [start, stop) of cells that each rank needs, possibly beyond the ends of the field
-    mode : padding beyond the ends, one of `MODES`
+    mode : padding beyond both ends, or a pair with that before and that after the field
     ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
         request; () if there are no ghost cells
     """
@@ -81,8 +92,18 @@ class HaloSpec:
     dim: int
     cuts: Cuts
     needs: tuple[CellInterval, ...]
-    mode: str = "zeros"
+    mode: PaddingSide | tuple[PaddingSide, PaddingSide] = "zeros"
     ghosts: tuple[GhostWidths, ...] = ()
+
+    @property
+    def sides(self) -> tuple[PaddingSide, PaddingSide]:
+        """Padding before and after the field."""
+        return self.mode if isinstance(self.mode, tuple) else (self.mode, self.mode)
+
+    @property
+    def has_constants(self) -> bool:
+        """True if the cells beyond an end have a given number as their value."""
+        return not all(isinstance(side, str) for side in self.sides)
 
     @property
     def is_local(self) -> bool:
@@ -170,7 +191,7 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
     if not wanted.size:
         return
     (low, first), (high, last) = halo.field_ends
-    cells = np.where((wanted >= low) & (wanted < high), wanted, _map_padding_to_cells(wanted, n, halo.mode))
+    cells = np.where((wanted >= low) & (wanted < high), wanted, _map_padding_to_cells(wanted, n, halo.sides))
     inside = (cells >= low) & (cells < high)
     if halo.ghosts:
         inside &= (wanted < held[rank][0]) | (wanted >= held[rank][1])
@@ -187,17 +208,13 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
         )
 
 
-def _map_padding_to_cells(cells: np.ndarray, n: int, mode: str) -> np.ndarray:
-    """Map indices beyond the ends of a field of n cells to the cells that provide the padding values. In mode "zeros",
-    return the indices unchanged."""
-    if mode == "circular":
-        return cells % n
-    if mode == "replicate":
-        return np.clip(cells, 0, n - 1)
-    if mode == "reflect":
-        cells = np.abs(cells)
-        return np.where(cells >= n, 2 * (n - 1) - cells, cells)
-    return cells
+def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, PaddingSide]) -> np.ndarray:
+    """Map indices beyond the ends of a field of n cells to the cells that provide the padding values. Indices of cells
+    with fixed values, as in mode "zeros", are returned unchanged."""
+    turned = [np.where(cells < 0, -cells, 2 * (n - 1) - cells)] if "reflect" in sides else []
+    maps = {"circular": lambda: cells % n, "replicate": lambda: np.clip(cells, 0, n - 1), "reflect": lambda: turned[0]}
+    low, high = (maps[side]() if side in maps else cells for side in sides)
+    return np.where(cells < 0, low, np.where(cells >= n, high, cells))
 
 
 def to_slice_if_consecutive(indices: np.ndarray) -> Any:
@@ -208,8 +225,35 @@ def to_slice_if_consecutive(indices: np.ndarray) -> Any:
     return indices
 
 
+def expand_padding_modes(
+    layer: object, name: str, given: Any, dims: int
+) -> tuple[tuple[PaddingSide, PaddingSide], ...]:
+    """Return the padding before and after the field for each dim.
+
+    `given` is one padding for all dims, or a sequence with one for each, which may be a pair (before, after); `name` is
+    the argument that it was given as. Raises ConfigError if a padding is neither one of `MODES` nor a finite number,
+    or if a field is periodic at one end only."""
+    each = tuple(given) if isinstance(given, tuple | list) else (given,) * dims
+    pairs = tuple(tuple(one) if isinstance(one, tuple | list) else (one, one) for one in each)
+    if len(each) != dims or not all(len(pair) == 2 and all(map(_is_padding_side, pair)) for pair in pairs):
+        raise ConfigError(
+            f"{type(layer).__name__}: {name}={given!r}: choose one of {', '.join(MODES)} or give a number, for all "
+            f"dims, or {dims} of them, each of which may be a pair (before, after)"
+        )
+    for pair in pairs:
+        if pair[0] != pair[1] and "circular" in pair:
+            raise ConfigError(f"{type(layer).__name__}: {name}: {pair}: 'circular' holds for both ends of a dim")
+    return tuple((pair[0], pair[1]) for pair in pairs)
+
+
+def _is_padding_side(side: Any) -> bool:
+    if isinstance(side, str):
+        return side in MODES
+    return isinstance(side, Real) and not isinstance(side, bool | np.bool_) and isfinite(side)
+
+
 def make_halo_specs(
-    parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[str]
+    parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[Any]
 ) -> tuple[HaloSpec, ...]:
     """Return one halo spec per dim: the range of input cells that each rank needs to compute its outputs.
 
@@ -235,20 +279,18 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     the dim for the error message."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
-    pads = 0
-    for lacks, ghosts in ((-start, -low.cell), (stop - n, high.cell - n)):
+    for side, lacks, ghosts in zip(halo.sides, (-start, stop - n), (-low.cell, high.cell - n), strict=True):
         if lacks > ghosts > 0:
             raise ShapeError(
                 f"windows reach {lacks} cells beyond the field along {name}, and arrays have ghosts={ghosts} there: "
                 "give the grid more ghost cells, or none"
             )
-        pads = max(pads, 0 if ghosts else lacks)
-    most = {"circular": n, "reflect": n - 1}.get(halo.mode)
-    if most is not None and pads > most:
-        raise ShapeError(
-            f"padding {pads} of mode {halo.mode!r} along {name} needs fields of at least "
-            f"{pads + (halo.mode == 'reflect')} cells, got {n}"
-        )
+        most = {"circular": n, "reflect": n - 1}.get(side) if isinstance(side, str) else None
+        if most is not None and not ghosts and lacks > most:
+            raise ShapeError(
+                f"padding {lacks} of mode {side!r} along {name} needs fields of at least "
+                f"{lacks + (side == 'reflect')} cells, got {n}"
+            )
 
 
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:

@@ -159,7 +159,10 @@ def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: t
 def _find_line_needs(halo: HaloSpec, rank: int) -> _LineNeeds:
     (start, stop), (first, last), ends = halo.needs[rank], halo.available_intervals[rank], halo.field_ends
     size = max(stop - start, 0)
-    low, high = [min(max(end.cell - start, 0), size) for end in ends] if halo.mode == "zeros" else (0, size)
+    low, high = (
+        min(max(end.cell - start, 0), size) if side == "zeros" or not isinstance(side, str) else open_end
+        for side, end, open_end in zip(halo.sides, ends, (0, size), strict=True)
+    )
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
     return _LineNeeds(halo, rank, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))
 

@@ -167,7 +167,8 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
     """Return this rank's part `x` of a field with its halo around it, in one array. Communicates with the ranks that
     own the halo cells.
 
-    `padding_value` is the value of cells beyond the ends of the field in mode "zeros"."""
+    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". In corners, where fixed values
+    of two dims meet, the value of the last dim holds."""
     for halo in halos:
         if halo.ghosts:
             x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]
@@ -181,7 +182,19 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
         y[...] = padding_value
     for box, (there, here) in zip(rims.boxes, places, strict=True):
         y[there] = box.cells[here]
+    if any(halo.has_constants for halo in halos):
+        for halo in halos:
+            _fill_beyond_ends(env, y, halo, padding_value)
     return y
+
+
+def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value: float) -> None:
+    """Set the cells of `y` beyond those ends of the field where the padding has a fixed value."""
+    start, _ = halo.needs[get_rank_along(env, halo.cuts, halo.dim - 2)]
+    low, high = (max(end.cell - start, 0) for end in halo.field_ends)
+    for side, cells in zip(halo.sides, (slice(0, low), slice(high, None)), strict=True):
+        if side == "zeros" or not isinstance(side, str):
+            y[slice_dim(env.xp, halo.dim, cells)] = padding_value if side == "zeros" else side
 
 
 def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:

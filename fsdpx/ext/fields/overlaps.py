@@ -107,8 +107,9 @@ def describe_padding_mistake(
     for number, (path, window) in enumerate(windows):
         for dim, (letter, periodic, mode) in enumerate(zip(letters, periods, window.modes, strict=False)):
             replaced = number == 0 and any(ghosts[dim])
-            if window.low[dim] + window.high[dim] > 0 and not replaced and (mode == "circular") != periodic:
+            if window.low[dim] + window.high[dim] > 0 and not replaced and ("circular" in mode) != periodic:
                 is_periodic = f"dim {letter} is {'' if periodic else 'not '}periodic"
                 remedy = "'circular'" if periodic else "'zeros', 'reflect' or 'replicate'"
-                return f"fsdpx: {is_periodic}, but layer {path!r} pads it with {mode!r}: choose {remedy} for this dim"
+                chosen = repr(mode[0]) if mode[0] == mode[1] else repr(mode)
+                return f"fsdpx: {is_periodic}, but layer {path!r} pads it with {chosen}: choose {remedy} for this dim"
     return ""

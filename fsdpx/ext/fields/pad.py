@@ -7,7 +7,15 @@ from operator import index
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import MODES, FieldLayer, HaloSpec, require_field_shape, require_halo_fits_field
+from fsdpx.ext.fields.halo import (
+    FieldLayer,
+    HaloSpec,
+    PaddingMode,
+    PaddingSide,
+    expand_padding_modes,
+    require_field_shape,
+    require_halo_fits_field,
+)
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
@@ -25,18 +33,17 @@ class Pad(FieldLayer):
     Parameters
     ----------
     padding : for each dim, the numbers of cells (before, after) to add at the ends of the field
-    mode : values beyond the ends, "zeros", "circular", "reflect" or "replicate", for all dims; default "zeros"
+    mode : values beyond the ends, as `padding_mode` of `Conv`; default "zeros"
     """
 
-    def __init__(self, padding: Sides, mode: str = "zeros") -> None:
+    def __init__(self, padding: Sides, mode: PaddingMode = "zeros") -> None:
         try:
             self.padding, self.mode = tuple((index(a), index(b)) for a, b in padding), mode
         except (TypeError, ValueError):
             self.padding = ()
         if not 1 <= len(self.padding) <= 3:
             raise ConfigError(f"Pad: padding={padding!r}: give (before, after) for each of 1 to 3 dims")
-        if mode not in MODES:
-            raise ConfigError(f"Pad: mode={mode!r}: choose one of {', '.join(MODES)}")
+        self._modes = expand_padding_modes(self, "mode", mode, len(self.padding))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         return self._plan_outputs_and_halos(parts)[0]
@@ -53,17 +60,19 @@ class Pad(FieldLayer):
         if len(parts.cuts) != len(self.padding):
             raise ShapeError(f"{self!r} pads {len(self.padding)} dims and reads {parts}")
         try:
-            return _plan_padding(parts, self.padding, self.mode)
+            return _plan_padding(parts, self.padding, self._modes)
         except ShapeError as error:
             raise ShapeError(f"{self!r}: {error}") from None
 
 
 @lru_cache(1 << 10)
-def _plan_padding(parts: FieldPartition, padding: Sides, mode: str) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
+def _plan_padding(
+    parts: FieldPartition, padding: Sides, modes: tuple[tuple[PaddingSide, PaddingSide], ...]
+) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
     """Return the partition of the padded field, and one halo spec per dim with the cells that each rank needs for its
     part."""
     made, halos = [], []
-    for d, (cuts, (low, high)) in enumerate(zip(parts.cuts, padding, strict=True)):
+    for d, (cuts, (low, high), mode) in enumerate(zip(parts.cuts, padding, modes, strict=True)):
         total = cuts[-1] + low + high
         if total < 1:
             raise ShapeError(f"nothing is left of a field of shape {parts.shape}")

@@ -7,6 +7,7 @@ from typing import Any
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields import conv, pool, resample
 from fsdpx.ext.fields.group_norm import GroupNorm
+from fsdpx.ext.fields.halo import PaddingMode
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.graph import Graph
@@ -52,8 +53,7 @@ class UNet(Graph):
     dims : number of cell dims, 1 to 3; default 2
     width : channels of the first level; each level has twice as many as the one above. Default 32
     depth : number of levels above the lowest level; default 4
-    padding : values beyond the ends of the field, "zeros" (default), "circular", "reflect" or "replicate", or one for
-        each dim
+    padding : values beyond the ends of the field, as `padding_mode` of `Conv`; default "zeros"
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None
     activation : "relu" (default), "tanh", "gelu" or "silu"
     """
@@ -65,7 +65,7 @@ class UNet(Graph):
         dims: int = 2,
         width: int = 32,
         depth: int = 4,
-        padding: str | tuple[str, ...] = "zeros",
+        padding: PaddingMode = "zeros",
         norm: str | None = "batch",
         activation: str = "relu",
     ) -> None:

@@ -1,0 +1,159 @@
+"""Padding that differs between the two ends of a dim: walls of a given value or without gradient beside periodic
+ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import GRIDS, cuts_of, env_of, grid_at, place_of, random_cuts, run_alone, run_over
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.halo import MODES
+from fsdpx.testing import assert_close
+
+THEIRS = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
+MIXED: tuple[Any, ...] = (("reflect", 1.5), "circular", (-0.5, "replicate"))
+SIZES = {2: (7, 11), 3: (6, 7, 8)}
+WIDTHS = ((2, 1), (0, 3), (1, 2))
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def padded(x: np.ndarray, padding: Any, modes: Any) -> np.ndarray:
+    """By NumPy, one end after the other; the width of a reflection or of a period is that of the field."""
+    for dim, (widths, sides) in enumerate(zip(padding, modes, strict=True), 2):
+        ends = []
+        for number, (width, side) in enumerate(zip(widths, sides, strict=True)):
+            cells = [(0, 0)] * x.ndim
+            cells[dim] = (width, 0) if number == 0 else (0, width)
+            more: dict[str, Any] = {} if isinstance(side, str) else {"constant_values": side}
+            full = np.pad(x, cells, THEIRS[side] if isinstance(side, str) else "constant", **more)  # type: ignore[call-overload]
+            ends.append(np.take(full, range(width) if number == 0 else range(x.shape[dim], full.shape[dim]), dim))
+        x = np.concatenate([ends[0], x, ends[1]], dim)
+    return x
+
+
+ONCE = [*MODES, 2.5, -1]
+BOTH = [(a, b) for a, b in itertools.product(ONCE, repeat=2) if a == b or "circular" not in (a, b)]
+
+
+@given(st.integers(1, 3), st.data())
+def test_each_end_is_padded_as_by_numpy_over_any_parts(dims: int, data: st.DataObject) -> None:
+    draw = data.draw
+    sizes = tuple(draw(st.integers(3, 6)) for _ in range(dims))
+    modes = tuple(draw(st.sampled_from(BOTH)) for _ in range(dims))
+    padding = tuple((draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(dims))
+    width = tuple(draw(st.integers(1, 3)) for _ in range(dims))
+    layer, x = nn.Pad(padding, modes), normal(2, 3, *sizes)
+    want = padded(x, padding, modes)
+    alone = run_alone(layer, {}, x, lambda y: normal(*y.shape, seed=1))
+    np.testing.assert_array_equal(alone.y, want)
+    assume_few = width if np.prod(width) <= 6 else (2,) * dims
+    found = run_over(
+        layer, {}, x, normal(*want.shape, seed=1), assume_few, cuts_of(sizes, assume_few, draw(st.integers(0, 9)))
+    )
+    np.testing.assert_array_equal(found.y, want)
+    np.testing.assert_allclose(found.dx, alone.dx, rtol=1e-12, atol=1e-13)
+    fixed = layer.forward(env_of(None), {}, np.zeros_like(x))[0]
+    y, dy = found.y - fixed, normal(*want.shape, seed=1)
+    assert abs((y * dy).sum() - (x * found.dx).sum()) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
+
+
+@pytest.mark.parametrize("dims", GRIDS, ids=str)
+def test_a_convolution_pads_each_end(dims: tuple[int, ...]) -> None:
+    """As PyTorch does that is given the padded field: strides, dilations, groups, and one rank or many."""
+    torch = pytest.importorskip("torch")
+    many, sizes = len(dims), SIZES[len(dims)]
+    for stride, dilation, groups in ((1, 1, 1), (2, 1, 2), (1, 2, 1)):
+        modes, padding = MIXED[:many], WIDTHS[:many]
+        make, functional = (nn.Conv2d, nn.Conv3d)[many - 2], (torch.conv2d, torch.conv3d)[many - 2]
+        layer = make(2, 4, 3, stride, padding, dilation, groups, padding_mode=modes)
+        x, sides = normal(2, 2, *sizes), [one if isinstance(one, tuple) else (one, one) for one in modes]
+        p = {name: normal(*spec.shape, seed=2) for name, spec in layer.specs().items()}
+        full = torch.tensor(padded(x, padding, sides))
+        want = functional(full, *map(torch.tensor, (p["weight"], p["bias"])), stride, 0, dilation, groups).numpy()
+        alone = run_alone(layer, p, x, lambda y: normal(*y.shape, seed=1))
+        np.testing.assert_allclose(alone.y, want, rtol=1e-12, atol=1e-12)
+        for seed in range(2):
+            found = run_over(layer, p, x, normal(*want.shape, seed=1), dims, cuts_of(sizes, dims, seed))
+            assert_close({"y": found.y, "dx": found.dx, **found.g}, {"y": alone.y, "dx": alone.dx, **alone.g}, 1e-12)
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize("ghosts", [0, ((1, 0), (1, 1))], ids=str)
+def test_five_steps_with_walls_are_those_of_one_process(dims: tuple[int, int], ghosts: Any) -> None:
+    """A U-Net and the first layer beside it. Where the solver has ghost cells, they are what it gives there; there
+    are none beyond the upper wall, where the first layer pads with the wall's value."""
+    walls = ((300.0, 1.5), "circular")
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3, padding=1, padding_mode=walls), nn.UNet(2, 1, 2, 2, 1, (("replicate", 0.5), "circular"))
+    )
+    whole = np.pad(normal(8, 6), ((1, 0), (1, 1)), "wrap") if ghosts else normal(8, 6)
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=1e-3), "precision": "float64"}
+
+    def trained(comm: Communicator, width: tuple[int, int], cuts: Any) -> Any:
+        (y, x), last = place_of(comm.rank, width), width[0] - 1
+        sides = [(int(y == 0 or cuts[0][y] > 0), int(y < last and cuts[0][y + 1] < 8)), (1, 1)] if ghosts else 0
+        grid = grid_at(comm, width, cuts, layout="yx", ghosts=sides, periods=(False, True))
+        trainer = net.as_distributed(domain=grid, comm=comm, **options)
+        (a, b), (c, d) = ((cut[i], cut[i + 1]) for cut, i in zip(cuts, (y, x), strict=True))
+        mine = whole[a : b + 1 + sides[0][1], c : d + 2] if ghosts else whole[a:b, c:d]
+        losses = [trainer.step(mine, grid.take_local(normal(8, 6, seed=1))) for _ in range(5)]
+        return losses, trainer.parameters(), trainer.output_grid.gather(trainer.predict(mine))
+
+    losses, values, predicted = spawn(lambda comm: trained(comm, (1, 1), ((0, 8), (0, 6))), 1)[0]
+    cuts = ((0, 3, 8), (0, 6)) if dims == (2, 1) else random_cuts((8, 6), dims)
+    if ghosts and dims != (2, 1):
+        cuts = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip((8, 6), dims, strict=True))
+    for found in spawn(lambda comm: trained(comm, dims, cuts), int(np.prod(dims))):
+        np.testing.assert_allclose(found[0], losses, rtol=1e-12)
+        assert_close(found[1], values, 1e-12)
+        np.testing.assert_allclose(found[2], predicted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Conv2d(1, 1, 3, 1, 1, padding_mode="wall"), "Conv2d: padding_mode='wall': choose one of zeros, "),
+        (
+            lambda: nn.Conv1d(1, 1, 3, 1, 1, padding_mode=("reflect", "zeros")),
+            "or give a number, for all dims, or 1 of them, each of which may be a pair",
+        ),
+        (
+            lambda: nn.Conv2d(1, 1, 3, 1, 1, padding_mode=(("circular", 1.0), "zeros")),
+            "Conv2d: padding_mode: ('circular', 1.0): 'circular' holds for both ends of a dim",
+        ),
+        (lambda: nn.Conv2d(1, 1, 3, 1, 1, padding_mode=float("nan")), "Conv2d: padding_mode=nan: "),
+        (lambda: nn.Pad(((1, 1),), True), "Pad: mode=True: choose one of zeros"),
+        (lambda: nn.UNet(1, 1, padding=(("zeros",), "zeros")), "padding_mode=(('zeros',), 'zeros'): "),
+        (lambda: nn.Pad(((6, 0),), ((0.0, "reflect"),)).forward(env_of(None), {}, normal(1, 1, 5)), ""),
+        (
+            lambda: nn.Pad(((0, 5),), ((0.0, "reflect"),)).forward(env_of(None), {}, normal(1, 1, 5)),
+            "padding 5 of mode 'reflect' along dim 2 needs fields of at least 6 cells, got 5",
+        ),
+    ],
+)
+def test_padding_that_cannot_be(make: Any, message: str) -> None:
+    if not message:  # only the upper end is reflected
+        make()
+        return
+    with pytest.raises((ConfigError, ShapeError)) as error:
+        make()
+    assert message in str(error.value)
+
+
+def test_a_warning_names_the_ends_that_are_not_periodic() -> None:
+    grid = fsdpx.Grid.from_shape((8, 6), (2, 1), periods=(False, True))
+    net = nn.Conv2d(1, 1, 3, padding=1, padding_mode=("zeros", (1.0, "zeros")))
+    text = grid.make_sample_layout(net, None).padding_mistake  # type: ignore[arg-type]
+    assert "dim x is periodic, but layer '' pads it with (1.0, 'zeros'): choose 'circular'" in text
