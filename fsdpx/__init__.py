@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fsdpx.launch.info import info as info
     from fsdpx.launch.options import LaunchConfig as LaunchConfig
     from fsdpx.ext.fields.grid import Grid as Grid
+    from fsdpx.ext.meshes.partition import Partition as Partition
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig
     from fsdpx.ext.observe.folder import RunFolder as RunFolder
     from fsdpx.optim.average import EMA as EMA, SWA as SWA

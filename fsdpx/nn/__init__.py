@@ -30,6 +30,13 @@ if TYPE_CHECKING:
         Residual as Residual,
     )
     from fsdpx.ext.fields.conv import Conv1d as Conv1d, Conv2d as Conv2d, Conv3d as Conv3d
+    from fsdpx.ext.meshes.aggregate import (
+        Aggregate as Aggregate, EdgeFeatures as EdgeFeatures, GatherNodes as GatherNodes,
+    )  # fmt: skip
+    from fsdpx.ext.meshes.edge_mlp import EdgeLinear as EdgeLinear, EdgeMLP as EdgeMLP, NodeMLP as NodeMLP
+    from fsdpx.ext.meshes.ghosts import ExchangeGhosts as ExchangeGhosts
+    from fsdpx.ext.meshes.graph_conv import GATConv as GATConv, GraphConv as GraphConv
+    from fsdpx.ext.meshes.mesh_graph_net import MeshGraphNet as MeshGraphNet
     from fsdpx.nn.gpt import GPT as GPT
     from fsdpx.nn.llama import Llama as Llama
     from fsdpx.ext.fields.derivatives import (

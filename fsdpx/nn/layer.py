@@ -562,7 +562,7 @@ class Layer(ABC):
             )
         if isinstance(kind, ShardedSequence) and self.acts_on not in ("element", "position"):
             self._refuse_shard(location, kind, f"it cannot be used with sequence={request.sequence!r}")
-        if isinstance(kind, FieldPartition) and self.acts_on != "element" and not self.fields:
+        if isinstance(kind, FieldPartition) and not kind.can_run_unchanged(self):
             self._refuse_shard(location, kind, "it must see the whole field; put it into a model without domain=")
         if isinstance(kind, ShardedFeatures):
             if self.acts_on != "element":

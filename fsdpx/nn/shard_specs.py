@@ -312,6 +312,10 @@ class FieldPartition:
         """Return the same partition without ghost cells and without `periods`."""
         return replace(self, ghosts=(), periods=())
 
+    def can_run_unchanged(self, layer: Any) -> bool:
+        """Return whether each rank may run a layer unchanged on its part."""
+        return layer.acts_on == "element" or bool(layer.fields)
+
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Return {dim: (this rank's first cell, number of cells of the full field)} for each partitioned dim of an
         array (samples, channels, *cells).

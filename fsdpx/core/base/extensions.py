@@ -26,7 +26,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "nccl": "fsdpx.ext.gpu.nccl:open_nccl_communicator",
         "gloo": "fsdpx.ext.gloo.open_gloo:open_gloo",
     },
-    "kernels": {"fields": "fsdpx.ext.fields.kernels"},
+    "kernels": {"fields": "fsdpx.ext.fields.kernels", "meshes": "fsdpx.ext.meshes.kernels"},
     "code": {"disk": "fsdpx.ext.native.store:STORE"},
     "device": {"cuda": "fsdpx.ext.gpu.device:CUDA", "shape": "fsdpx.core.array.shapes.device:SHAPES"},
     "array": {"cupy": "fsdpx.ext.gpu.device:CUDA", "fsdpx.core.array.shapes": "fsdpx.core.array.shapes.device:SHAPES"},

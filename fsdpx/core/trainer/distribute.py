@@ -120,8 +120,8 @@ def distribute(
         `evaluate(weights="average")`
     offload : what to keep on disk instead of in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
         offload)
-    domain : a `fsdpx.Grid`: each rank holds a part of every field, as in a solver; batches and predictions consist of
-        these parts (docs: fields)
+    domain : a `fsdpx.Grid`, or a `fsdpx.Partition` of a mesh: each rank holds a part of every field, as in a solver;
+        batches and predictions consist of these parts (docs: fields, meshes)
     runtime : `fsdpx.RuntimeOptions(...)`, with rarely set options: device, checks, traces, and values to use instead
         of measured ones
     rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they replace those of `runtime`. With

@@ -382,7 +382,8 @@ class Session:
                 place.sample_layout.compute_local_output_shape(o.shape) for o in outputs
             ]
         if target is not None:
-            self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
+            loss: Any = place.sample_layout.bind_loss(self.loss)
+            loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
             for name, array in zip(place.layout.inputs, inputs, strict=True):
                 require_finite(place, array, f"input {name!r}")

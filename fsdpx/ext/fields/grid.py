@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
 from fsdpx.ext.fields.over_parts import partition_model
 from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import make_sample_groups
@@ -127,7 +127,7 @@ class Grid(Domain):
         self.parts = FieldPartition(cuts, letters=self._dim_letters)
         self.coords = _unravel_rank(self._ranks.index(rank), self.dims)
         self._own: list[tuple[int, ...] | None] = [fact.own for fact in facts]
-        self._comm, self._free = _duplicate_communicator_and_make_finalizer(self, comm)
+        self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
 
     @classmethod
     def from_shape(
@@ -721,27 +721,6 @@ class FieldSamples:
 
     def get_output_domain(self) -> Grid:
         return self.grid.with_partition(self.outputs)
-
-
-_UNFREED_COMMUNICATORS: list[Any] = []
-"""Communicators of garbage-collected grids, which the next grid frees. The garbage collector cannot free them, because
-it may run in any thread and must not call MPI."""
-
-
-def _duplicate_communicator_and_make_finalizer(grid: Grid, comm: Any) -> tuple[Any, Any]:
-    """Duplicate an mpi4py communicator for a grid, and return the duplicate and a finalizer that marks it for freeing.
-
-    The grid needs its own communicator, because the solver may free `comm`. A communicator without `Dup` is returned
-    unchanged, with None instead of a finalizer. Also frees the communicators of grids that were garbage-collected. At
-    exit, MPI frees the duplicate."""
-    while _UNFREED_COMMUNICATORS:
-        _UNFREED_COMMUNICATORS.pop().Free()
-    if not hasattr(comm, "Dup"):
-        return comm, None
-    own = comm.Dup()
-    free = weakref.finalize(grid, _UNFREED_COMMUNICATORS.append, own)
-    free.atexit = False
-    return own, free
 
 
 def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:

@@ -1,0 +1,28 @@
+"""The communicator that a domain, such as a `Grid`, keeps for itself."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+__all__ = ["duplicate_communicator_and_make_finalizer"]
+
+_UNFREED_COMMUNICATORS: list[Any] = []
+"""Communicators of garbage-collected domains, which the next domain frees. The garbage collector cannot free them,
+because it may run in any thread and must not call MPI."""
+
+
+def duplicate_communicator_and_make_finalizer(domain: object, comm: Any) -> tuple[Any, Any]:
+    """Duplicate an mpi4py communicator for a domain. Return the duplicate and a finalizer that marks it for freeing.
+
+    The domain needs its own communicator, because the solver may free `comm`. A communicator without `Dup` is returned
+    unchanged, with None instead of a finalizer. Also frees the communicators of domains that were garbage-collected. At
+    exit, MPI frees the duplicate."""
+    while _UNFREED_COMMUNICATORS:
+        _UNFREED_COMMUNICATORS.pop().Free()
+    if not hasattr(comm, "Dup"):
+        return comm, None
+    own = comm.Dup()
+    free = weakref.finalize(domain, _UNFREED_COMMUNICATORS.append, own)
+    free.atexit = False
+    return own, free

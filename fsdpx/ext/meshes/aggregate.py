@@ -1,0 +1,136 @@
+"""Layers between nodes and edges: gathering values of nodes to edges, features of edges, and aggregation at nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
+from fsdpx.ext.meshes.kernels import gather_rows, segment_max, segment_softmax, segment_softmax_backward
+from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
+from fsdpx.nn.layer import Array, LayerContext, Params
+
+__all__ = ["Aggregate", "EdgeFeatures", "GatherNodes"]
+
+
+class GatherNodes(GraphLayer):
+    """Gives each edge the value of one of its ends: (samples, nodes, features) -> (samples, edges, features).
+
+    Parameters
+    ----------
+    end : "sender" or "receiver"
+    """
+
+    gives = "edges"
+    kernel_names = ("gather_rows", "segment_sum")
+
+    def __init__(self, end: str) -> None:
+        if end not in ("sender", "receiver"):
+            raise ConfigError(f'GatherNodes: end={end!r}: choose "sender" or "receiver"')
+        self.end = end
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        graph = self.graph
+        require_node_features(self, x, graph.rows if self.has_ghosts else graph.nodes)
+        if self.end == "receiver":
+            return graph.gather_receivers(env, x), ()
+        return graph.gather_senders(env, x if self.has_ghosts else append_ghosts(env, graph, self, x)), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        graph = self.graph
+        if self.end == "sender":
+            dx = graph.sum_at_senders(env, dy)
+            return dx if self.has_ghosts else append_ghosts_backward(env, graph, dx), ()
+        dx = graph.sum_at_receivers(env, dy)
+        if not self.has_ghosts or not graph.ghosts:
+            return dx, ()
+        wide = env.xp.zeros((dx.shape[0], graph.rows, dx.shape[2]), dtype=dx.dtype)
+        wide[:, : graph.nodes] = dx
+        return wide, ()
+
+
+class EdgeFeatures(GraphLayer):
+    """The features of edges that were given to the `Partition`, or made from its positions: any value of nodes
+    (samples, nodes, n) -> (samples, edges, features). The value says only how many samples there are.
+
+    Parameters
+    ----------
+    features : number of features, which is checked
+    """
+
+    gives = "edges"
+
+    def __init__(self, features: int) -> None:
+        self.features = features
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        graph = self.graph
+        found = graph.edge_features.shape[1]
+        if found != self.features:
+            raise ConfigError(
+                f"{self!r}: edges of the partition have {found} features, the model wants {self.features}: pass "
+                "positions= or edge_features= to the Partition, or edge_features= of another size to the model"
+            )
+        if has_no_data(env):
+            return env.xp.empty((x.shape[0], graph.edges, found), dtype=x.dtype), ()
+        one = graph.get_on_device(env, "edge_features", x.dtype)
+        return env.xp.ascontiguousarray(env.xp.broadcast_to(one, (x.shape[0], *one.shape))), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        return None, ()
+
+
+class Aggregate(GraphLayer):
+    """Combines the values of all edges that a node receives: (samples, edges, features) -> (samples, nodes, features).
+
+    A node without edges gets 0. Nothing is communicated, because each rank has all edges of its nodes, so that "mean"
+    divides by the number of edges in the whole mesh.
+
+    Parameters
+    ----------
+    how : "sum"; "mean"; "max", where the first of equal values gets the gradient; or "softmax", the sum of values
+        weighted by softmax(temperature * value) over the edges of the node, for each feature (Li et al. 2020,
+        `SoftmaxAggregation` in PyTorch Geometric)
+    temperature : factor in the softmax; default 1
+    """
+
+    reads = ("edges",)
+    kernel_names = ("gather_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum")
+
+    def __init__(self, how: str = "sum", temperature: float = 1.0) -> None:
+        if how not in ("sum", "mean", "max", "softmax"):
+            raise ConfigError(f'Aggregate: how={how!r}: choose "sum", "mean", "max" or "softmax"')
+        self.how, self.temperature = how, float(temperature)
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        graph = self.graph
+        require_node_features(self, x, graph.edges)
+        if has_no_data(env) or self.how == "sum":
+            return graph.sum_at_receivers(env, x), ()
+        offsets = graph.get_on_device(env, "offsets")
+        if self.how == "mean":
+            return graph.sum_at_receivers(env, x) * self._compute_shares(env, x.dtype), ()
+        if self.how == "max":
+            return segment_max(env.xp, x, offsets)
+        weights = segment_softmax(env.xp, x * self.temperature, offsets)
+        return graph.sum_at_receivers(env, weights * x), (x, weights)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        graph, xp = self.graph, env.xp
+        if has_no_data(env) or self.how == "sum":
+            return graph.gather_receivers(env, dy), ()
+        if self.how == "mean":
+            return graph.gather_receivers(env, dy * self._compute_shares(env, dy.dtype)), ()
+        spread = graph.gather_receivers(env, dy)
+        if self.how == "max":
+            winner = gather_rows(xp, saved, graph.get_on_device(env, "receivers"))
+            return xp.where(winner == xp.arange(graph.edges)[None, :, None], spread, 0).astype(dy.dtype), ()
+        x, weights = saved
+        slope = segment_softmax_backward(xp, weights, spread * x, graph.get_on_device(env, "offsets"))
+        return weights * spread + slope * self.temperature, ()
+
+    def _compute_shares(self, env: LayerContext, dtype: Any) -> Array:
+        """Return 1 / (number of received edges) of each node, (nodes, 1), or 0 for a node without edges."""
+        offsets = self.graph.get_on_device(env, "offsets")
+        count = (offsets[1:] - offsets[:-1])[:, None]
+        return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)

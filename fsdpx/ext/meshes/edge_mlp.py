@@ -1,0 +1,231 @@
+"""Multilayer perceptrons on edges and nodes, whose first product needs no concatenated copy of its inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from fsdpx.core.array import kernels
+from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
+from fsdpx.ext.meshes.kernels import add_gathered_rows
+from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
+from fsdpx.nn.activation import make_activation
+from fsdpx.nn.container import Composite
+from fsdpx.nn.gradient_accumulation import as_rows, claim_gradient, linear_forward, matmul_in_dtype
+from fsdpx.nn.init import uniform
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.norm import LayerNorm
+
+__all__ = ["EdgeLinear", "EdgeMLP", "NodeMLP", "RecomputedMLP"]
+
+
+class EdgeLinear(GraphLayer):
+    """A linear layer of each edge on its own features and those of its two ends: nodes (samples, nodes, node_features)
+    and edges (samples, edges, edge_features) -> (samples, edges, out_features).
+
+    It computes y = weight [edge, sender, receiver] + bias. The products with features of nodes are computed once per
+    node and then gathered, so that the inputs are not concatenated.
+
+    Parameters
+    ----------
+    node_features, edge_features, out_features : sizes of the last dims; `weight` is (out_features, edge_features + 2
+        node_features)
+    """
+
+    reads = ("nodes", "edges")
+    gives = "edges"
+    n_inputs = 2
+    kernel_names = ("add_gathered_rows", "linear", "segment_sum", "sum_rows")
+
+    def __init__(self, node_features: int, edge_features: int, out_features: int) -> None:
+        require_positive(self, node_features=node_features, edge_features=edge_features, out_features=out_features)
+        self.node_features, self.edge_features, self.out_features = node_features, edge_features, out_features
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        width = self.edge_features + 2 * self.node_features
+        init = uniform(1.0 / math.sqrt(width))
+        return {
+            "weight": ParameterSpec((self.out_features, width), init),
+            "bias": ParameterSpec((self.out_features,), init),
+        }
+
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
+        nodes, edges = x
+        graph, xp = self.graph, env.xp
+        require_node_features(self, nodes, graph.rows if self.has_ghosts else graph.nodes, self.node_features)
+        require_node_features(self, edges, graph.edges, self.edge_features)
+        own = nodes[:, : graph.nodes]
+        senders = nodes if self.has_ghosts else append_ghosts(env, graph, self, nodes)
+        of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
+        samples, out = edges.shape[0], self.out_features
+        y = linear_forward(xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
+        a = linear_forward(xp, as_rows(senders), of_sender, None).reshape(samples, graph.rows, out)
+        b = linear_forward(xp, as_rows(own), of_receiver, None).reshape(samples, graph.nodes, out)
+        if not has_no_data(env):
+            index = graph.get_on_device(env, "senders"), graph.get_on_device(env, "receivers")
+            add_gathered_rows(xp, y, a, index[0], b, index[1])
+        return y, (senders, edges)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        graph, xp = self.graph, env.xp
+        senders, edges = saved
+        of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
+        dsenders, dreceivers = graph.sum_at_senders(env, dy), graph.sum_at_receivers(env, dy)
+        dedges = matmul_in_dtype(xp, as_rows(dy), of_edge).reshape(edges.shape)
+        dx = matmul_in_dtype(xp, as_rows(dsenders), of_sender).reshape(senders.shape)
+        if not self.has_ghosts:
+            dx = append_ghosts_backward(env, graph, dx)
+        own = (dy.shape[0], graph.nodes, self.node_features)
+        dx[:, : graph.nodes] += matmul_in_dtype(xp, as_rows(dreceivers), of_receiver).reshape(own)
+        return (dx, dedges), (senders, edges, dsenders, dreceivers, dy)
+
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
+        senders, edges, dsenders, dreceivers, dy = kept
+        xp, rows = env.xp, as_rows(dy)
+        if (into := claim_gradient(g, "weight")) is not None:
+            weight, add = into
+            own = senders[:, : self.graph.nodes]
+            pairs = zip((dy, dsenders, dreceivers), (edges, senders, own), self._split_weight(weight), strict=True)
+            for slope, x, out in pairs:
+                found = matmul_in_dtype(xp, as_rows(slope).T, as_rows(x))
+                out[...] = out + found if add else found
+        if (into := claim_gradient(g, "bias")) is not None:
+            kernels.sum_rows(xp, rows, *into)
+
+    def _split_weight(self, weight: Array) -> tuple[Array, Array, Array]:
+        """Return the columns of edges, senders and receivers."""
+        e, n = self.edge_features, self.node_features
+        return weight[:, :e], weight[:, e : e + n], weight[:, e + n :]
+
+
+class RecomputedMLP(Composite):
+    """Base class for the MLPs of a graph network. With `recompute_hidden`, only the inputs are saved for backward, and
+    backward runs forward again (Chen et al. 2016)."""
+
+    unit = True
+    recompute_hidden: bool = False
+
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
+        y, saved = super().forward(env, p, x)
+        return (y, x) if self.recompute_hidden else (y, saved)
+
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
+        return super().backward(env, p, g, self._get_saved(env, p, saved), dy)
+
+    def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
+        super().backward_leaf(env, p, g, self._get_saved(env, p, saved), dy)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
+        return super().backward_input(env, p, self._get_saved(env, p, saved), dy)
+
+    def _get_saved(self, env: LayerContext, p: Params, saved: Any) -> Any:
+        return super().forward(replace(env, recomputing=True), p, saved)[1] if self.recompute_hidden else saved
+
+    def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
+        """Set the attributes "0", "1", ... to the layers of the MLP, the first of which is `first`."""
+        layers: list[Layer] = [first, make_activation(self, activation)]
+        for _ in range(hidden_layers - 1):
+            layers += [Linear(hidden, hidden), make_activation(self, activation)]
+        layers += [Linear(hidden, out), *([LayerNorm(out)] if norm else [])]
+        for i, layer in enumerate(layers):
+            setattr(self, str(i), layer)
+        self._count = len(layers)
+
+    def _chain(self, *x: Any) -> Any:
+        value = getattr(self, "0")(*x)
+        for i in range(1, self._count):
+            value = getattr(self, str(i))(value)
+        return value
+
+
+class EdgeMLP(RecomputedMLP):
+    """An MLP of each edge on its own features and those of its two ends: nodes (samples, nodes, node_features) and
+    edges (samples, edges, edge_features) -> (samples, edges, out_features).
+
+    Parameters
+    ----------
+    node_features, edge_features, out_features : sizes of the last dims
+    hidden : size of the hidden layers
+    hidden_layers : number of hidden layers; default 2
+    activation : name of the activation between layers; default "relu"
+    norm : whether a `LayerNorm` follows the last layer; default True
+    recompute_hidden : whether backward computes the hidden layers again instead of keeping them; default False
+    """
+
+    def __init__(
+        self, node_features: int, edge_features: int, out_features: int, hidden: int, hidden_layers: int = 2, *,
+        activation: str = "relu", norm: bool = True, recompute_hidden: bool = False,
+    ) -> None:  # fmt: skip
+        require_positive(self, hidden=hidden, hidden_layers=hidden_layers)
+        self.recompute_hidden = bool(recompute_hidden)
+        first = EdgeLinear(node_features, edge_features, hidden)
+        self._add_layers(first, hidden, out_features, hidden_layers, activation, norm)
+
+    def compose(self, nodes: Any, edges: Any) -> Any:
+        return self._chain(nodes, edges)
+
+
+class PairLinear(Layer):
+    """y = weight [a, b] + bias of two inputs (samples, ..., features), without a concatenated copy."""
+
+    acts_on = "position"
+    n_inputs = 2
+    kernel_names = ("add", "linear", "sum_rows")
+
+    def __init__(self, a_features: int, b_features: int, out_features: int) -> None:
+        self.a_features, self.b_features, self.out_features = a_features, b_features, out_features
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        width = self.a_features + self.b_features
+        init = uniform(1.0 / math.sqrt(width))
+        return {
+            "weight": ParameterSpec((self.out_features, width), init),
+            "bias": ParameterSpec((self.out_features,), init),
+        }
+
+    def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
+        (a, b), n = x, self.a_features
+        y = linear_forward(env.xp, as_rows(a), p["weight"][:, :n], p["bias"])
+        y = kernels.add(env.xp, y, linear_forward(env.xp, as_rows(b), p["weight"][:, n:], None))
+        return y.reshape(*a.shape[:-1], self.out_features), x
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        (a, b), n, rows = saved, self.a_features, as_rows(dy)
+        da = matmul_in_dtype(env.xp, rows, p["weight"][:, :n]).reshape(a.shape)
+        return (da, matmul_in_dtype(env.xp, rows, p["weight"][:, n:]).reshape(b.shape)), (a, b, dy)
+
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
+        (a, b, dy), n, xp = kept, self.a_features, env.xp
+        rows = as_rows(dy)
+        if (into := claim_gradient(g, "weight")) is not None:
+            weight, add = into
+            for x, out in ((a, weight[:, :n]), (b, weight[:, n:])):
+                found = matmul_in_dtype(xp, rows.T, as_rows(x))
+                out[...] = out + found if add else found
+        if (into := claim_gradient(g, "bias")) is not None:
+            kernels.sum_rows(xp, rows, *into)
+
+
+class NodeMLP(RecomputedMLP):
+    """An MLP of each node on what it received and on its own features: (samples, nodes, received) and (samples, nodes,
+    features) -> (samples, nodes, out_features).
+
+    Parameters
+    ----------
+    received, features, out_features : sizes of the last dims
+    hidden, hidden_layers, activation, norm, recompute_hidden : as in `EdgeMLP`
+    """
+
+    def __init__(
+        self, received: int, features: int, out_features: int, hidden: int, hidden_layers: int = 2, *,
+        activation: str = "relu", norm: bool = True, recompute_hidden: bool = False,
+    ) -> None:  # fmt: skip
+        require_positive(self, received=received, features=features, hidden=hidden, hidden_layers=hidden_layers)
+        self.recompute_hidden = bool(recompute_hidden)
+        first = PairLinear(received, features, hidden)
+        self._add_layers(first, hidden, out_features, hidden_layers, activation, norm)
+
+    def compose(self, received: Any, nodes: Any) -> Any:
+        return self._chain(received, nodes)

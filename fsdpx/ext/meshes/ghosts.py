@@ -1,0 +1,102 @@
+"""The exchange of ghosts: each rank gets the values of the nodes of other ranks that its edges read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.ext.meshes.local_graph import GraphLayer, LocalGraph, has_no_data, require_node_features
+from fsdpx.nn.layer import Array, LayerContext, Params
+
+__all__ = ["ExchangeGhosts", "append_ghosts", "append_ghosts_backward"]
+
+GHOSTS, GHOST_GRADIENTS = 4, 5
+"""Tags of messages with values of ghosts, and of messages with their gradients."""
+
+
+class ExchangeGhosts(GraphLayer):
+    """Appends the values of ghosts to those of the owned nodes: (samples, nodes, features) -> (samples, nodes +
+    ghosts, features).
+
+    Layers that read the senders of edges do this by themselves. If several of them read the same values, put this
+    layer before them, so that the values are sent only once. Each rank receives ghosts x features numbers per sample,
+    and sends back as many gradients in backward."""
+
+    gives = "ghosts"
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        if self.has_ghosts:
+            return x, ()
+        return append_ghosts(env, self.graph, self, x), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return (dy if self.has_ghosts else append_ghosts_backward(env, self.graph, dy)), ()
+
+
+def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Array:
+    """Return the values x (samples, nodes, features) of owned nodes, followed by those of the ghosts. Communicates
+    with the ranks that own ghosts or have ghosts of this rank's nodes. `layer` is the layer that errors name."""
+    require_node_features(layer, x, graph.nodes)
+    if not graph.sends and not graph.receives:
+        return x
+    xp, (samples, _, features), what = env.xp, x.shape, env.random.path
+    y = xp.empty((samples, graph.rows, features), dtype=x.dtype)
+    if has_no_data(env):
+        return y
+    ranks, arriving = env.mesh.domain[0], []
+    for rank, first, stop in graph.receives:
+        flat = xp.empty((samples * (stop - first) * features,), dtype=x.dtype)
+        arriving.append((ranks.recv(flat, rank, GHOSTS, what=what), flat, first, stop))
+    leaving = [
+        ranks.send(xp.ascontiguousarray(x[:, rows]).reshape(-1), rank, GHOSTS, what=what)
+        for rank, rows in _list_sends(env, graph)
+    ]
+    y[:, : graph.nodes] = x
+    for handle, flat, first, stop in arriving:
+        handle.wait()
+        y[:, graph.nodes + first : graph.nodes + stop] = flat.reshape(samples, stop - first, features)
+    for handle in leaving:
+        handle.wait()
+    return y
+
+
+def append_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> Array:
+    """Return the gradient of the owned nodes, given the gradient dy of owned nodes and ghosts. This is the adjoint of
+    `append_ghosts`: each rank sends the gradients of its ghosts to their owners, which add them in rank order."""
+    if not graph.sends and not graph.receives:
+        return dy
+    xp, (samples, _, features), what = env.xp, dy.shape, env.random.path
+    if has_no_data(env):
+        return xp.empty((samples, graph.nodes, features), dtype=dy.dtype)
+    ranks, arriving = env.mesh.domain[0], []
+    for rank, rows in _list_sends(env, graph):
+        flat = xp.empty((samples * rows.size * features,), dtype=dy.dtype)
+        arriving.append((ranks.recv(flat, rank, GHOST_GRADIENTS, what=what), flat, rows))
+    leaving = [
+        ranks.send(
+            xp.ascontiguousarray(dy[:, graph.nodes + first : graph.nodes + stop]).reshape(-1),
+            rank,
+            GHOST_GRADIENTS,
+            what=what,
+        )
+        for rank, first, stop in graph.receives
+    ]
+    dx = dy[:, : graph.nodes].copy()
+    for handle, flat, rows in arriving:
+        handle.wait()
+        dx[:, rows] += flat.reshape(samples, rows.size, features)  # a message names each row once
+    for handle in leaving:
+        handle.wait()
+    return dx
+
+
+def _list_sends(env: LayerContext, graph: LocalGraph) -> list[tuple[int, Array]]:
+    """Return (rank, owned rows) of each message to send, with rows on the device of `env`."""
+    if env.xp is np:
+        return list(graph.sends)
+    key = "sends of a graph", id(graph)
+    if key not in env.constants:
+        env.constants[key] = [(rank, env.xp.asarray(rows)) for rank, rows in graph.sends]
+    found: list[tuple[int, Array]] = env.constants[key]
+    return found

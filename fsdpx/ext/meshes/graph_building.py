@@ -1,0 +1,296 @@
+"""Building of each rank's part of a graph from what the ranks pass: who owns which node, and which rank gets which
+edges. Every function here is collective.
+
+Ranks find each other by a directory: rank (number modulo ranks) answers for the node with that global number, so that
+no rank needs memory for the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.errors import ConfigError
+from fsdpx.ext.meshes.local_graph import LocalGraph
+
+__all__ = ["GraphArguments", "build_local_graph", "raise_first_error"]
+
+NEARLY_ALL = 0.1
+"""Share of edges without a reverse edge below which the graph is assumed to be undirected."""
+TOLERANCE = 1e-6
+"""Largest difference between the coordinates of a ghost and those that its owner passes, relative to the largest
+coordinate."""
+
+Table = np.ndarray
+
+
+class GraphArguments(NamedTuple):
+    """The part of a graph that one rank passes. Rows are the nodes in the rank's own order.
+
+    Attributes
+    ----------
+    numbers : global number of each row
+    owned : whether the rank owns each row; None: the lowest rank that has a node owns it
+    edges : rows of senders and receivers, (2, edges)
+    positions : coordinates of each row, (rows, dims), or of the owned rows only; None: not given
+    edge_features : features of each edge, (edges, features); None: not given
+    undirected : whether each edge stands for both directions; None: edges are taken as given, but checked
+    owners : the rank that owns each row, to be compared with the result; None: not given
+    """
+
+    numbers: Table
+    owned: Table | None
+    edges: Table
+    positions: Table | None = None
+    edge_features: Table | None = None
+    undirected: bool | None = None
+    owners: Table | None = None
+
+
+class BuiltGraph(NamedTuple):
+    """The result of `build_local_graph`: this rank's graph, its owned rows in the caller's order, the number of nodes
+    of each rank, and the number of edges of the whole graph."""
+
+    graph: LocalGraph
+    owned_rows: Table
+    counts: list[int]
+    total_edges: int
+
+
+class _Edges(NamedTuple):
+    """Edges by the global numbers of sender and receiver, the rank that owns the sender, and the number of the edge
+    among those that have the same ends."""
+
+    senders: Table
+    receivers: Table
+    owners: Table
+    repeats: Table
+    features: Table
+
+    def take(self, index: Any) -> _Edges:
+        return _Edges(*(column[index] for column in self))
+
+
+def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) -> BuiltGraph:
+    """Return the part of the graph that this rank computes on: its owned nodes, all edges that they receive, and the
+    ghosts that these edges read.
+
+    Raises ConfigError on all ranks if the arguments of some ranks contradict each other."""
+    owners = _find_owners(comm, rank, size, given)
+    rows = np.flatnonzero(owners == rank)
+    numbers = given.numbers[rows]
+    counts = [int(n) for n in all_gather_plain_data(comm, int(rows.size))]
+    edges = _send_edges_to_receivers(comm, size, given, owners)
+    order = np.argsort(numbers, kind="stable")
+    if given.undirected is None:
+        _require_directed_or_complete(comm, size, edges, sum(counts))
+    receivers = order[np.searchsorted(numbers, edges.receivers, sorter=order)]
+    sorting = np.lexsort((edges.repeats, edges.senders, receivers))
+    edges, receivers = edges.take(sorting), receivers[sorting]
+    away = edges.owners != rank
+    ghosts = np.unique(np.stack([edges.owners[away], edges.senders[away]]), axis=1)
+    senders = np.empty(receivers.size, np.int64)
+    senders[~away] = order[np.searchsorted(numbers, edges.senders[~away], sorter=order)]
+    by_number = np.argsort(ghosts[1], kind="stable")
+    found = np.searchsorted(ghosts[1], edges.senders[away], sorter=by_number)
+    senders[away] = rows.size + by_number[found]
+    ends = np.searchsorted(ghosts[0], np.arange(size + 1))
+    receives = tuple((r, int(ends[r]), int(ends[r + 1])) for r in range(size) if ends[r + 1] > ends[r])
+    asked = exchange_arrays(comm, [ghosts[1, ends[r] : ends[r + 1], None] for r in range(size)])
+    sends = tuple(
+        (r, order[np.searchsorted(numbers, wanted[:, 0], sorter=order)])
+        for r, wanted in enumerate(asked)
+        if len(wanted)
+    )
+    features = edges.features
+    if given.positions is not None:
+        positions = given.positions if len(given.positions) == rows.size else given.positions[rows]
+        mine = dict(sends)
+        others = exchange_arrays(comm, [positions[mine[r]] if r in mine else positions[:0] for r in range(size)])
+        everyone = np.concatenate([positions, *others])
+        apart = everyone[senders] - everyone[receivers]
+        features = np.concatenate([features, apart, np.linalg.norm(apart, axis=1, keepdims=True)], axis=1)
+    by_sender = np.argsort(senders, kind="stable")
+    total = rows.size + ghosts.shape[1]
+    graph = LocalGraph(
+        rows.size, ghosts.shape[1], receivers.size, np.concatenate([numbers, ghosts[1]]), senders, receivers,
+        _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], total),
+        np.ascontiguousarray(features), sends, receives,
+    )  # fmt: skip
+    return BuiltGraph(graph, rows, counts, sum(all_gather_plain_data(comm, int(receivers.size))))
+
+
+def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:
+    """Raise ConfigError on all ranks if any rank passes a nonempty `text`: the text of the first such rank, which is
+    named unless `names_rank` is false."""
+    for rank, found in enumerate(all_gather_plain_data(comm, text)):
+        if found:
+            raise ConfigError(f"Partition: rank {rank}: {found}" if names_rank else f"Partition: {found}")
+
+
+def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Send pieces[r] to rank r, and return what each rank has sent to this one. All pieces, on all ranks, are matrices
+    of one dtype with the same number of columns."""
+    if not hasattr(comm, "all_to_all"):
+        return list(comm.alltoall(list(pieces)))
+    counts = all_gather_plain_data(comm, [len(piece) for piece in pieces])
+    width, rows = pieces[0].shape[1], [each[comm.rank] for each in counts]
+    flat = np.empty(sum(rows) * width, pieces[0].dtype)
+    sent = np.ascontiguousarray(np.concatenate(pieces)).reshape(-1)
+    sizes = [len(piece) * width for piece in pieces], [n * width for n in rows]
+    comm.all_to_all(sent, flat, *sizes, what="a partition of a mesh").wait()
+    return np.split(flat.reshape(sum(rows), width), np.cumsum(rows)[:-1])
+
+
+def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
+    """Return the rank that owns each row, as the directory says."""
+    numbers = given.numbers
+    claims = np.zeros(numbers.size, np.int64) if given.owned is None else given.owned.astype(np.int64)
+    home = numbers % size
+    places = [np.flatnonzero(home == r) for r in range(size)]
+    table = np.stack([numbers, claims], axis=1)
+    found = exchange_arrays(comm, [table[rows] for rows in places])
+    answers, error = _answer_as_directory(found, given.owned is None)
+    seen = np.unique(np.concatenate(found)[:, 0])
+    totals = all_gather_plain_data(comm, (int(seen.size), int(seen.max(initial=-1)), error))
+    if not any(text for *_, text in totals) and sum(n for n, *_ in totals) != max(m for _, m, _ in totals) + 1:
+        error = (
+            f"there are {sum(n for n, *_ in totals)} nodes, and the largest global number is "
+            f"{max(m for _, m, _ in totals)}: number them from 0 without gaps"
+        )
+    raise_first_error(comm, error, names_rank=False)
+    owners = np.empty(numbers.size, np.int64)
+    for rows, answer in zip(places, exchange_arrays(comm, answers), strict=True):
+        owners[rows] = answer[:, 0]
+    raise_first_error(comm, _find_wrong_owner(given, owners))
+    if given.positions is not None:
+        _require_equal_positions(comm, rank, size, given, owners)
+    return owners
+
+
+def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
+    """Return, for each rank, the owners of the nodes about which it asked, and a text about a node without an owner or
+    with several, or "".
+
+    found[r] has rows (number, whether rank r owns the node). `shared` says that the lowest rank with a node owns it."""
+    everyone = np.concatenate(found)
+    source = np.repeat(np.arange(len(found)), [len(table) for table in found])
+    claimed = np.ones(len(everyone), bool) if shared else everyone[:, 1] > 0
+    known, first = np.unique(everyone[claimed, 0], return_index=True)  # rows are in rank order, so the lowest is first
+    owners = source[claimed][first]
+    error = ""
+    if not shared and known.size < claimed.sum():
+        twice = np.flatnonzero(np.diff(np.sort(everyone[claimed, 0])) == 0)
+        number = np.sort(everyone[claimed, 0])[twice[0]]
+        ranks = np.unique(source[claimed][everyone[claimed, 0] == number]).tolist()
+        error = f"node {number} is owned by ranks {', '.join(map(str, ranks))}: each node has one owner"
+    place = np.minimum(np.searchsorted(known, everyone[:, 0]), max(known.size - 1, 0))
+    lost = np.flatnonzero(known[place] != everyone[:, 0]) if known.size else np.arange(len(everyone))
+    if lost.size:
+        number, rank = everyone[lost[0], 0], source[lost[0]]
+        error = f"node {number} is a ghost on rank {rank}, and no rank owns it"
+        return [np.zeros((len(table), 1), np.int64) for table in found], error
+    answers = owners[place][:, None] if len(everyone) else np.zeros((0, 1), np.int64)
+    return np.split(answers, np.cumsum([len(table) for table in found])[:-1]), error
+
+
+def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
+    """Return a text about the first row whose owner differs from the one that the caller passed, or ""."""
+    if given.owners is None:
+        return ""
+    wrong = np.flatnonzero(owners != given.owners)
+    if not wrong.size:
+        return ""
+    number = given.numbers[wrong[0]]
+    return f"owners= says that rank {given.owners[wrong[0]]} owns node {number}, but rank {owners[wrong[0]]} does"
+
+
+def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
+    """Raise ConfigError unless all ranks that pass coordinates of a node pass those that its owner has."""
+    positions, numbers, mine = given.positions, given.numbers, np.flatnonzero(owners == rank)
+    assert positions is not None
+    has_ghosts = len(positions) == numbers.size
+    shown = [np.flatnonzero(owners == r) if has_ghosts and r != rank else mine[:0] for r in range(size)]
+    asked = exchange_arrays(comm, [numbers[rows, None] for rows in shown])
+    theirs = exchange_arrays(comm, [positions[rows] for rows in shown])
+    own, own_numbers, text = positions[mine] if has_ghosts else positions, numbers[mine], ""
+    order = np.argsort(own_numbers, kind="stable")
+    span = np.abs(own).max(initial=0.0) or 1.0
+    for r, (wanted, found) in enumerate(zip(asked, theirs, strict=True)):
+        here = own[order[np.searchsorted(own_numbers, wanted[:, 0], sorter=order)]]
+        wrong = np.flatnonzero(np.abs(here - found).max(axis=1, initial=0.0) > TOLERANCE * span)
+        if wrong.size and not text:
+            at = wrong[0]
+            text = (
+                f"node {wanted[at, 0]} is at {here[at].tolist()} on rank {rank}, which owns it, and at "
+                f"{found[at].tolist()} on rank {r}: give positions in the order of the numbers"
+            )
+    raise_first_error(comm, text, names_rank=False)
+
+
+def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> _Edges:
+    """Return the edges whose receivers this rank owns, from all ranks that pass some of them.
+
+    An edge that several ranks pass is one edge. If one rank passes an edge several times, it is several edges, unless
+    the graph is undirected."""
+    senders, receivers = given.edges
+    features = np.zeros((senders.size, 0)) if given.edge_features is None else given.edge_features
+    if given.undirected:
+        senders, receivers = np.concatenate([senders, receivers]), np.concatenate([receivers, senders])
+        features = np.concatenate([features, features])
+    numbers = given.numbers
+    ends = numbers[senders], numbers[receivers]
+    repeats = np.zeros(senders.size, np.int64) if given.undirected else _count_repeats(*ends)
+    edges = _Edges(*ends, owners[senders], repeats, features)
+    home = owners[receivers]
+    places = [np.flatnonzero(home == r) for r in range(size)]
+    table = np.stack(edges[:4], axis=1)
+    found = np.concatenate(exchange_arrays(comm, [table[rows] for rows in places]))
+    values = np.concatenate(exchange_arrays(comm, [edges.features[rows] for rows in places]))
+    everyone = _Edges(found[:, 0], found[:, 1], found[:, 2], found[:, 3], values)
+    order = np.lexsort((everyone.repeats, everyone.senders, everyone.receivers))
+    keys = found[order][:, [0, 1, 3]]
+    is_first = np.ones(len(keys), bool)
+    is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    return everyone.take(order[is_first])
+
+
+def _count_repeats(senders: Table, receivers: Table) -> Table:
+    """Return, for each edge, how many earlier edges have the same sender and receiver."""
+    order = np.lexsort((senders, receivers))
+    a, b = senders[order], receivers[order]
+    is_first = np.ones(a.size, bool)
+    is_first[1:] = (a[1:] != a[:-1]) | (b[1:] != b[:-1])
+    starts = np.flatnonzero(is_first)
+    repeats = np.empty(a.size, np.int64)
+    repeats[order] = np.arange(a.size) - np.repeat(starts, np.diff([*starts, a.size]))
+    return repeats
+
+
+def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: int) -> None:
+    """Raise ConfigError if nearly all edges have a reverse edge, but some do not. Such edges get lost if each rank
+    passes only edges whose receiver it owns, but does not have all cells around its nodes.
+
+    `total` is the number of nodes of the whole graph."""
+    pairs = np.stack([edges.senders, edges.receivers], axis=1)
+    asked = np.concatenate(exchange_arrays(comm, [pairs[edges.owners == r] for r in range(size)]))
+    # the reverse of an edge whose sender this rank owns has that node as its receiver, so it must be here
+    wanted = np.unique(asked[:, 1] * total + asked[:, 0])
+    missing = np.setdiff1d(wanted, pairs[:, 0] * total + pairs[:, 1], assume_unique=False)
+    example = divmod(int(missing[0]), total) if missing.size else None
+    facts = all_gather_plain_data(comm, (int(wanted.size), int(missing.size), example))
+    count, lost = sum(n for n, *_ in facts), sum(n for _, n, _ in facts)
+    if 0 < lost < NEARLY_ALL * count:
+        sender, receiver = next(pair for *_, pair in facts if pair)
+        raise ConfigError(
+            f"Partition: {lost} of {count} edges have no reverse edge: no rank passes the edge from node {sender} to "
+            f"node {receiver}. If edges have no direction, pass undirected=True, which makes both directions of each; "
+            "if they have, undirected=False"
+        )
+
+
+def _find_offsets(sorted_rows: Table, count: int) -> Table:
+    """Return where each of `count` rows begins in a sorted array, and the array's length at the end."""
+    return np.searchsorted(sorted_rows, np.arange(count + 1)).astype(np.int64)

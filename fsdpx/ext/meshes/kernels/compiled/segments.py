@@ -1,0 +1,156 @@
+"""Reductions over segments of rows, compiled with Numba and parallel over segments or rows.
+
+Each sum is added in the order of its rows, whatever the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.array import parallel
+from fsdpx.core.array.jit import jit
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.elements import as_contiguous
+from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
+
+NO_ORDER = np.zeros(0, np.int64)
+
+
+@jit
+def _gather_loop(start, stop, x, y, index):
+    use_widest_vectors()
+    for n in range(x.shape[0]):
+        for i in range(start, stop):
+            row, out = x[n, index[i]], y[n, i]
+            for c in range(out.size):
+                out[c] = row[c]
+
+
+@jit
+def _add_gathered_loop(start, stop, out, a, a_index, b, b_index):
+    use_widest_vectors()
+    for n in range(out.shape[0]):
+        for i in range(start, stop):
+            row, left, right = out[n, i], a[n, a_index[i]], b[n, b_index[i]]
+            for c in range(row.size):
+                row[c] += left[c] + right[c]
+
+
+@jit
+def _sum_loop(start, stop, values, y, offsets, order):
+    use_widest_vectors()
+    for n in range(values.shape[0]):
+        for i in range(start, stop):
+            out = y[n, i]
+            out[:] = 0
+            for k in range(offsets[i], offsets[i + 1]):
+                row = values[n, order[k] if order.size else k]
+                for c in range(out.size):
+                    out[c] += row[c]
+
+
+@jit
+def _max_loop(start, stop, values, y, winner, offsets):
+    for n in range(values.shape[0]):
+        for i in range(start, stop):
+            out, place = y[n, i], winner[n, i]
+            out[:] = 0
+            place[:] = -1
+            for k in range(offsets[i], offsets[i + 1]):
+                row = values[n, k]
+                for c in range(out.size):
+                    if place[c] < 0 or row[c] > out[c]:
+                        out[c] = row[c]
+                        place[c] = k
+
+
+@jit
+def _softmax_loop(start, stop, scores, y, offsets):
+    for n in range(scores.shape[0]):
+        for i in range(start, stop):
+            for c in range(scores.shape[2]):
+                most = -np.inf
+                for k in range(offsets[i], offsets[i + 1]):
+                    most = max(most, scores[n, k, c])
+                total = y.dtype.type(0)
+                for k in range(offsets[i], offsets[i + 1]):
+                    y[n, k, c] = exp(scores[n, k, c] - y.dtype.type(most))
+                    total += y[n, k, c]
+                for k in range(offsets[i], offsets[i + 1]):
+                    y[n, k, c] /= total
+
+
+@jit
+def _softmax_backward_loop(start, stop, y, dy, dx, offsets):
+    for n in range(y.shape[0]):
+        for i in range(start, stop):
+            for c in range(y.shape[2]):
+                total = y.dtype.type(0)
+                for k in range(offsets[i], offsets[i + 1]):
+                    total += y[n, k, c] * dy[n, k, c]
+                for k in range(offsets[i], offsets[i + 1]):
+                    dx[n, k, c] = y[n, k, c] * (dy[n, k, c] - total)
+
+
+def _run_over(loop: Callable[..., Any], count: int, work: int, *arguments: Any) -> None:
+    """Call `loop(start, stop, *arguments)` on ranges that cover [0, count), on several threads if `work`, the number
+    of elements that are read, is large enough."""
+    if work < parallel.MIN_PARALLEL_SIZE:
+        loop(0, count, *arguments)
+    else:
+        parallel.parallel_for_range(loop, 0, count, *arguments)
+
+
+def _make_example(x: Any) -> Any:
+    return np.zeros((2, 3, 2), x.dtype)
+
+
+INDEX, OFFSETS = np.array([0, 2, 1]), np.array([0, 1, 1, 3])
+
+
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), INDEX))
+def gather_rows(xp: Any, x: np.ndarray, index: np.ndarray) -> np.ndarray:
+    y = np.empty((x.shape[0], index.size, x.shape[2]), x.dtype)
+    _run_over(_gather_loop, index.size, y.size, as_contiguous(x), y, index)
+    return y
+
+
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), INDEX, _make_example(x), INDEX))
+def add_gathered_rows(
+    xp: Any, out: np.ndarray, a: np.ndarray, a_index: np.ndarray, b: np.ndarray, b_index: np.ndarray
+) -> None:
+    arrays = out, as_contiguous(a, out.dtype), a_index, as_contiguous(b, out.dtype), b_index
+    _run_over(_add_gathered_loop, out.shape[1], out.size, *arrays)
+
+
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, None))
+def segment_sum(xp: Any, values: np.ndarray, offsets: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    y = np.empty((values.shape[0], offsets.size - 1, values.shape[2]), values.dtype)
+    order = NO_ORDER if order is None else order
+    _run_over(_sum_loop, offsets.size - 1, values.size, as_contiguous(values), y, offsets, order)
+    return y
+
+
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS))
+def segment_max(xp: Any, values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    y = np.empty((values.shape[0], offsets.size - 1, values.shape[2]), values.dtype)
+    winner = np.empty(y.shape, np.int64)
+    _run_over(_max_loop, offsets.size - 1, values.size, as_contiguous(values), y, winner, offsets)
+    return y, winner
+
+
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS))
+def segment_softmax(xp: Any, scores: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    y = np.empty(scores.shape, scores.dtype)
+    _run_over(_softmax_loop, offsets.size - 1, y.size, as_contiguous(scores), y, offsets)
+    return y
+
+
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), OFFSETS))
+def segment_softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    dx = np.empty(y.shape, y.dtype)
+    arrays = as_contiguous(y), as_contiguous(dy, y.dtype), dx
+    _run_over(_softmax_backward_loop, offsets.size - 1, y.size, *arrays, offsets)
+    return dx

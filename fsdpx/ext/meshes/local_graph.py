@@ -1,0 +1,181 @@
+"""The part of a graph that one rank holds, and how a value of a model is distributed over the nodes or edges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.meshes.kernels import gather_rows, segment_sum
+from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext, bind_partition
+
+__all__ = ["GraphLayer", "LocalGraph", "MeshPartition", "require_node_features"]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalGraph:
+    """The nodes that a rank owns, ghosts of nodes of other ranks, and all edges whose receiver the rank owns.
+
+    Rows of nodes are the owned nodes, then the ghosts. Edges are sorted by receiver, and those of one receiver by the
+    global number of the sender, so that sums over edges have the same order on any partition.
+
+    Attributes
+    ----------
+    nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
+    numbers : global number of each row, (nodes + ghosts,)
+    senders, receivers : row of the sender and of the receiver of each edge, (edges,)
+    offsets : the edges of receiver i are those from offsets[i] up to, but not including, offsets[i + 1]
+    sender_order, sender_offsets : the edges sorted by sender, and where those of each row begin, as in `offsets`
+    edge_features : features of the edges that do not change, (edges, features) in float64
+    sends : (rank, owned rows) of each message with values of nodes that are ghosts elsewhere
+    receives : (rank, first, stop) of each message with values of ghosts, where ghosts are numbered from 0
+    """
+
+    nodes: int
+    ghosts: int
+    edges: int
+    numbers: np.ndarray
+    senders: np.ndarray
+    receivers: np.ndarray
+    offsets: np.ndarray
+    sender_order: np.ndarray
+    sender_offsets: np.ndarray
+    edge_features: np.ndarray
+    sends: Sequence[tuple[int, np.ndarray]] = ()
+    receives: Sequence[tuple[int, int, int]] = ()
+
+    @classmethod
+    def with_sizes_only(cls, nodes: int, edges: int, edge_features: int) -> LocalGraph:
+        """Return a graph on one rank of which only the sizes are known, for computing the shapes of values."""
+        none = np.zeros(0, np.int64)
+        return cls(nodes, 0, edges, none, none, none, none, none, none, np.zeros((0, edge_features)))
+
+    @property
+    def rows(self) -> int:
+        """Number of owned nodes and ghosts."""
+        return self.nodes + self.ghosts
+
+    def gather_senders(self, env: LayerContext, x: Array) -> Array:
+        """Return the row of x (samples, rows, features) of the sender of each edge, (samples, edges, features)."""
+        return self._gather(env, x, "senders")
+
+    def gather_receivers(self, env: LayerContext, x: Array) -> Array:
+        """Return the row of x (samples, rows, features) of the receiver of each edge, (samples, edges, features)."""
+        return self._gather(env, x, "receivers")
+
+    def sum_at_receivers(self, env: LayerContext, values: Array) -> Array:
+        """Sum values (samples, edges, features) over the edges of each receiver: (samples, nodes, features)."""
+        if has_no_data(env):
+            return env.xp.empty((values.shape[0], self.nodes, *values.shape[2:]), dtype=values.dtype)
+        return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None)
+
+    def sum_at_senders(self, env: LayerContext, values: Array) -> Array:
+        """Sum values (samples, edges, features) over the edges of each sender: (samples, rows, features)."""
+        if has_no_data(env):
+            return env.xp.empty((values.shape[0], self.rows, *values.shape[2:]), dtype=values.dtype)
+        order = self.get_on_device(env, "sender_order")
+        return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order)
+
+    def get_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
+        """Return one of the arrays of the graph on the device of `env`, cast to `dtype` if given. Copies are cached."""
+        array = getattr(self, name)
+        if env.xp is np and dtype in (None, array.dtype):
+            return array
+        key = "graph", id(self), name, None if dtype is None else np.dtype(dtype).str
+        if key not in env.constants:
+            env.constants[key] = env.xp.asarray(array if dtype is None else array.astype(dtype))
+        return env.constants[key]
+
+    def _gather(self, env: LayerContext, x: Array, name: str) -> Array:
+        if has_no_data(env):
+            return env.xp.empty((x.shape[0], self.edges, *x.shape[2:]), dtype=x.dtype)
+        return gather_rows(env.xp, x, self.get_on_device(env, name))
+
+
+NO_GRAPH = LocalGraph.with_sizes_only(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class MeshPartition(FieldPartition):
+    """How a value (samples, rows, features) of a model is distributed over the ranks of a mesh.
+
+    Parameters
+    ----------
+    graph : this rank's part of the mesh
+    kind : what the rows are: "nodes", the nodes that each rank owns; "ghosts", these and the ghosts after them; or
+        "edges"
+    """
+
+    graph: LocalGraph = NO_GRAPH
+    kind: str = "nodes"
+
+    PHRASES: ClassVar = {"nodes": "the nodes", "ghosts": "the nodes and ghosts", "edges": "the edges"}
+
+    def __str__(self) -> str:
+        return f"{self.PHRASES[self.kind]} of a part of a mesh of {self.shape[0]} nodes"
+
+    def of_kind(self, kind: str) -> MeshPartition:
+        """Return the distribution of a value whose rows are "nodes", "ghosts" or "edges"."""
+        return replace(self, kind=kind)
+
+    def can_run_unchanged(self, layer: Any) -> bool:
+        return layer.acts_on in ("element", "position")
+
+    def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
+        """Return {1: (number of this rank's first node, number of nodes)} if the rows are nodes, where nodes are
+        numbered in the order of the ranks."""
+        if self.kind != "nodes":
+            raise ConfigError(f"Dropout reads {self}: put it where values are those of nodes")
+        (cuts,) = self.cuts
+        return {1: (cuts[lines[0].rank], cuts[-1])} if len(cuts) > 2 else {}
+
+
+class GraphLayer(Layer):
+    """Base class for layers that read values of nodes and edges, and need to know the mesh."""
+
+    parts: MeshPartition | None = None
+    """Distribution of the first input; None outside of a model that was given a mesh."""
+    reads: ClassVar[tuple[str, ...]] = ("nodes",)
+    """What the rows of each input are: "nodes" (with or without ghosts) or "edges"."""
+    gives: ClassVar[str] = "nodes"
+    """What the rows of the result are: "nodes", "ghosts" (nodes with ghosts) or "edges"."""
+
+    @property
+    def graph(self) -> LocalGraph:
+        """This rank's part of the mesh. Raises ConfigError if there is none."""
+        if self.parts is None:
+            raise ConfigError(f"{self!r} needs a mesh: give distribute domain=fsdpx.Partition(...)")
+        return self.parts.graph
+
+    @property
+    def has_ghosts(self) -> bool:
+        """Whether the rows of the first input include the ghosts."""
+        return self.parts is not None and self.parts.kind == "ghosts"
+
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        request.require_no_mark(self)
+        location = f"{request.path!r} {self!r}"
+        for wanted, kind in zip(self.reads, request.kinds, strict=True):
+            if not isinstance(kind, MeshPartition):
+                raise ConfigError(f"{location} reads {kind}, and needs a mesh: give distribute domain=fsdpx.Partition")
+            if kind.kind not in (("nodes", "ghosts") if wanted == "nodes" else (wanted,)):
+                raise ConfigError(f"{location} reads {kind}, and needs values of {wanted}")
+        first = request.kinds[0]
+        assert isinstance(first, MeshPartition)
+        return ShardedLayer(bind_partition(self, first), first.of_kind(self.gives))
+
+
+def has_no_data(env: LayerContext) -> bool:
+    """Return whether arrays have only shapes and dtypes."""
+    return bool(getattr(env.xp, "holds_no_data", False))
+
+
+def require_node_features(layer: Any, x: Array, rows: int, features: int | None = None) -> None:
+    """Raise ShapeError unless `x` is (samples, rows, features), with any number of features if None is given."""
+    if x.ndim != 3 or x.shape[1] != rows or features not in (None, x.shape[2]):
+        wanted = "features" if features is None else features
+        raise ShapeError(f"{layer!r} wants an input of shape (samples, {rows}, {wanted}), got {tuple(x.shape)}")

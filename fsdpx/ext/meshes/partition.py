@@ -1,0 +1,527 @@
+"""`Partition`: a mesh or graph, given by the part of it that each rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
+from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
+from fsdpx.core.state.sample_layout import Domain
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
+from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.meshes.graph_building import BuiltGraph, GraphArguments, build_local_graph, raise_first_error
+from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
+from fsdpx.ext.meshes.node_samples import NodeSamples
+from fsdpx.ext.meshes.splitting import assign_parts
+from fsdpx.nn.container import list_input_names
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.nn.tensor_plan import ShardingWalk
+
+__all__ = ["Partition"]
+
+
+class Partition(Domain):
+    """A mesh or graph that is partitioned over ranks, as finite elements and finite volumes hold it. Collective.
+
+    Each node has one owner. A rank passes the nodes that it owns, the global numbers of its ghosts (copies of nodes of
+    other ranks), and its edges. It computes on the edges whose receivers it owns, wherever they were passed: edges of
+    other ranks are fetched once. Results are the same on any partition.
+
+    Arrays that `step` and `predict` take are (nodes, features) or (samples, nodes, features), with the rows of the
+    owned nodes, or of owned nodes and ghosts, in the caller's order. Ghosts need no values: layers exchange them.
+    Results have the rows of the owned nodes.
+
+    Parameters
+    ----------
+    comm : communicator of the ranks that hold the mesh: one of mpi4py, which is duplicated, or any object with a
+        `tompi4py()` method, such as `PETSc.Comm`, or one of fsdpx
+    owned : number of nodes that this rank owns. They are numbered in rank order: those of rank 0 are 0, 1, ...
+    ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
+    owners : the rank that owns each ghost, which is checked; default: not checked
+    edges : integers (2, edges): row of the sender and row of the receiver of each edge, as `edge_index` of PyTorch
+        Geometric. Each edge is passed by one rank or by several, by those that own its ends or by others
+    positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. The features of each edge
+        then end with the coordinates of its sender relative to the receiver, and their norm
+    edge_features : features (edges, features) of each edge that do not change; default: none
+    undirected : True: each edge stands for both directions; False: edges are taken as given. Default: the same, but an
+        error is raised if nearly all edges have a reverse edge and some do not, because these were probably lost
+
+    Raises
+    ------
+    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, ghosts have other
+        coordinates than at their owner, or edges seem to be lost
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        *,
+        owned: int,
+        ghosts: Any = (),
+        owners: Any = None,
+        edges: Any,
+        positions: Any = None,
+        edge_features: Any = None,
+        undirected: bool | None = None,
+    ) -> None:
+        comm = _open(comm)
+        rank, _ = _get_rank_and_size(comm)
+        error = "" if hasattr(owned, "__index__") and owned >= 0 else f"owned={owned!r}: give the number of owned nodes"
+        counts = all_gather_plain_data(comm, 0 if error else int(owned))
+        first = sum(counts[:rank])
+        own = np.arange(first, first + counts[rank])
+        numbers, error = _parse_integers("ghosts", ghosts, 1, error)
+        of_ghosts, error = _parse_integers("owners", numbers[:0] if owners is None else owners, 1, error)
+        if not error and owners is not None and of_ghosts.size != numbers.size:
+            error = f"owners has {of_ghosts.size} ranks for {numbers.size} ghosts"
+        given = _parse_arguments(
+            np.concatenate([own, numbers]), np.arange(own.size + numbers.size) < own.size, edges, positions,
+            edge_features, undirected, error,
+        )  # fmt: skip
+        if owners is not None and isinstance(given, GraphArguments):
+            given = given._replace(owners=np.concatenate([np.full(own.size, rank), of_ghosts]))
+        self._build(comm, given)
+
+    @classmethod
+    def from_numbers(
+        cls,
+        comm: Any,
+        numbers: Any,
+        owned_mask: Any = None,
+        *,
+        edges: Any,
+        positions: Any = None,
+        edge_features: Any = None,
+        undirected: bool | None = None,
+    ) -> Partition:
+        """Return the partition of a mesh whose rows are in any order, with ghosts anywhere among them. Collective.
+
+        Parameters
+        ----------
+        comm, edges, positions, edge_features, undirected : as in `Partition`
+        numbers : global number of each row; the numbers of all nodes are 0, 1, ... without gaps
+        owned_mask : whether this rank owns each row. Default: a node belongs to the lowest rank that has it, as for
+            elements whose ranks share nodes
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : as for `Partition`
+        """
+        found, error = _parse_integers("numbers", numbers, 1, "")
+        mask = None if owned_mask is None else np.asarray(owned_mask)
+        if mask is not None and (mask.dtype != bool or mask.shape != found.shape):
+            error = error or f"owned_mask must be {found.size} bools, got {mask.dtype} of shape {mask.shape}"
+        made = cls.__new__(cls)
+        made._build(_open(comm), _parse_arguments(found, mask, edges, positions, edge_features, undirected, error))
+        return made
+
+    @classmethod
+    def from_cells(
+        cls,
+        comm: Any,
+        cells: Any,
+        numbers: Any = None,
+        owned_mask: Any = None,
+        *,
+        pairs: Sequence[tuple[int, int]] | None = None,
+        positions: Any = None,
+    ) -> Partition:
+        """Return the partition of a mesh of which each rank has some cells. Nodes of a cell are joined by edges in both
+        directions; an edge of several cells, or of cells of several ranks, is one edge. Collective.
+
+        Parameters
+        ----------
+        comm, positions : as in `Partition`
+        cells : integers (cells, nodes of a cell): rows of the nodes of each cell of this rank or, without `numbers`,
+            their global numbers. Rows are then the nodes of the rank's cells in the order of their numbers
+        numbers : global number of each row; default: see `cells`
+        owned_mask : as in `from_numbers`
+        pairs : which nodes of a cell are joined, such as ((0, 1), (1, 2), (2, 3), (3, 0)) for quadrilaterals whose
+            corners are numbered around them. Default: all pairs, as in triangles and tetrahedra
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : as for `Partition`
+        """
+        table, error = _parse_integers("cells", cells, 2, "")
+        rows = table
+        if numbers is None and not error:
+            numbers, rows = np.unique(table, return_inverse=True)
+            rows = rows.reshape(table.shape)
+        corners = table.shape[1] if table.ndim == 2 else 0
+        joined = list(itertools.combinations(range(corners), 2)) if pairs is None else [tuple(pair) for pair in pairs]
+        if not error and any(len(pair) != 2 or not 0 <= min(pair) <= max(pair) < corners for pair in joined):
+            error = f"pairs={pairs}: give pairs of numbers from 0 to {corners - 1}, the nodes of a cell"
+        columns = [[p[k] for p in joined] for k in range(2)]
+        edges = np.zeros((2, 0), np.int64) if error else np.stack([rows[:, columns[k]].reshape(-1) for k in range(2)])
+        comm = _open(comm)
+        raise_first_error(comm, error)
+        return cls.from_numbers(comm, numbers, owned_mask, edges=edges, positions=positions, undirected=True)
+
+    @classmethod
+    def split(
+        cls,
+        comm: Any,
+        edges: Any,
+        nodes: int,
+        *,
+        parts: Any = None,
+        method: str = "coordinates",
+        positions: Any = None,
+        edge_features: Any = None,
+        undirected: bool | None = None,
+    ) -> Partition:
+        """Return the partition of a graph that every rank has in full. Collective.
+
+        `take_local` then returns the rows of a rank's nodes, in the order of their numbers.
+
+        Parameters
+        ----------
+        comm, undirected : as in `Partition`
+        edges : integers (2, edges): numbers of sender and receiver of each edge, the same on all ranks
+        nodes : number of nodes of the graph
+        parts : the rank that owns each node, (nodes,); default: chosen by `method`
+        method : "coordinates", recursive bisection of `positions`, or "metis", which cuts few edges and needs pymetis
+        positions : coordinates (nodes, dims) of all nodes, used as in `Partition`
+        edge_features : features (edges, features) of all edges; default: none
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : as for `Partition`, or if ranks pass different graphs
+        """
+        comm = _open(comm)
+        rank, size = _get_rank_and_size(comm)
+        numbers = np.arange(nodes)
+        given = _parse_arguments(numbers, numbers >= 0, edges, positions, edge_features, undirected, "")
+        raise_first_error(comm, given if isinstance(given, str) else "")
+        assert isinstance(given, GraphArguments)
+        chosen, error = (
+            _parse_integers("parts", parts, 1, "")
+            if parts is not None
+            else (assign_parts(method, size, nodes, given.edges, given.positions), "")
+        )
+        if not error and (chosen.size != nodes or (nodes and not 0 <= chosen.min() <= chosen.max() < size)):
+            error = f"parts must be {nodes} numbers of ranks, from 0 to {size - 1}"
+        raise_first_error(comm, error)
+        _require_same_graph(comm, given, chosen)
+        senders, receivers = given.edges
+        wanted = chosen[receivers] == rank
+        if undirected:
+            wanted |= chosen[senders] == rank
+        rows = np.unique(np.concatenate([np.flatnonzero(chosen == rank), given.edges[:, wanted].reshape(-1)]))
+        local = given._replace(
+            numbers=rows,
+            owned=chosen[rows] == rank,
+            edges=np.searchsorted(rows, given.edges[:, wanted]),
+            positions=None if given.positions is None else given.positions[rows],
+            edge_features=None if given.edge_features is None else given.edge_features[wanted],
+        )
+        made = cls.__new__(cls)
+        made._build(comm, local)
+        made._local_rows = made.local_shape[0]  # the caller has no ghosts
+        made._owned_rows = np.arange(made._local_rows)
+        return made
+
+    def _build(self, comm: Any, given: GraphArguments | str) -> None:
+        """Finish the construction from this rank's arguments, or raise the error that they contain on all ranks."""
+        rank, size = _get_rank_and_size(comm)
+        raise_first_error(comm, given if isinstance(given, str) else "")
+        assert isinstance(given, GraphArguments)
+        _require_same_choices(comm, given)
+        built: BuiltGraph = build_local_graph(comm, rank, size, given)
+        cuts = tuple(int(n) for n in np.cumsum([0, *built.counts]))
+        self.graph, self.total_edges, self._rank = built.graph, built.total_edges, rank
+        self.dims, self.partition = (size,), MeshPartition((cuts,), graph=built.graph)
+        self._owned_rows, self._local_rows = built.owned_rows, given.numbers.size
+        self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
+
+    def close(self) -> None:
+        """Free the partition's duplicate of the communicator; later calls do nothing. Collective.
+
+        Trainers made with the partition remain usable; `gather` does not."""
+        if self._free is not None and self._free.detach() is not None:
+            self._comm.Free()
+
+    def __repr__(self) -> str:
+        return f"Partition({self.total_nodes} nodes and {self.total_edges} edges over {self.dims[0]} ranks)"
+
+    @property
+    def comm(self) -> Any:
+        """The communicator of the ranks that hold the mesh. Raises ConfigError after `close`."""
+        if self._free is not None and not self._free.alive:
+            raise ConfigError(f"{self} is closed: call close() when nothing needs its communicator any more")
+        return self._comm
+
+    @property
+    def total_nodes(self) -> int:
+        """Number of nodes of the whole mesh."""
+        return self.partition.shape[0]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Number of nodes that this rank owns, as a tuple."""
+        return (self.graph.nodes,)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Number of nodes of all lower ranks, as a tuple."""
+        return (self.partition.cuts[0][self._rank],)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Global numbers of the nodes that this rank owns, in the order of their rows in arrays."""
+        return self.graph.numbers[: self.graph.nodes]
+
+    @property
+    def owned_rows(self) -> np.ndarray:
+        """Rows of the owned nodes in arrays that have rows for ghosts as well."""
+        return self._owned_rows
+
+    @property
+    def edge_feature_count(self) -> int:
+        """Number of features of each edge, with those that were made from positions."""
+        return int(self.graph.edge_features.shape[1])
+
+    @property
+    def row_counts(self) -> tuple[int, int]:
+        """Numbers of rows that arrays of this rank may have: its owned nodes, or these and its ghosts."""
+        return self.graph.nodes, self._local_rows
+
+    @property
+    def joined_partition(self) -> FieldPartition | None:
+        whole = LocalGraph.with_sizes_only(self.total_nodes, self.total_edges, self.edge_feature_count)
+        return MeshPartition(((0, self.total_nodes),), graph=whole)
+
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
+        """Return the model that each rank runs on its part of the mesh, and the distribution of the model's output.
+        Communicates nothing.
+
+        Parameters
+        ----------
+        model : model of the whole mesh
+        parts : distribution of the model's inputs; default None: that of this partition
+
+        Returns
+        -------
+        tuple of (Layer, FieldPartition)
+
+        Raises
+        ------
+        ConfigError : if a layer cannot run on a part of a mesh, or the model does not return values of nodes
+        """
+        inputs = [self.partition if parts is None else parts] * len(list_input_names(model))
+        made, kinds = ShardingWalk(1, None, {}).shard_layer(model, "", inputs)
+        (kind,) = kinds if len(kinds) == 1 else (None,)
+        if not isinstance(kind, MeshPartition) or kind.kind != "nodes":
+            found = ", ".join(map(str, kinds))
+            raise ConfigError(f"domain=: {type(model).__name__} gives {found}: it must give one value of nodes")
+        return made, kind
+
+    def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
+        """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
+
+        Parameters
+        ----------
+        model : model of the whole mesh
+        axes : the communicators of this rank
+
+        Returns
+        -------
+        NodeSamples
+        """
+        self.shard_model(model)
+        return NodeSamples(self, axes)
+
+    def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
+        if mesh.domain not in ((), self.dims):
+            raise ConfigError(
+                f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; leave the one or the other out"
+            )
+        mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
+        return make_sample_groups(mesh, world.rank, self.dims, world.all_gather_data(mine))
+
+    def take_owned_rows(self, array: Any) -> Any:
+        """Return the rows of the owned nodes of an array (samples, rows, ...) of this rank.
+
+        Parameters
+        ----------
+        array : the rows are those of the owned nodes, or of the owned nodes and ghosts in the caller's order
+
+        Returns
+        -------
+        array
+            (samples, owned nodes, ...); a view where possible
+        """
+        rows = self._owned_rows
+        if array.shape[1] == self.graph.nodes:
+            return array
+        if rows.size and rows[-1] - rows[0] == rows.size - 1:
+            return array[:, rows[0] : rows[-1] + 1]
+        return array[:, rows]
+
+    def take_local(self, array: Any) -> Any:
+        """Return the rows of this rank's nodes of an array of the whole mesh. Communicates nothing.
+
+        Parameters
+        ----------
+        array : (all nodes, features) or (samples, all nodes, features) in the order of the global numbers, or
+            (all nodes,)
+
+        Returns
+        -------
+        array
+            in the shape of the input, with the owned nodes only
+
+        Raises
+        ------
+        DataError : if the array does not have the nodes of the whole mesh
+        """
+        dim = max(array.ndim - 2, 0)
+        if array.ndim < 1 or array.shape[dim] != self.total_nodes:
+            raise DataError(
+                f"Partition.take_local: an array of shape {tuple(array.shape)} has not {self.total_nodes} nodes"
+            )
+        return array[(slice(None),) * dim + (self.numbers,)]
+
+    def gather(self, array: Any) -> Any:
+        """Gather the rows of all ranks, and return the array of the whole mesh on every rank, in the order of the
+        global numbers. Collective over `comm`.
+
+        Parameters
+        ----------
+        array : this rank's (nodes, features), (samples, nodes, features) or (nodes,), with or without ghosts
+
+        Returns
+        -------
+        numpy.ndarray
+
+        Raises
+        ------
+        DataError : on all ranks, if the array of a rank does not have the rows of its nodes
+        """
+        array = np.asarray(array)
+        dim = max(array.ndim - 2, 0)
+        error = ""
+        if array.ndim < 1 or array.shape[dim] not in self.row_counts:
+            error = f"an array of shape {array.shape} has not the {self.graph.nodes} rows of its nodes"
+        else:
+            array = self.take_owned_rows(array) if dim else self.take_owned_rows(array[None])[0]
+        everyone = all_gather_plain_data(self.comm, (error, np.ascontiguousarray(self.numbers), array))
+        for rank, (text, *_) in enumerate(everyone):
+            if text:
+                raise DataError(f"Partition.gather: rank {rank}: {text}")
+        whole = np.empty((*array.shape[:dim], self.total_nodes, *array.shape[dim + 1 :]), array.dtype)
+        for _, numbers, part in everyone:
+            whole[(slice(None),) * dim + (numbers,)] = part
+        return whole
+
+
+def _open(comm: Any) -> Any:
+    """Return `comm` as a communicator with `allgather` or `all_gather_data`. Raise ConfigError if it is none."""
+    comm = to_mpi4py(comm)
+    require_valid_intracomm(comm)
+    if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
+        raise ConfigError(f"Partition: {comm!r} is not a communicator: pass one of mpi4py or of fsdpx")
+    return comm
+
+
+def _get_rank_and_size(comm: Any) -> tuple[int, int]:
+    return (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
+
+
+def _parse_integers(name: str, given: Any, dims: int, error: str) -> tuple[np.ndarray, str]:
+    """Return an argument as an int64 array with `dims` dims, and the text of the first error. The text is `error` if
+    that is not "", or says what is wrong with this argument; the array is then empty."""
+    array = np.asarray(given)
+    if array.size == 0 and array.dtype.kind == "f":
+        array = array.astype(np.int64)
+    if array.dtype.kind not in "iu" or array.ndim != dims:
+        wrong = f"{name} must be whole numbers with {dims} dims, got {array.dtype} of shape {array.shape}"
+        return np.zeros((0,) * dims, np.int64), error or wrong
+    if array.size and array.min() < 0:
+        return np.zeros((0,) * dims, np.int64), error or f"{name} has {array.min()}, and must be at least 0"
+    return array.astype(np.int64), error
+
+
+def _parse_arguments(
+    numbers: np.ndarray, owned: np.ndarray | None, edges: Any, positions: Any, edge_features: Any,
+    undirected: bool | None, error: str,
+) -> GraphArguments | str:  # fmt: skip
+    """Return the arguments of one rank, or a text that says what is wrong with them, which is `error` if that is
+    not ""."""
+    table, error = _parse_integers("edges", edges, 2, error)
+    if error:
+        return error
+    if table.shape[0] != 2:
+        return f"edges must be (2, edges), rows of senders and receivers, got {table.shape}: transpose it"
+    if table.size and table.max() >= numbers.size:
+        return f"edges has row {table.max()}, but there are {numbers.size} rows of nodes"
+    values, twice = np.unique(numbers, return_counts=True)
+    if (twice > 1).any():
+        return f"node {values[twice > 1][0]} has two rows: give each node once"
+    count = numbers.size if owned is None else int(owned.sum())
+    found: list[np.ndarray | None] = []
+    for name, given, rows in (
+        ("positions", positions, {numbers.size, count}),
+        ("edge_features", edge_features, {table.shape[1]}),
+    ):
+        array = None if given is None else np.asarray(given)
+        if array is not None:
+            if array.dtype.kind not in "fiu" or array.ndim != 2 or array.shape[0] not in rows:
+                wanted = " or ".join(map(str, sorted(rows)))
+                return f"{name} must be ({wanted}, n) numbers, got {array.dtype} of shape {array.shape}"
+            array = np.ascontiguousarray(array, np.float64)
+        found.append(array)
+    if owned is None and found[0] is not None and len(found[0]) != numbers.size:
+        return "positions must have all rows"
+    if undirected not in (None, True, False):
+        return f"undirected={undirected!r}: True, False or None"
+    if undirected and edge_features is not None:
+        return "undirected=True takes no edge_features, which may differ between the two directions: pass both edges"
+    return GraphArguments(numbers, owned, table, found[0], found[1], undirected)
+
+
+def _require_same_choices(comm: Any, given: GraphArguments) -> None:
+    """Raise ConfigError on all ranks unless they pass the same kinds of arguments."""
+    facts = {
+        "owned_mask": given.owned is not None,
+        "positions": None if given.positions is None else given.positions.shape[1],
+        "edge_features": None if given.edge_features is None else given.edge_features.shape[1],
+        "undirected": given.undirected,
+    }
+    everyone = all_gather_plain_data(comm, list(facts.values()))
+    for rank, others in enumerate(everyone):
+        for name, ours, theirs in zip(facts, everyone[0], others, strict=True):
+            if ours != theirs:
+                raise ConfigError(f"Partition: {name}: rank 0 has {ours}, and rank {rank} {theirs}")
+
+
+def _require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> None:
+    """Raise ConfigError on all ranks unless all pass the same whole graph."""
+    arrays = {"edges": given.edges, "parts": parts, "positions": given.positions, "edge_features": given.edge_features}
+    sums = {name: 0 if a is None else zlib.crc32(np.ascontiguousarray(a).tobytes()) for name, a in arrays.items()}
+    everyone = all_gather_plain_data(comm, list(sums.values()))
+    for rank, others in enumerate(everyone):
+        for name, ours, theirs in zip(sums, everyone[0], others, strict=True):
+            if ours != theirs:
+                raise ConfigError(f"Partition.split: rank {rank} has other {name} than rank 0: pass the same graph")

@@ -1,0 +1,58 @@
+"""Division of a whole graph into parts: by coordinates, or with METIS."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["METHODS", "assign_parts"]
+
+METHODS = ("coordinates", "metis")
+
+
+def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positions: np.ndarray | None) -> np.ndarray:
+    """Return the part of each node, from 0 to parts - 1.
+
+    `edges` is (2, edges), and `positions` (nodes, dims) is needed by the method "coordinates"."""
+    if method not in METHODS:
+        raise ConfigError(f"Partition.split: method={method!r}: choose one of {', '.join(map(repr, METHODS))}")
+    if method == "metis":
+        return _split_with_metis(parts, nodes, edges)
+    if positions is None:
+        raise ConfigError('Partition.split: method="coordinates" needs positions=, or choose method="metis"')
+    found = np.zeros(nodes, np.int64)
+    _bisect(found, np.arange(nodes), positions, 0, parts)
+    return found
+
+
+def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: int, parts: int) -> None:
+    """Write the parts from `first` on to found[nodes], by recursive coordinate bisection (Berger and Bokhari 1987):
+    divide nodes along the dim in which they extend farthest, and then each half."""
+    if parts == 1 or nodes.size == 0:
+        found[nodes] = first
+        return
+    here = positions[nodes]
+    dim = int(np.argmax(here.max(axis=0) - here.min(axis=0)))
+    sorted_nodes = nodes[np.lexsort((nodes, here[:, dim]))]
+    low = parts // 2
+    half = nodes.size * low // parts
+    _bisect(found, sorted_nodes[:half], positions, first, low)
+    _bisect(found, sorted_nodes[half:], positions, first + low, parts - low)
+
+
+def _split_with_metis(parts: int, nodes: int, edges: np.ndarray) -> np.ndarray:
+    """Return parts that cut few edges (Karypis and Kumar 1998)."""
+    try:
+        metis: Any = import_module("pymetis")
+    except ImportError as error:
+        raise ConfigError(
+            'Partition.split: method="metis" needs pymetis: pip install pymetis, or choose method="coordinates"'
+        ) from error
+    both = np.unique(np.concatenate([edges, edges[::-1]], axis=1), axis=1)
+    both = both[:, both[0] != both[1]]
+    starts: Any = np.searchsorted(both[0], np.arange(nodes + 1))
+    return np.asarray(metis.part_graph(parts, xadj=starts.tolist(), adjncy=both[1].tolist())[1], np.int64)

@@ -1,0 +1,3 @@
+"""Whole trainings: gradients begin as NaN."""
+
+from poison import poison as poison

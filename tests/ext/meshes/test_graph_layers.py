@@ -1,0 +1,317 @@
+"""Layers of graphs on any partition, against PyTorch on the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mesh_graphs import RANKS, WAYS, Graph, Ran, draw_parameters, env_of, make_partition, run_layer, slope_of
+
+from fsdpx import nn, optim, spawn
+from fsdpx.core.array.kernels import choice
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.ext.meshes import kernels
+from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
+
+torch = pytest.importorskip("torch")
+
+
+class Pool(nn.Composite):
+    """Messages of both ends, aggregated."""
+
+    def __init__(self, how: str, temperature: float = 1.0) -> None:
+        self.how, self.temperature = how, temperature
+
+    def compose(self, x: Any) -> Any:
+        messages = nn.GatherNodes("sender")(x) * nn.GatherNodes("receiver")(x) + nn.GatherNodes("sender")(x)
+        return nn.Aggregate(self.how, self.temperature)(messages)
+
+
+class Shared(nn.Composite):
+    """Ghosts that are exchanged once and read by several layers."""
+
+    def __init__(self) -> None:
+        self.mlp = nn.EdgeMLP(3, 3, 4, 6, 1, activation="tanh", norm=False)
+        self.update = nn.NodeMLP(4, 3, 2, 5, 2, activation="silu", recompute_hidden=True)
+
+    def compose(self, x: Any) -> Any:
+        wide = nn.ExchangeGhosts()(x)
+        messages = self.mlp(wide, nn.EdgeFeatures(3)(x) + nn.GatherNodes("sender")(wide))
+        messages = messages + self.mlp(wide, nn.GatherNodes("receiver")(wide))
+        return self.update(nn.Aggregate("mean")(messages), x)
+
+
+LAYERS: dict[str, Callable[[], nn.Layer]] = {
+    "sum": lambda: Pool("sum"),
+    "mean": lambda: Pool("mean"),
+    "max": lambda: Pool("max"),
+    "softmax": lambda: Pool("softmax", 0.7),
+    "shared": Shared,
+    "conv": lambda: nn.GraphConv(3, 5),
+    "conv mean": lambda: nn.GraphConv(3, 2, "mean", bias=False),
+    "gat": lambda: nn.GATConv(3, 4, heads=2),
+    "gat average": lambda: nn.GATConv(3, 4, 3, concat=False, negative_slope=0.1, bias=False),
+    "net": lambda: nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu"),
+    "net of edges": lambda: nn.MeshGraphNet(
+        3, 3, 2, 6, 2, residual="edges", how="mean", hidden_layers=1, recompute_hidden=False, activation="tanh"
+    ),
+}
+
+
+def reduce_in_torch(values: Any, receivers: Any, nodes: int, how: str, temperature: float = 1.0) -> Any:
+    """(samples, edges, ...) -> (samples, nodes, ...)."""
+    shape = (values.shape[0], nodes, *values.shape[2:])
+    if how == "max":
+        index = receivers.reshape(1, -1, *(1,) * (values.ndim - 2)).expand(values.shape)
+        most = torch.full(shape, -torch.inf, dtype=values.dtype).scatter_reduce(1, index, values, "amax")
+        return torch.where(most == -torch.inf, 0.0, most)
+    zeros = torch.zeros(shape, dtype=values.dtype)
+    if how == "softmax":
+        values = values * softmax_in_torch(values * temperature, receivers, nodes)
+    total = zeros.index_add(1, receivers, values)
+    if how != "mean":
+        return total
+    degree = torch.bincount(receivers, minlength=nodes).clamp(min=1)
+    return total / degree.reshape(1, -1, *(1,) * (values.ndim - 2))
+
+
+def softmax_in_torch(scores: Any, receivers: Any, nodes: int) -> Any:
+    most = reduce_in_torch(scores.detach(), receivers, nodes, "max")
+    e = (scores - most[:, receivers]).exp()
+    return e / torch.zeros_like(most).index_add(1, receivers, e)[:, receivers]
+
+
+def mlp_in_torch(p: Any, path: str, x: Any, activation: Any, norm: bool = True) -> Any:
+    places = sorted({int(name[len(path) + 1 :].split(".")[0]) for name in p if name.startswith(f"{path}.")})
+    for i in places[: len(places) - norm]:
+        x = activation(x) if i else x
+        x = torch.nn.functional.linear(x, p[f"{path}.{i}.weight"], p[f"{path}.{i}.bias"])
+    if not norm:
+        return x
+    weight, bias = (p[f"{path}.{places[-1]}.{name}"] for name in ("weight", "bias"))
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
+    s, r = torch.tensor(graph.edges)
+    n, positions = graph.nodes, torch.tensor(graph.positions)
+    apart = positions[s] - positions[r]
+    features = torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(x.shape[0], -1, -1)
+    if name in ("sum", "mean", "max", "softmax"):
+        return reduce_in_torch(x[:, s] * x[:, r] + x[:, s], r, n, name, 0.7)
+    if name == "shared":
+
+        def mlp(e: Any) -> Any:
+            return mlp_in_torch(p, "mlp", torch.cat([e, x[:, s], x[:, r]], dim=-1), torch.tanh, norm=False)
+
+        got = reduce_in_torch(mlp(features + x[:, s]) + mlp(x[:, r]), r, n, "mean")
+        return mlp_in_torch(p, "update", torch.cat([got, x], dim=-1), torch.nn.functional.silu)
+    if name.startswith("conv"):
+        got = reduce_in_torch(x[:, s], r, n, "mean" if "mean" in name else "sum")
+        return torch.nn.functional.linear(got, p["lin_rel.weight"], p.get("lin_rel.bias")) + x @ p["lin_root.weight"].T
+    if name.startswith("gat"):
+        h = (x @ p["lin.weight"].T).reshape(x.shape[0], n, *p["att_src"].shape[1:])
+        score = (h * p["att_src"]).sum(-1)[:, s] + (h * p["att_dst"]).sum(-1)[:, r]
+        weight = softmax_in_torch(torch.nn.functional.leaky_relu(score, 0.2 if name == "gat" else 0.1), r, n)
+        y = reduce_in_torch(weight[..., None] * h[:, s], r, n, "sum")
+        return y.flatten(2) + p["bias"] if name == "gat" else y.mean(2)
+    act = torch.nn.functional.silu if name == "net" else torch.tanh
+    e, h = mlp_in_torch(p, "edge_encoder", features, act), mlp_in_torch(p, "node_encoder", x, act)
+    for i in range(2):
+        m = mlp_in_torch(p, f"edge_{i}", torch.cat([e, h[:, s], h[:, r]], dim=-1), act)
+        e = e + m
+        got = reduce_in_torch(*((m, r, n, "sum") if name == "net" else (e, r, n, "mean")))
+        h = h + mlp_in_torch(p, f"node_{i}", torch.cat([got, h], dim=-1), act)
+    return mlp_in_torch(p, "decoder", h, act, norm=False)
+
+
+def run_whole_in_torch(name: str, p: dict[str, np.ndarray], x: np.ndarray, graph: Graph) -> Ran:
+    q = {key: torch.tensor(value, requires_grad=True) for key, value in p.items()}
+    inputs = torch.tensor(x, requires_grad=True)
+    y = run_in_torch(name, q, inputs, graph)
+    (y * torch.tensor(slope_of(y.shape))).sum().backward()
+    return Ran(y.detach().numpy(), inputs.grad.numpy(), {key: value.grad.numpy() for key, value in q.items()})
+
+
+def assert_ran_alike(got: Ran, wanted: Ran, place: str, tolerance: float = 1e-12) -> None:
+    pairs = {"y": (got.y, wanted.y), "dx": (got.dx, wanted.dx)}
+    pairs |= {name: (got.g[name], wanted.g[name]) for name in wanted.g}
+    for what, (a, b) in pairs.items():
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1.0), err_msg=f"{place} {what}")
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_any_partition_gives_what_pytorch_gives(name: str) -> None:
+    layer = LAYERS[name]()
+    p = draw_parameters(layer)
+    for k, ranks in enumerate(RANKS):
+        graph, way = Graph.random(k, ranks), WAYS[(k + len(name)) % len(WAYS)]
+        if way == "owned":
+            graph, _ = graph.in_rank_order()
+        x = np.random.default_rng(k).standard_normal((2, graph.nodes, 3))
+        got = run_layer(layer, p, x, slope_of, graph, way, ranks)
+        assert_ran_alike(got, run_whole_in_torch(name, p, x, graph), f"{name} {ranks} {way}")
+
+
+def test_plain_code_gives_what_compiled_code_gives() -> None:
+    rng = np.random.default_rng(0)
+    offsets = np.array([0, 0, 3, 4, 4, 9])
+    values, other = rng.integers(0, 4, (2, 2, 9, 3)).astype(float)
+    index, order = rng.integers(0, 9, 7), rng.permutation(9)
+    calls: list[Callable[[], Any]] = [
+        lambda: kernels.segment_sum(np, values, offsets, None),
+        lambda: kernels.segment_sum(np, values, offsets, order),
+        lambda: kernels.segment_max(np, values, offsets),
+        lambda: kernels.segment_softmax(np, values, offsets),
+        lambda: kernels.segment_softmax_backward(np, values, other, offsets),
+        lambda: kernels.gather_rows(np, values, index),
+        lambda: (out := other[:, :7].copy(), kernels.add_gathered_rows(np, out, values, index, other, index))[:1],
+    ]
+    for call in calls:
+        compiled = call()
+        with choice.use_mode("plain"):
+            plain = call()
+        for a, b in zip(*(f if isinstance(f, tuple) else (f,) for f in (compiled, plain)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-14)
+
+
+def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum() -> None:
+    """Also where the order of edges and the ranks of their senders differ."""
+    graph = Graph(4, np.array([[3, 1, 2], [0, 0, 0]]), np.zeros((4, 2)), np.array([0, 2, 1, 0]))
+    x = np.array([5.0, 1.0, 1.0, 1.0]).reshape(1, 4, 1)
+
+    class Max(nn.Composite):
+        def compose(self, x: Any) -> Any:
+            return nn.Aggregate("max")(nn.GatherNodes("sender")(x))
+
+    for way in ("split", "anywhere"):
+        got = run_layer(Max(), {}, x, np.ones, graph, way, 3)
+        assert got.dx[0, :, 0].tolist() == [0, 1, 0, 0]
+
+
+def test_sums_at_nodes_have_the_same_bits_on_any_partition() -> None:
+    graph = Graph.random(0, 5)
+    x = np.random.default_rng(0).standard_normal((1, graph.nodes, 2))
+    found = []
+    for ranks in RANKS:
+        cut = Graph(graph.nodes, graph.edges, graph.positions, np.random.default_rng(1).integers(0, ranks, graph.nodes))
+        found.append(run_layer(Pool("sum"), {}, x, slope_of, cut, "anywhere", ranks).y)
+    assert all((y == found[0]).all() for y in found)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks: int) -> None:
+    graph = Graph.random(3, ranks)
+
+    def one(comm: Communicator) -> tuple[float, ...]:
+        local, env = make_partition(comm, graph, "anywhere").graph, env_of(comm)
+        rng = np.random.default_rng(comm.rank)
+        x, dy = rng.standard_normal((2, local.nodes, 3)), rng.standard_normal((2, local.rows, 3))
+        y = append_ghosts(env, local, None, x)
+        counters = env.mesh.counters
+        moved = [counters.sum_counts("domain", verb).bytes for verb in ("recv", "send")]
+        dx = append_ghosts_backward(env, local, dy)
+        sent = sum(rows.size for _, rows in local.sends)
+        assert moved == [local.ghosts * 3 * 8 * 2, sent * 3 * 8 * 2]
+        assert counters.sum_counts("domain").bytes == 2 * sum(moved)
+        return (y * dy).sum(), (x * dx).sum(), (y * y).sum(), (dy * dy).sum()
+
+    a, b, *squares = np.sum(spawn(one, ranks), axis=0)
+    assert abs(a - b) <= 1e-13 * np.sqrt(np.prod(squares))
+
+
+def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
+    """Losses of five steps, the prediction and the parameters before and after."""
+    partition = make_partition(comm, graph, way)
+    trainer = LAYERS["net"]().as_distributed(
+        loss=loss, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=partition
+    )
+    x, t = make_batches(graph)
+    before = trainer.parameters()
+    losses = [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
+    return losses, partition.gather(trainer.predict(partition.take_local(x[0, 0]))), before, trainer.parameters()
+
+
+def make_batches(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(7)
+    return rng.standard_normal((5, 2, graph.nodes, 3)), rng.standard_normal((5, 2, graph.nodes, 2))
+
+
+def test_five_steps_are_those_of_pytorch() -> None:
+    graph = Graph.random(5, 4)
+    losses, predicted, before, after = spawn(lambda comm: train(comm, graph, "anywhere", nn.MSELoss()), 4)[0]
+    p = {name: torch.tensor(value, requires_grad=True) for name, value in before.items()}
+    step = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9)
+    x, t = map(torch.tensor, make_batches(graph))
+    wanted = []
+    for a, b in zip(x, t, strict=True):
+        step.zero_grad()
+        loss = torch.nn.functional.mse_loss(run_in_torch("net", p, a, graph), b)
+        loss.backward()
+        step.step()
+        wanted.append(loss.item())
+    np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+    for name, value in p.items():
+        np.testing.assert_allclose(after[name], value.detach().numpy(), rtol=0, atol=1e-12, err_msg=name)
+    with torch.no_grad():
+        np.testing.assert_allclose(predicted, run_in_torch("net", p, x[0, :1], graph)[0].numpy(), atol=1e-12)
+
+
+LOSSES = {
+    "mse": nn.MSELoss(),
+    "relative": nn.RelativeL2(),
+    "vrmse": nn.VRMSE(),
+    "rmse": nn.RMSE(skipna=True),
+    "most": nn.MaxError(),
+    "conserved": nn.ConservedRMSE(),
+}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "weights"])
+def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
+    graph = Graph.random(5, 4)
+    weights = np.random.default_rng(2).random(graph.nodes)
+    weights[:4] = 0
+
+    def run(comm: Communicator) -> Any:
+        loss = nn.MSELoss(weights=weights[graph.parts == comm.rank]) if name == "weights" else LOSSES[name]
+        return train(comm, graph, "split", loss)
+
+    many = spawn(run, 4)
+    parts, graph.parts = graph.parts, np.zeros(graph.nodes, np.int64)
+    wanted = spawn(run, 1)[0]
+    graph.parts = parts
+    for losses, predicted, _, after in many:
+        np.testing.assert_allclose(losses, wanted[0], rtol=1e-12)
+        np.testing.assert_allclose(predicted, wanted[1], rtol=0, atol=1e-11)
+        for key, value in wanted[3].items():
+            np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-11, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.BatchNorm(3), "reads the nodes of a part of a mesh of 23 nodes"),
+        (lambda: nn.Aggregate(), "needs values of edges"),
+        (lambda: nn.GatherNodes("sender"), "must give one value of nodes"),
+        (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, the model wants 4"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text: str) -> None:
+    graph = Graph.random(0, 2)
+
+    def run(comm: Communicator) -> None:
+        partition = make_partition(comm, graph, "split")
+        trainer = make().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, domain=partition)
+        trainer.predict(partition.take_local(np.zeros((graph.nodes, 3))))
+
+    with pytest.raises(ConfigError, match=text):
+        spawn(run, 2)
+    with pytest.raises(ConfigError, match=r"needs a mesh: give distribute domain=fsdpx\.Partition"):
+        nn.GraphConv(3, 2).as_distributed().predict(np.zeros((1, 5, 3)))
+    for wrong in (lambda: nn.Aggregate("min"), lambda: nn.GatherNodes("both"), lambda: nn.GATConv(3, 0)):
+        with pytest.raises(ConfigError):
+            wrong()

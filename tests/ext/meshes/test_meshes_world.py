@@ -1,0 +1,40 @@
+"""A mesh on a communicator of mpi4py, and the program of the documentation, at whatever number of ranks there are."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mesh_graphs import Graph, make_partition
+from test_graph_layers import train
+
+from fsdpx import nn, spawn
+from fsdpx.core.comm import Communicator
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
+
+PROGRAM = Path(__file__).parents[3] / "docs" / "solvers" / "mesh_heat.py"
+
+
+@pytest.mark.parametrize("way", ["split", "anywhere"])
+def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator, way: str) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    graph = Graph.random(5, world.size)
+    losses, predicted, _, _ = train(MPI.COMM_WORLD, graph, way, nn.MSELoss())
+    wanted = spawn(lambda comm: train(comm, graph, way, nn.MSELoss()), world.size)[0]
+    assert losses == pytest.approx(wanted[0], rel=1e-12)
+    np.testing.assert_allclose(predicted, wanted[1], rtol=0, atol=1e-12)
+    made = make_partition(MPI.COMM_WORLD, graph, way)
+    made.close()
+    made.close()
+
+
+def test_the_program_of_the_documentation_learns(world: Communicator, capsys: pytest.CaptureFixture[str]) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    runpy.run_path(str(PROGRAM))["main"](MPI.COMM_WORLD)
+    if world.rank == 0:
+        said = capsys.readouterr().out.split()
+        assert float(said[said.index("loss") + 1]) == pytest.approx(0.038077, abs=2e-6)
+        assert float(said[said.index("to") + 1].rstrip(",")) == pytest.approx(0.000201, abs=2e-6)

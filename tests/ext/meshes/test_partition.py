@@ -1,0 +1,268 @@
+"""What a `Partition` accepts, finds out and refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mesh_graphs import WAYS, Graph, make_partition
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+
+
+def list_edges(partition: fsdpx.Partition) -> list[tuple[int, ...]]:
+    """Global numbers of sender and receiver of each edge, with its features, in the order of the rank."""
+    graph = partition.graph
+    ends = zip(graph.numbers[graph.senders], graph.numbers[graph.receivers], graph.edge_features, strict=True)
+    return [(int(s), int(r), *np.round(f, 9).tolist()) for s, r, f in ends]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_receiver_has_all_of_its_edges_however_they_are_passed(way: str) -> None:
+    graph, _ = Graph.random(2, 4).in_rank_order()
+    apart = graph.positions[graph.edges[0]] - graph.positions[graph.edges[1]]
+    features = np.concatenate([apart, np.linalg.norm(apart, axis=1, keepdims=True)], axis=1)
+    wanted = [(*map(int, e), *np.round(f, 9).tolist()) for e, f in zip(graph.edges.T, features, strict=True)]
+
+    def one(comm: Communicator) -> Any:
+        made = make_partition(comm, graph, way)
+        assert (made.total_nodes, made.total_edges, made.dims) == (graph.nodes, graph.edges.shape[1], (4,))
+        assert set(made.graph.receivers) <= set(range(made.local_shape[0]))
+        return list_edges(made), made.numbers.tolist(), made.graph.ghosts, repr(made)
+
+    found = spawn(one, 4)
+    assert sorted(edge for edges, *_ in found for edge in edges) == sorted(wanted)
+    for rank, (edges, numbers, ghosts, text) in enumerate(found):
+        assert sorted(numbers) == np.flatnonzero(graph.parts == rank).tolist()
+        assert {edge[1] for edge in edges} <= set(numbers)
+        assert ghosts == len({edge[0] for edge in edges} - set(numbers))  # not one that no edge reads
+        rows = {number: row for row, number in enumerate(numbers)}
+        assert [(rows[r], s) for s, r, *_ in edges] == sorted((rows[r], s) for s, r, *_ in edges)
+        assert text == found[0][3]
+
+
+def triangles(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and triangles of n x n squares."""
+    at = np.arange((n + 1) ** 2).reshape(n + 1, n + 1)
+    a, b, c, d = (x.reshape(-1) for x in (at[:-1, :-1], at[:-1, 1:], at[1:, :-1], at[1:, 1:]))
+    points = np.stack(np.meshgrid(*[np.linspace(0, 1, n + 1)] * 2), axis=-1).reshape(-1, 2)
+    return points, np.concatenate([np.stack([a, b, d], axis=1), np.stack([a, d, c], axis=1)])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None:
+    points, cells = triangles(5)
+    pairs = {tuple(pair) for cell in cells.tolist() for i in cell for j in cell if i != j for pair in [(i, j)]}
+
+    def one(comm: Communicator) -> Any:
+        mine = cells[comm.rank :: comm.size]
+        rows = np.unique(mine)
+        made = fsdpx.Partition.from_cells(comm, mine, positions=points[rows])
+        local = fsdpx.Partition.from_cells(comm, np.searchsorted(rows, mine), rows, positions=points[rows])
+        assert list_edges(local) == list_edges(made)
+        loops = fsdpx.Partition.from_cells(comm, mine, pairs=[(0, 1)])
+        assert loops.total_edges < made.total_edges
+        whole = np.arange(made.total_nodes * 2.0).reshape(-1, 2)
+        np.testing.assert_array_equal(made.gather(whole[rows]), whole)  # with the rows of nodes of other ranks
+        np.testing.assert_array_equal(made.gather(made.take_local(whole[None])), whole[None])
+        return list_edges(made)
+
+    edges = [edge[:2] for found in spawn(one, ranks) for edge in found]
+    assert len(edges) == len(pairs)
+    assert set(edges) == pairs
+
+
+def test_parts_by_coordinates_are_even_and_edges_between_them_few() -> None:
+    points, cells = triangles(12)
+    edges = np.concatenate([cells[:, [0, 1]], cells[:, [1, 2]], cells[:, [0, 2]]]).T
+
+    def one(comm: Communicator, method: str) -> Any:
+        made = fsdpx.Partition.split(comm, edges, len(points), positions=points, method=method, undirected=True)
+        return made.local_shape[0], made.graph.ghosts, made.total_edges
+
+    found = spawn(one, 5, "coordinates")
+    assert sum(n for n, *_ in found) == len(points)
+    assert max(n for n, *_ in found) - min(n for n, *_ in found) <= 1
+    assert max(ghosts for _, ghosts, _ in found) < 30
+    assert {e for *_, e in found} == {len({tuple(e) for e in np.concatenate([edges, edges[::-1]], axis=1).T.tolist()})}
+    try:
+        import pymetis  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match="needs pymetis: pip install pymetis"):
+            spawn(one, 2, "metis")
+    else:
+        assert sum(n for n, *_ in spawn(one, 3, "metis")) == len(points)
+
+
+def test_edges_lost_at_the_borders_of_parts_are_an_error_or_put_right() -> None:
+    """Each rank has the cells of its nodes, but passes only edges that its own nodes receive from its own cells."""
+    points, cells = triangles(9)
+    parts = (points[:, 0] > 0.5).astype(int)
+    home = parts[cells].min(axis=1)
+
+    def one(comm: Communicator, undirected: bool | None) -> Any:
+        mine = cells[home == comm.rank]
+        rows = np.unique(np.concatenate([mine.reshape(-1), np.flatnonzero(parts == comm.rank)]))
+        ends = np.concatenate([mine[:, p] for p in ([0, 1], [1, 0], [1, 2], [2, 1], [0, 2], [2, 0])])
+        ends = np.unique(ends, axis=0)
+        ends = ends[parts[ends[:, 1]] == comm.rank]
+        made = fsdpx.Partition.from_numbers(
+            comm, rows, parts[rows] == comm.rank, edges=np.searchsorted(rows, ends.T), undirected=undirected
+        )
+        return made.total_edges
+
+    with pytest.raises(ConfigError, match=r"no rank passes the edge from node \d+ to node \d+\. .*undirected=True"):
+        spawn(one, 2, None)
+    complete = spawn(lambda comm: fsdpx.Partition.from_cells(comm, cells).total_edges, 1)[0]
+    assert spawn(one, 2, True) == [complete] * 2
+    assert spawn(one, 2, False)[0] < complete
+
+
+EDGES = np.array([[0, 1], [1, 0]])
+
+
+def owned(**change: Any) -> Callable[[Communicator], Any]:
+    """A partition of two nodes on each rank, of which rank 1 passes something else."""
+
+    def one(comm: Communicator) -> Any:
+        first = 2 * comm.rank
+        options: dict[str, Any] = {"owned": 2, "ghosts": [(first + 2) % 6], "edges": np.array([[0, 2], [1, 1]])}
+        return fsdpx.Partition(comm, **{**options, **(change if comm.rank == 1 else {})})
+
+    return one
+
+
+def numbered(rank1: list[int], mask: list[bool] | None = None, **change: Any) -> Callable[[Communicator], Any]:
+    def one(comm: Communicator) -> Any:
+        rows = [[0, 1], rank1, [4, 5]][comm.rank]
+        own = [True] * len(rows) if comm.rank != 1 or mask is None else mask
+        options = {"edges": EDGES, **(change if comm.rank == 1 else {})}
+        return fsdpx.Partition.from_numbers(comm, rows, np.array(own), **options)
+
+    return one
+
+
+def placed(comm: Communicator) -> Any:
+    points = np.arange(6.0).reshape(3, 2)
+    points[2] = [[0, 1], [1, 1], [0, 0]][comm.rank]
+    first = 2 * comm.rank
+    points[:2] = [[first, 1], [first + 1, 1]]
+    points[2] = [(first + 2) % 6, 1 if comm.rank else 7]
+    return fsdpx.Partition(comm, owned=2, ghosts=[(first + 2) % 6], edges=EDGES, positions=points)
+
+
+def split(**change: Any) -> Callable[[Communicator], Any]:
+    def one(comm: Communicator) -> Any:
+        options = {"edges": EDGES, "nodes": 4, "parts": [0, 1, 1, 2], **(change if comm.rank == 1 else {})}
+        return fsdpx.Partition.split(comm, **options)
+
+    return one
+
+
+WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
+    (owned(owned=-1), "rank 1: owned=-1: give the number of owned nodes"),
+    (owned(ghosts=[7]), "node 7 is a ghost on rank 1, and no rank owns it"),
+    (owned(ghosts=[2]), "rank 1: node 2 has two rows: give each node once"),
+    (owned(ghosts=[0.5]), "rank 1: ghosts must be whole numbers with 1 dims, got float64"),
+    (owned(ghosts=[-3]), "rank 1: ghosts has -3, and must be at least 0"),
+    (owned(owners=[2]), None),  # type: ignore[list-item]  # right: node 4 is on rank 2
+    (owned(owners=[0]), "rank 1: owners= says that rank 0 owns node 4, but rank 2 does"),
+    (owned(owners=[0, 2]), "rank 1: owners has 2 ranks for 1 ghosts"),
+    (owned(edges=np.zeros((3, 2), int)), r"rank 1: edges must be \(2, edges\).* got \(3, 2\): transpose it"),
+    (owned(edges=np.array([[0], [3]])), "rank 1: edges has row 3, but there are 3 rows of nodes"),
+    (owned(edge_features=np.ones((3, 1))), r"rank 1: edge_features must be \(2, n\) numbers"),
+    (owned(edge_features=np.ones((2, 1))), "edge_features: rank 0 has None, and rank 1 1"),
+    (owned(positions=np.ones((5, 2))), r"rank 1: positions must be \(2 or 3, n\) numbers"),
+    (owned(undirected="yes"), "rank 1: undirected='yes': True, False or None"),
+    (owned(undirected=True), "undirected: rank 0 has None, and rank 1 True"),
+    (numbered([2, 5]), "node 5 is owned by ranks 1, 2: each node has one owner"),
+    (numbered([2, 7]), "there are 6 nodes, and the largest global number is 7: number them from 0 without gaps"),
+    (numbered([2, 3], [True]), "rank 1: owned_mask must be 2 bools"),
+    (numbered([2, 3], [True, False]), "node 3 is a ghost on rank 1, and no rank owns it"),
+    (placed, r"node 2 is at \[2\.0, 1\.0\] on rank 1, which owns it, and at \[2\.0, 7\.0\] on rank 0"),
+    (split(parts=[0, 1, 1, 3]), r"rank 1: parts must be 4 numbers of ranks, from 0 to 2"),
+    (split(parts=[0, 1, 0, 2]), "rank 1 has other parts than rank 0: pass the same graph"),
+    (split(edges=EDGES[:, :1]), "rank 1 has other edges than rank 0"),
+    (lambda comm: fsdpx.Partition.split(comm, EDGES, 4), "needs positions=, or choose method"),
+    (lambda comm: fsdpx.Partition.split(comm, EDGES, 4, method="best"), "choose one of 'coordinates', 'metis'"),
+    (lambda comm: fsdpx.Partition.from_cells(comm, [[0, 1, 2]], pairs=[(0, 3)]), "numbers from 0 to 2"),
+    (lambda comm: fsdpx.Partition.from_cells(comm, [0, 1]), "cells must be whole numbers with 2 dims"),
+    (lambda comm: fsdpx.Partition("comm", owned=1, edges=EDGES), "is not a communicator"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all(number: int) -> None:
+    make, text = WRONG[number]
+
+    def one(comm: Communicator) -> str:
+        try:
+            make(comm)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    found = spawn(one, 3)
+    assert len(set(found)) == 1
+    assert re.search(text, found[0]) if text else found[0] == ""
+
+
+def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None:
+    graph, _ = Graph.random(1, 3).in_rank_order()
+    values = np.random.default_rng(0).standard_normal((graph.nodes, 3))
+
+    def one(comm: Communicator) -> Any:
+        made = make_partition(comm, graph, "owned")
+        rows = np.concatenate([made.numbers, np.full(made.row_counts[1] - made.row_counts[0], -1)])
+        wide = np.where(rows[:, None] < 0, np.nan, values[rows])  # values of ghosts are not read
+        trainer = nn.GraphConv(3, 2).as_distributed(
+            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=made
+        )
+        labels = made.numbers % 2
+        losses = [
+            trainer.step(wide, labels), trainer.step(wide[None], labels[None]),
+            trainer.step(made.take_local(values), np.concatenate([labels, np.zeros(rows.size - labels.size, int)])),
+        ]  # fmt: skip
+        y = trainer.predict(wide)
+        assert y.shape == (made.local_shape[0], 2)
+        assert trainer.predict(wide[None]).shape == (1, *y.shape)
+        with pytest.raises(DataError, match=r"has shape \(2, 3\), but this rank has \d+ nodes"):
+            trainer.predict(np.zeros((2, 3)))
+        with pytest.raises(DataError, match="has not 23 nodes"):
+            made.take_local(values[:5])
+        with pytest.raises(DataError, match=r"rank 0: an array of shape \(3,\) has not the"):
+            made.gather(np.zeros(3))
+        made.close()
+        return losses, trainer.output_grid is made
+
+    (wanted, same), *others = spawn(one, 3)
+    assert same
+    for losses, _ in others:
+        assert losses == wanted
+    assert wanted[2] < wanted[1] < wanted[0]
+
+
+def test_members_of_an_ensemble_have_a_partition_each() -> None:
+    graph = Graph.random(4, 2)
+    x, t = np.random.default_rng(3).standard_normal((2, 3, 2, graph.nodes, 3))
+
+    def one(comm: Communicator, members: int) -> Any:
+        member = comm.rank // (comm.size // members)
+        own = comm.subgroup([comm.size // members * member + r for r in range(comm.size // members)])
+        made = make_partition(own, graph, "split")
+        mesh = fsdpx.Mesh(replica=members, shard=None) if members > 1 else None
+        trainer = nn.GraphConv(3, 3).as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.1), comm=comm, precision="float64", domain=made, mesh=mesh
+        )
+        some = slice(member, None, members)
+        return [trainer.step(made.take_local(a[some]), made.take_local(b[some])) for a, b in zip(x, t, strict=True)]
+
+    wanted = spawn(one, 2, 1)[0]
+    for losses in spawn(one, 4, 2):
+        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
