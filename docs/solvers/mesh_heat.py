@@ -72,11 +72,14 @@ def main(comm):
         heat.step()
         change = (heat.u - before)[:, None] * 50
         losses.append(trainer.step(before[:, None], change))
-    guess = heat.u[mesh.owned_rows] + trainer.predict(heat.u[:, None])[:, 0] / 50
-    heat.step()
-    error = comm.allreduce(float(((guess - heat.u[mesh.owned_rows]) ** 2).sum()))
+    guess = heat.u.copy()
+    for _ in range(5):  # the network steps alone
+        guess[mesh.owned_rows] += trainer.predict(guess[:, None])[:, 0] / 50
+        mesh.update_ghosts(guess)
+        heat.step()
+    error = comm.allreduce(float(((guess - heat.u)[mesh.owned_rows] ** 2).sum()))
     if comm.rank == 0:
-        print(f"{mesh}: loss {losses[0]:.6f} to {losses[-1]:.6f}, error of the next step {error**0.5:.6f}", flush=True)
+        print(f"{mesh}: loss {losses[0]:.6f} to {losses[-1]:.6f}, error of five steps {error**0.5:.6f}", flush=True)
     trainer.close()
 
 

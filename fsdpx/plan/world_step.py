@@ -24,6 +24,7 @@ from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
 from fsdpx.core.state.accumulation import choose_microbatch_count
 from fsdpx.core.state.gradients import count_samples_of_rank
+from fsdpx.core.state.sample_layout import Domain
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign_model
@@ -396,6 +397,8 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
 def parse_grid_dims(space: Any) -> tuple[int, ...]:
     """Return the value `space` of the option `domain` as the number of ranks along each dim of a field, or () if the
     field is not split. Raise ConfigError if `space` is neither a `Grid` nor a sequence of positive integers."""
+    if isinstance(space, Domain) and not isinstance(space, Grid):
+        raise ConfigError(f"domain={space!r}: plans are made for a fsdpx.Grid only; choose a strategy, such as 'fsdp'")
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
         raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")

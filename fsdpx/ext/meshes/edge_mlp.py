@@ -26,7 +26,8 @@ class EdgeLinear(GraphLayer):
     and edges (samples, edges, edge_features) -> (samples, edges, out_features).
 
     It computes y = weight [edge, sender, receiver] + bias. The products with features of nodes are computed once per
-    node and then gathered, so that the inputs are not concatenated.
+    node and then gathered, so that the inputs are not concatenated. Ranks exchange the products of ghosts: ghosts x
+    out_features numbers per sample, and as many in backward.
 
     Parameters
     ----------
@@ -53,41 +54,61 @@ class EdgeLinear(GraphLayer):
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
         nodes, edges = x
-        graph, xp = self.graph, env.xp
+        graph = self.graph
         require_node_features(self, nodes, graph.rows if self.has_ghosts else graph.nodes, self.node_features)
         require_node_features(self, edges, graph.edges, self.edge_features)
-        own = nodes[:, : graph.nodes]
-        senders = nodes if self.has_ghosts else append_ghosts(env, graph, self, nodes)
-        of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
-        samples, out = edges.shape[0], self.out_features
+        of_senders = self._multiply_senders(env, p, nodes)
+        if self.has_ghosts:
+            return self._add_products(env, p, nodes, edges, of_senders), (nodes, edges, None)
+        wide = append_ghosts(env, graph, self, of_senders)
+        ghosts = wide[:, graph.nodes :].copy()
+        return self._add_products(env, p, nodes, edges, wide), (nodes, edges, ghosts)
+
+    def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
+        """Return the result of `forward` again, without communication, from saved inputs and products of ghosts."""
+        nodes, edges, ghosts = saved
+        of_senders = self._multiply_senders(env, p, nodes)
+        if ghosts is not None and ghosts.shape[1]:
+            of_senders = env.xp.concatenate([of_senders, ghosts], axis=1)
+        return self._add_products(env, p, nodes, edges, of_senders)
+
+    def _multiply_senders(self, env: LayerContext, p: Params, nodes: Array) -> Array:
+        found = linear_forward(env.xp, as_rows(nodes), self._split_weight(p["weight"])[1], None)
+        return found.reshape(*nodes.shape[:2], self.out_features)
+
+    def _add_products(self, env: LayerContext, p: Params, nodes: Array, edges: Array, of_senders: Array) -> Array:
+        """Return the sum of the three products for each edge, given those with the rows of all senders."""
+        graph, xp, samples, out = self.graph, env.xp, edges.shape[0], self.out_features
+        of_edge, _, of_receiver = self._split_weight(p["weight"])
         y = linear_forward(xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
-        a = linear_forward(xp, as_rows(senders), of_sender, None).reshape(samples, graph.rows, out)
-        b = linear_forward(xp, as_rows(own), of_receiver, None).reshape(samples, graph.nodes, out)
-        if not has_no_data(env):
-            index = graph.get_on_device(env, "senders"), graph.get_on_device(env, "receivers")
-            add_gathered_rows(xp, y, a, index[0], b, index[1])
-        return y, (senders, edges)
+        own = linear_forward(xp, as_rows(nodes[:, : graph.nodes]), of_receiver, None)
+        if has_no_data(env):
+            return y
+        senders, receivers = (graph.get_on_device(env, name) for name in ("senders", "receivers"))
+        own = own.reshape(samples, graph.nodes, out)
+        summed: Array = add_gathered_rows(xp, y, of_senders, senders, own, receivers)
+        return summed
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         graph, xp = self.graph, env.xp
-        senders, edges = saved
+        nodes, edges, _ = saved
         of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
         dsenders, dreceivers = graph.sum_at_senders(env, dy), graph.sum_at_receivers(env, dy)
-        dedges = matmul_in_dtype(xp, as_rows(dy), of_edge).reshape(edges.shape)
-        dx = matmul_in_dtype(xp, as_rows(dsenders), of_sender).reshape(senders.shape)
         if not self.has_ghosts:
-            dx = append_ghosts_backward(env, graph, dx)
+            dsenders = append_ghosts_backward(env, graph, dsenders)
+        dedges = matmul_in_dtype(xp, as_rows(dy), of_edge).reshape(edges.shape)
+        dx = matmul_in_dtype(xp, as_rows(dsenders), of_sender).reshape(nodes.shape)
         own = (dy.shape[0], graph.nodes, self.node_features)
         dx[:, : graph.nodes] += matmul_in_dtype(xp, as_rows(dreceivers), of_receiver).reshape(own)
-        return (dx, dedges), (senders, edges, dsenders, dreceivers, dy)
+        return (dx, dedges), (nodes, edges, dsenders, dreceivers, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        senders, edges, dsenders, dreceivers, dy = kept
+        nodes, edges, dsenders, dreceivers, dy = kept
         xp, rows = env.xp, as_rows(dy)
         if (into := claim_gradient(g, "weight")) is not None:
             weight, add = into
-            own = senders[:, : self.graph.nodes]
-            pairs = zip((dy, dsenders, dreceivers), (edges, senders, own), self._split_weight(weight), strict=True)
+            own = nodes[:, : self.graph.nodes]
+            pairs = zip((dy, dsenders, dreceivers), (edges, nodes, own), self._split_weight(weight), strict=True)
             for slope, x, out in pairs:
                 found = matmul_in_dtype(xp, as_rows(slope).T, as_rows(x))
                 out[...] = out + found if add else found
@@ -101,15 +122,15 @@ class EdgeLinear(GraphLayer):
 
 
 class RecomputedMLP(Composite):
-    """Base class for the MLPs of a graph network. With `recompute_hidden`, only the inputs are saved for backward, and
-    backward runs forward again (Chen et al. 2016)."""
+    """Base class for the MLPs of a graph network. With `recompute_hidden`, only what the first layer saves is kept for
+    backward, and backward runs forward again (Chen et al. 2016), without communication."""
 
     unit = True
     recompute_hidden: bool = False
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
         y, saved = super().forward(env, p, x)
-        return (y, x) if self.recompute_hidden else (y, saved)
+        return (y, saved[0]) if self.recompute_hidden and saved else (y, saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         return super().backward(env, p, g, self._get_saved(env, p, saved), dy)
@@ -121,7 +142,20 @@ class RecomputedMLP(Composite):
         return super().backward_input(env, p, self._get_saved(env, p, saved), dy)
 
     def _get_saved(self, env: LayerContext, p: Params, saved: Any) -> Any:
-        return super().forward(replace(env, recomputing=True), p, saved)[1] if self.recompute_hidden else saved
+        """Return what `forward` of each layer saves, given what `forward` of this MLP has saved."""
+        if not self.recompute_hidden:
+            return saved
+        env, parts, found = replace(env, recomputing=True), self._group_arrays_by_child(p), [saved]
+        first, *others = self.steps
+        value = self._recompute_first(first.layer, env.child(first.name), parts[first.name], saved)
+        for step in others:
+            value, kept = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)
+            found.append(kept)
+        return tuple(found)
+
+    def _recompute_first(self, layer: Layer, env: LayerContext, p: Params, saved: Any) -> Array:
+        """Return the result of the first layer again, given what it saved: its inputs, in `EdgeMLP` with ghosts."""
+        return layer.forward(env, p, saved[0] if len(saved) == 1 else saved)[0]
 
     def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
         """Set the attributes "0", "1", ... to the layers of the MLP, the first of which is `first`."""
@@ -165,6 +199,9 @@ class EdgeMLP(RecomputedMLP):
 
     def compose(self, nodes: Any, edges: Any) -> Any:
         return self._chain(nodes, edges)
+
+    def _recompute_first(self, layer: Layer, env: LayerContext, p: Params, saved: Any) -> Array:
+        return layer.recompute(env, p, saved)
 
 
 class PairLinear(Layer):

@@ -42,16 +42,11 @@ def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) ->
         return x
     xp, (samples, _, features), what = env.xp, x.shape, env.random.path
     y = xp.empty((samples, graph.rows, features), dtype=x.dtype)
-    if has_no_data(env):
-        return y
     ranks, arriving = env.mesh.domain[0], []
     for rank, first, stop in graph.receives:
         flat = xp.empty((samples * (stop - first) * features,), dtype=x.dtype)
         arriving.append((ranks.recv(flat, rank, GHOSTS, what=what), flat, first, stop))
-    leaving = [
-        ranks.send(xp.ascontiguousarray(x[:, rows]).reshape(-1), rank, GHOSTS, what=what)
-        for rank, rows in _list_sends(env, graph)
-    ]
+    leaving = [ranks.send(_pack_rows(env, x, rows), rank, GHOSTS, what=what) for rank, rows in _list_sends(env, graph)]
     y[:, : graph.nodes] = x
     for handle, flat, first, stop in arriving:
         handle.wait()
@@ -67,8 +62,6 @@ def append_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> A
     if not graph.sends and not graph.receives:
         return dy
     xp, (samples, _, features), what = env.xp, dy.shape, env.random.path
-    if has_no_data(env):
-        return xp.empty((samples, graph.nodes, features), dtype=dy.dtype)
     ranks, arriving = env.mesh.domain[0], []
     for rank, rows in _list_sends(env, graph):
         flat = xp.empty((samples * rows.size * features,), dtype=dy.dtype)
@@ -85,15 +78,23 @@ def append_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> A
     dx = dy[:, : graph.nodes].copy()
     for handle, flat, rows in arriving:
         handle.wait()
-        dx[:, rows] += flat.reshape(samples, rows.size, features)  # a message names each row once
+        if not has_no_data(env):
+            dx[:, rows] += flat.reshape(samples, rows.size, features)  # a message names each row once
     for handle in leaving:
         handle.wait()
     return dx
 
 
+def _pack_rows(env: LayerContext, x: Array, rows: Array) -> Array:
+    """Return the rows of x (samples, nodes, features) as a flat message."""
+    if has_no_data(env):
+        return env.xp.empty((x.shape[0] * rows.size * x.shape[2],), dtype=x.dtype)
+    return env.xp.ascontiguousarray(x[:, rows]).reshape(-1)
+
+
 def _list_sends(env: LayerContext, graph: LocalGraph) -> list[tuple[int, Array]]:
     """Return (rank, owned rows) of each message to send, with rows on the device of `env`."""
-    if env.xp is np:
+    if env.xp is np or has_no_data(env):
         return list(graph.sends)
     key = "sends of a graph", id(graph)
     if key not in env.constants:

@@ -15,7 +15,7 @@ from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.local_graph import LocalGraph
 
-__all__ = ["GraphArguments", "build_local_graph", "raise_first_error"]
+__all__ = ["BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays", "raise_first_error"]
 
 NEARLY_ALL = 0.1
 """Share of edges without a reverse edge below which the graph is assumed to be undirected."""
@@ -50,11 +50,11 @@ class GraphArguments(NamedTuple):
 
 
 class BuiltGraph(NamedTuple):
-    """The result of `build_local_graph`: this rank's graph, its owned rows in the caller's order, the number of nodes
-    of each rank, and the number of edges of the whole graph."""
+    """The result of `build_local_graph`: this rank's graph, the rank that owns each of the caller's rows, the number of
+    nodes of each rank, and the number of edges of the whole graph."""
 
     graph: LocalGraph
-    owned_rows: Table
+    owners: Table
     counts: list[int]
     total_edges: int
 
@@ -119,7 +119,7 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
         _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], total),
         np.ascontiguousarray(features), sends, receives,
     )  # fmt: skip
-    return BuiltGraph(graph, rows, counts, sum(all_gather_plain_data(comm, int(receivers.size))))
+    return BuiltGraph(graph, owners, counts, sum(all_gather_plain_data(comm, int(receivers.size))))
 
 
 def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:

@@ -16,7 +16,13 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
 from fsdpx.ext.fields.sample_groups import make_sample_groups
-from fsdpx.ext.meshes.graph_building import BuiltGraph, GraphArguments, build_local_graph, raise_first_error
+from fsdpx.ext.meshes.graph_building import (
+    BuiltGraph,
+    GraphArguments,
+    build_local_graph,
+    exchange_arrays,
+    raise_first_error,
+)
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.splitting import assign_parts
@@ -239,7 +245,8 @@ class Partition(Domain):
         made = cls.__new__(cls)
         made._build(comm, local)
         made._local_rows = made.local_shape[0]  # the caller has no ghosts
-        made._owned_rows = np.arange(made._local_rows)
+        made._owned_rows, none = np.arange(made._local_rows), np.zeros(0, np.int64)
+        made._ghost_rows = made._lent_rows = [none] * size
         return made
 
     def _build(self, comm: Any, given: GraphArguments | str) -> None:
@@ -252,7 +259,15 @@ class Partition(Domain):
         cuts = tuple(int(n) for n in np.cumsum([0, *built.counts]))
         self.graph, self.total_edges, self._rank = built.graph, built.total_edges, rank
         self.dims, self.partition = (size,), MeshPartition((cuts,), graph=built.graph)
-        self._owned_rows, self._local_rows = built.owned_rows, given.numbers.size
+        self._owned_rows, self._local_rows = np.flatnonzero(built.owners == rank), given.numbers.size
+        self._ghost_rows = [
+            np.flatnonzero(built.owners == r) if r != rank else self._owned_rows[:0] for r in range(size)
+        ]
+        order = np.argsort(self.numbers, kind="stable")
+        asked = exchange_arrays(comm, [given.numbers[rows, None] for rows in self._ghost_rows])
+        self._lent_rows = [
+            self._owned_rows[order[np.searchsorted(self.numbers, one[:, 0], sorter=order)]] for one in asked
+        ]
         self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
 
     def close(self) -> None:
@@ -378,6 +393,32 @@ class Partition(Domain):
         if rows.size and rows[-1] - rows[0] == rows.size - 1:
             return array[:, rows[0] : rows[-1] + 1]
         return array[:, rows]
+
+    def update_ghosts(self, array: np.ndarray) -> np.ndarray:
+        """Copy the values of ghosts from the ranks that own them, in place. Collective over `comm`.
+
+        Parameters
+        ----------
+        array : this rank's (owned nodes and ghosts, ...) in the caller's order; those of owned nodes are sent
+
+        Returns
+        -------
+        numpy.ndarray
+            `array`
+
+        Raises
+        ------
+        DataError : if the array does not have these rows
+        """
+        if len(array) != self._local_rows:
+            raise DataError(
+                f"Partition.update_ghosts: {len(array)} rows, and the rank has {self._local_rows} with ghosts"
+            )
+        flat = array.reshape(len(array), int(np.prod(array.shape[1:])))
+        found = exchange_arrays(self.comm, [flat[rows] for rows in self._lent_rows])
+        for rows, values in zip(self._ghost_rows, found, strict=True):
+            array[rows] = values.reshape(len(rows), *array.shape[1:])
+        return array
 
     def take_local(self, array: Any) -> Any:
         """Return the rows of this rank's nodes of an array of the whole mesh. Communicates nothing.

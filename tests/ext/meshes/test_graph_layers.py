@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mesh_graphs import RANKS, WAYS, Graph, Ran, draw_parameters, env_of, make_partition, run_layer, slope_of
 
+import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.comm import Communicator
@@ -168,7 +169,7 @@ def test_plain_code_gives_what_compiled_code_gives() -> None:
         lambda: kernels.segment_softmax(np, values, offsets),
         lambda: kernels.segment_softmax_backward(np, values, other, offsets),
         lambda: kernels.gather_rows(np, values, index),
-        lambda: (out := other[:, :7].copy(), kernels.add_gathered_rows(np, out, values, index, other, index))[:1],
+        lambda: kernels.add_gathered_rows(np, other[:, :7].copy(), values, index, other, index),
     ]
     for call in calls:
         compiled = call()
@@ -315,3 +316,54 @@ def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text
     for wrong in (lambda: nn.Aggregate("min"), lambda: nn.GatherNodes("both"), lambda: nn.GATConv(3, 0)):
         with pytest.raises(ConfigError):
             wrong()
+
+
+WAYS_TO_TRAIN: dict[str, tuple[int, dict[str, Any], float]] = {
+    "ddp": (3, {"strategy": "ddp"}, 1e-12),
+    "fsdp, units recomputed": (3, {"strategy": "fsdp", "recompute": "all", "microbatches": 2}, 1e-12),
+    "pipeline": (4, {"mesh": fsdpx.Mesh(pipe=2, shard=2), "microbatches": 2, "schedule": "zb-h1"}, 1e-12),
+    "float32": (2, {"precision": "float32"}, 1e-6),
+    "bf16": (2, {"precision": "bf16"}, 5e-2),
+}
+
+
+@pytest.mark.parametrize("name", WAYS_TO_TRAIN)
+def test_a_mesh_trains_alike_with_each_strategy(name: str) -> None:
+    """On a pipeline each stage has a partition of its own."""
+    graph = Graph.random(5, 3)
+    x, t = make_batches(graph)
+
+    def run(comm: Communicator, parts: int, **options: Any) -> list[float]:
+        own = comm.subgroup([comm.rank // parts * parts + r for r in range(parts)]) if parts < comm.size else comm
+        cut = Graph(graph.nodes, graph.edges, graph.positions, graph.parts % parts)
+        partition = make_partition(own, cut, "split")
+        options = {"comm": comm, "precision": "float64", "domain": partition, **options}
+        trainer = LAYERS["net"]().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05), **options)
+        return [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
+
+    wanted = spawn(run, 1, 1)[0]
+    ranks, options, tolerance = WAYS_TO_TRAIN[name]
+    for losses in spawn(lambda comm: run(comm, 2 if "mesh" in options else ranks, **options), ranks):
+        np.testing.assert_allclose(losses, wanted, rtol=tolerance)
+
+
+def test_a_part_of_a_mesh_takes_a_part_of_the_memory() -> None:
+    """As dry runs count it, which allocate what a step allocates."""
+    n = 40
+    at = np.arange(n * n).reshape(n, n)
+    edges = np.concatenate(
+        [np.stack([a.reshape(-1), b.reshape(-1)]) for a, b in ((at[1:], at[:-1]), (at[:, 1:], at[:, :-1]))], axis=1
+    )
+    points = np.stack(np.divmod(np.arange(n * n), n), axis=-1)
+
+    def measure(comm: Communicator) -> int:
+        mesh = fsdpx.Partition.split(comm, edges, n * n, positions=points, undirected=True)
+        x, y = (np.zeros((1, *mesh.local_shape, f), np.float32) for f in (4, 2))
+        net = nn.MeshGraphNet(4, 3, 2, 16, 4)
+        run = fsdpx.dry_run(
+            net, x, y, loss=nn.MSELoss(), optimizer=optim.SGD(), ranks=comm.size, rank=comm.rank, domain=mesh
+        )
+        return run.peak_heap_bytes
+
+    (whole,) = spawn(measure, 1)
+    assert max(spawn(measure, 4)) < 0.3 * whole

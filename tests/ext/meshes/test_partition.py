@@ -71,6 +71,11 @@ def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None
         whole = np.arange(made.total_nodes * 2.0).reshape(-1, 2)
         np.testing.assert_array_equal(made.gather(whole[rows]), whole)  # with the rows of nodes of other ranks
         np.testing.assert_array_equal(made.gather(made.take_local(whole[None])), whole[None])
+        wide = np.full((rows.size, 2, 1), np.nan)
+        wide[made.owned_rows, :, 0] = made.take_local(whole)
+        np.testing.assert_array_equal(made.update_ghosts(wide)[..., 0], whole[rows])
+        with pytest.raises(DataError, match=r"update_ghosts: 3 rows, and the rank has \d+ with ghosts"):
+            made.update_ghosts(np.zeros((3, 2)))
         return list_edges(made)
 
     edges = [edge[:2] for found in spawn(one, ranks) for edge in found]

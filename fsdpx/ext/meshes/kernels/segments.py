@@ -20,11 +20,10 @@ def gather_rows(xp: Any, x: Any, index: Any) -> Any:
     return xp.take(x, index, axis=1)
 
 
-@kernel(bits=False, into=("out",))
-def add_gathered_rows(xp: Any, out: Any, a: Any, a_index: Any, b: Any, b_index: Any) -> None:
-    """Add a[n, a_index[i]] + b[n, b_index[i]] to row i of each sample of `out`, in place."""
-    out += xp.take(a, a_index, axis=1)
-    out += xp.take(b, b_index, axis=1)
+@kernel(bits=False)
+def add_gathered_rows(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: Any) -> Any:
+    """Return y[n, i] + a[n, a_index[i]] + b[n, b_index[i]] for each row i. The result may overwrite `y`."""
+    return y + (xp.take(a, a_index, axis=1) + xp.take(b, b_index, axis=1))
 
 
 @kernel(bits=False)

@@ -119,10 +119,12 @@ def gather_rows(xp: Any, x: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 @register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), INDEX, _make_example(x), INDEX))
 def add_gathered_rows(
-    xp: Any, out: np.ndarray, a: np.ndarray, a_index: np.ndarray, b: np.ndarray, b_index: np.ndarray
-) -> None:
-    arrays = out, as_contiguous(a, out.dtype), a_index, as_contiguous(b, out.dtype), b_index
-    _run_over(_add_gathered_loop, out.shape[1], out.size, *arrays)
+    xp: Any, y: np.ndarray, a: np.ndarray, a_index: np.ndarray, b: np.ndarray, b_index: np.ndarray
+) -> np.ndarray:
+    y = as_contiguous(y)
+    arrays = y, as_contiguous(a, y.dtype), a_index, as_contiguous(b, y.dtype), b_index
+    _run_over(_add_gathered_loop, y.shape[1], y.size, *arrays)
+    return y
 
 
 @register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, None))
