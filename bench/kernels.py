@@ -22,10 +22,12 @@ from fsdpx.core.array import arena, kernels, parallel, parse_dtype
 from fsdpx.core.array.random import NumberRange, normal
 from fsdpx.ext.fields import kernels as windows
 from fsdpx.ext.fields.kernels import WindowStrides
+from fsdpx.ext.meshes import kernels as segments
 from fsdpx.optim import ShardSegment, ShardSegments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
 HEADS = {"2x2x32x16": (2, 2, 32, 16), "tiny 8x4x256x64": (8, 4, 256, 64), "long 1x4x1024x64": (1, 4, 1024, 64)}
+GRAPHS = {"5000 nodes, 30000 edges, 128 wide": (5000, 30000, 128), "8 wide": (5000, 30000, 8)}
 IMAGES = {"cnn 64x64x32x32": (64, 64, 32, 32), "cnn 64x512x4x4": (64, 512, 4, 4)}
 
 Case = tuple[str, str, Callable[[], Any]]
@@ -161,6 +163,21 @@ def images(x: np.ndarray, size: str) -> Iterator[Case]:
     yield "group_norm_backward", size, lambda: windows.group_norm_backward(np, x, x, each, each, each, each)
 
 
+def graphs(x: np.ndarray, edges: np.ndarray, size: str) -> Iterator[Case]:
+    rng = np.random.default_rng(1)
+    senders, receivers = rng.integers(0, x.shape[1], (2, edges.shape[1]))
+    receivers.sort()
+    order, offsets = np.argsort(senders), np.searchsorted(receivers, np.arange(x.shape[1] + 1))
+    y = segments.segment_softmax(np, edges, offsets)
+    yield "gather_rows", size, lambda: segments.gather_rows(np, x, senders)
+    yield "add_gathered_rows", size, lambda: segments.add_gathered_rows(np, edges, x, senders, x, receivers)
+    yield "segment_sum", size, lambda: segments.segment_sum(np, edges, offsets, None)
+    yield "segment_sum (in another order)", size, lambda: segments.segment_sum(np, edges, offsets, order)
+    yield "segment_max", size, lambda: segments.segment_max(np, edges, offsets)
+    yield "segment_softmax", size, lambda: segments.segment_softmax(np, edges, offsets)
+    yield "segment_softmax_backward", size, lambda: segments.segment_softmax_backward(np, y, edges, offsets)
+
+
 def cases(dtype: str) -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for size, shape in ROWS.items():
@@ -170,6 +187,8 @@ def cases(dtype: str) -> Iterator[Case]:
     for size, shape in IMAGES.items():
         turned = rng.normal(size=(shape[0], *shape[2:], shape[1])).astype(dtype)  # as layers pass them on
         yield from images(turned.transpose(0, 3, 1, 2), size)
+    for size, (nodes, edges, width) in GRAPHS.items():
+        yield from graphs(*(rng.normal(size=(1, n, width)).astype(dtype) for n in (nodes, edges)), size)
     for size, (b, h, t, d) in HEADS.items():
         qkv = rng.normal(size=(b, t, 3, h, d)).astype(dtype)  # views of one product, as the layer passes them
         yield from heads(*(qkv[:, :, n].swapaxes(1, 2) for n in range(3)), size)

@@ -153,7 +153,8 @@ class DistributionChoices:
             where = "say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')"
             raise ConfigError(f"offload={self.offload!r}: {where}")
         if self.domain is not None and not isinstance(self.domain, Domain):
-            raise ConfigError(f"domain={self.domain!r}: give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2])")
+            way = "give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2]), or a fsdpx.Partition"
+            raise ConfigError(f"domain={self.domain!r}: {way}")
 
     @property
     def sync_choice(self) -> SyncChoice:

@@ -10,7 +10,7 @@ from fsdpx.ext.meshes.kernels import gather_rows, segment_max, segment_softmax, 
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.layer import Array, LayerContext, Params
 
-__all__ = ["Aggregate", "EdgeFeatures", "GatherNodes"]
+__all__ = ["Aggregate", "AggregateSenders", "EdgeFeatures", "GatherNodes"]
 
 
 class GatherNodes(GraphLayer):
@@ -22,7 +22,7 @@ class GatherNodes(GraphLayer):
     """
 
     gives = "edges"
-    kernel_names = ("gather_rows", "segment_sum")
+    kernel_names = ("segment_sum",)
 
     def __init__(self, end: str) -> None:
         if end not in ("sender", "receiver"):
@@ -95,7 +95,7 @@ class Aggregate(GraphLayer):
     """
 
     reads = ("edges",)
-    kernel_names = ("gather_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum")
+    kernel_names = ("segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum")
 
     def __init__(self, how: str = "sum", temperature: float = 1.0) -> None:
         if how not in ("sum", "mean", "max", "softmax"):
@@ -109,7 +109,7 @@ class Aggregate(GraphLayer):
             return graph.sum_at_receivers(env, x), ()
         offsets = graph.get_on_device(env, "offsets")
         if self.how == "mean":
-            return graph.sum_at_receivers(env, x) * self._compute_shares(env, x.dtype), ()
+            return graph.sum_at_receivers(env, x) * graph.compute_receiver_shares(env, x.dtype), ()
         if self.how == "max":
             return segment_max(env.xp, x, offsets)
         weights = segment_softmax(env.xp, x * self.temperature, offsets)
@@ -120,7 +120,7 @@ class Aggregate(GraphLayer):
         if has_no_data(env) or self.how == "sum":
             return graph.gather_receivers(env, dy), ()
         if self.how == "mean":
-            return graph.gather_receivers(env, dy * self._compute_shares(env, dy.dtype)), ()
+            return graph.gather_receivers(env, dy * graph.compute_receiver_shares(env, dy.dtype)), ()
         spread = graph.gather_receivers(env, dy)
         if self.how == "max":
             winner = gather_rows(xp, saved, graph.get_on_device(env, "receivers"))
@@ -129,8 +129,28 @@ class Aggregate(GraphLayer):
         slope = segment_softmax_backward(xp, weights, spread * x, graph.get_on_device(env, "offsets"))
         return weights * spread + slope * self.temperature, ()
 
-    def _compute_shares(self, env: LayerContext, dtype: Any) -> Array:
-        """Return 1 / (number of received edges) of each node, (nodes, 1), or 0 for a node without edges."""
-        offsets = self.graph.get_on_device(env, "offsets")
-        count = (offsets[1:] - offsets[:-1])[:, None]
-        return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)
+
+class AggregateSenders(GraphLayer):
+    """The sum or mean of the values of the senders of each node, without an array of all edges: (samples, nodes,
+    features) -> (samples, nodes, features). Equal to `GatherNodes` and `Aggregate`."""
+
+    kernel_names = ("segment_sum",)
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        graph = self.graph
+        require_node_features(self, x, graph.rows if self.has_ghosts else graph.nodes)
+        y = graph.sum_of_senders(env, x if self.has_ghosts else append_ghosts(env, graph, self, x))
+        return (y * graph.compute_receiver_shares(env, y.dtype) if self._is_mean(env) else y), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        graph = self.graph
+        dx = graph.sum_of_receivers(
+            env, dy * graph.compute_receiver_shares(env, dy.dtype) if self._is_mean(env) else dy
+        )
+        return (dx if self.has_ghosts else append_ghosts_backward(env, graph, dx)), ()
+
+    def _is_mean(self, env: LayerContext) -> bool:
+        return self.how == "mean" and not has_no_data(env)

@@ -116,7 +116,7 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     total = rows.size + ghosts.shape[1]
     graph = LocalGraph(
         rows.size, ghosts.shape[1], receivers.size, np.concatenate([numbers, ghosts[1]]), senders, receivers,
-        _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], total),
+        _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], total), receivers[by_sender],
         np.ascontiguousarray(features), sends, receives,
     )  # fmt: skip
     return BuiltGraph(graph, owners, counts, sum(all_gather_plain_data(comm, int(receivers.size))))

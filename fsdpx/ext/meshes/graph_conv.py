@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.ext.meshes.aggregate import Aggregate, GatherNodes
+from fsdpx.ext.meshes.aggregate import Aggregate, AggregateSenders, GatherNodes
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
 from fsdpx.ext.meshes.kernels import segment_softmax, segment_softmax_backward
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
@@ -36,7 +36,11 @@ class GraphConv(Composite):
         self.lin_root = Linear(in_channels, out_channels, bias=False)
 
     def compose(self, x: Any) -> Any:
-        return self.lin_rel(Aggregate(self.aggr)(GatherNodes("sender")(x))) + self.lin_root(x)
+        if self.aggr in ("sum", "mean"):
+            received = AggregateSenders(self.aggr)(x)
+        else:
+            received = Aggregate(self.aggr)(GatherNodes("sender")(x))
+        return self.lin_rel(received) + self.lin_root(x)
 
 
 class GATConv(GraphLayer):
@@ -57,7 +61,7 @@ class GATConv(GraphLayer):
     bias : whether a bias is added; default True
     """
 
-    kernel_names = ("gather_rows", "linear", "segment_softmax", "segment_softmax_backward", "segment_sum")
+    kernel_names = ("linear", "segment_softmax", "segment_softmax_backward", "segment_sum")
 
     def __init__(
         self, in_channels: int, out_channels: int, heads: int = 1, concat: bool = True, negative_slope: float = 0.2,

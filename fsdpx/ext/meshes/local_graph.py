@@ -30,6 +30,7 @@ class LocalGraph:
     senders, receivers : row of the sender and of the receiver of each edge, (edges,)
     offsets : the edges of receiver i are those from offsets[i] up to, but not including, offsets[i + 1]
     sender_order, sender_offsets : the edges sorted by sender, and where those of each row begin, as in `offsets`
+    sorted_receivers : the receivers of the edges in `sender_order`
     edge_features : features of the edges that do not change, (edges, features) in float64
     sends : (rank, owned rows) of each message with values of nodes that are ghosts elsewhere
     receives : (rank, first, stop) of each message with values of ghosts, where ghosts are numbered from 0
@@ -44,6 +45,7 @@ class LocalGraph:
     offsets: np.ndarray
     sender_order: np.ndarray
     sender_offsets: np.ndarray
+    sorted_receivers: np.ndarray
     edge_features: np.ndarray
     sends: Sequence[tuple[int, np.ndarray]] = ()
     receives: Sequence[tuple[int, int, int]] = ()
@@ -52,7 +54,7 @@ class LocalGraph:
     def with_sizes_only(cls, nodes: int, edges: int, edge_features: int) -> LocalGraph:
         """Return a graph on one rank of which only the sizes are known, for computing the shapes of values."""
         none = np.zeros(0, np.int64)
-        return cls(nodes, 0, edges, none, none, none, none, none, none, np.zeros((0, edge_features)))
+        return cls(nodes, 0, edges, none, none, none, none, none, none, none, np.zeros((0, edge_features)))
 
     @property
     def rows(self) -> int:
@@ -79,6 +81,26 @@ class LocalGraph:
             return env.xp.empty((values.shape[0], self.rows, *values.shape[2:]), dtype=values.dtype)
         order = self.get_on_device(env, "sender_order")
         return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order)
+
+    def sum_of_senders(self, env: LayerContext, x: Array) -> Array:
+        """Return, for each node, the sum of the rows of x (samples, rows, features) of the senders of its edges."""
+        if has_no_data(env):
+            return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
+        return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), self.get_on_device(env, "senders"))
+
+    def sum_of_receivers(self, env: LayerContext, x: Array) -> Array:
+        """Return, for each row, the sum of the rows of x (samples, nodes, features) of the receivers of its edges. This
+        is the adjoint of `sum_of_senders`."""
+        if has_no_data(env):
+            return env.xp.empty((x.shape[0], self.rows, x.shape[2]), dtype=x.dtype)
+        offsets = self.get_on_device(env, "sender_offsets")
+        return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"))
+
+    def compute_receiver_shares(self, env: LayerContext, dtype: Any) -> Array:
+        """Return 1 / (number of edges) of each node, (nodes, 1), or 0 for a node that receives none."""
+        offsets = self.get_on_device(env, "offsets")
+        count = (offsets[1:] - offsets[:-1])[:, None]
+        return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)
 
     def get_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
         """Return one of the arrays of the graph on the device of `env`, cast to `dtype` if given. Copies are cached."""

@@ -217,6 +217,8 @@ class Partition(Domain):
         """
         comm = _open(comm)
         rank, size = _get_rank_and_size(comm)
+        is_count = hasattr(nodes, "__index__") and nodes >= 0
+        raise_first_error(comm, "" if is_count else f"nodes={nodes!r}: give the number of nodes of the whole graph")
         numbers = np.arange(nodes)
         given = _parse_arguments(numbers, numbers >= 0, edges, positions, edge_features, undirected, "")
         raise_first_error(comm, given if isinstance(given, str) else "")

@@ -52,6 +52,7 @@ LAYERS: dict[str, Callable[[], nn.Layer]] = {
     "softmax": lambda: Pool("softmax", 0.7),
     "shared": Shared,
     "conv": lambda: nn.GraphConv(3, 5),
+    "conv max": lambda: nn.GraphConv(3, 2, "max"),
     "conv mean": lambda: nn.GraphConv(3, 2, "mean", bias=False),
     "gat": lambda: nn.GATConv(3, 4, heads=2),
     "gat average": lambda: nn.GATConv(3, 4, 3, concat=False, negative_slope=0.1, bias=False),
@@ -111,7 +112,7 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
         got = reduce_in_torch(mlp(features + x[:, s]) + mlp(x[:, r]), r, n, "mean")
         return mlp_in_torch(p, "update", torch.cat([got, x], dim=-1), torch.nn.functional.silu)
     if name.startswith("conv"):
-        got = reduce_in_torch(x[:, s], r, n, "mean" if "mean" in name else "sum")
+        got = reduce_in_torch(x[:, s], r, n, name[5:] or "sum")
         return torch.nn.functional.linear(got, p["lin_rel.weight"], p.get("lin_rel.bias")) + x @ p["lin_root.weight"].T
     if name.startswith("gat"):
         h = (x @ p["lin.weight"].T).reshape(x.shape[0], n, *p["att_src"].shape[1:])
@@ -311,6 +312,9 @@ def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text
 
     with pytest.raises(ConfigError, match=text):
         spawn(run, 2)
+    one = Graph.random(0, 1)
+    with pytest.raises(ConfigError, match="needs the cells of a grid, and cannot be computed on a mesh"):
+        spawn(lambda comm: train(comm, one, "split", nn.BandRMSE(0, 2)), 1)
     with pytest.raises(ConfigError, match=r"needs a mesh: give distribute domain=fsdpx\.Partition"):
         nn.GraphConv(3, 2).as_distributed().predict(np.zeros((1, 5, 3)))
     for wrong in (lambda: nn.Aggregate("min"), lambda: nn.GatherNodes("both"), lambda: nn.GATConv(3, 0)):

@@ -194,6 +194,7 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (split(parts=[0, 1, 1, 3]), r"rank 1: parts must be 4 numbers of ranks, from 0 to 2"),
     (split(parts=[0, 1, 0, 2]), "rank 1 has other parts than rank 0: pass the same graph"),
     (split(edges=EDGES[:, :1]), "rank 1 has other edges than rank 0"),
+    (split(nodes=2.5), "rank 1: nodes=2.5: give the number of nodes of the whole graph"),
     (lambda comm: fsdpx.Partition.split(comm, EDGES, 4), "needs positions=, or choose method"),
     (lambda comm: fsdpx.Partition.split(comm, EDGES, 4, method="best"), "choose one of 'coordinates', 'metis'"),
     (lambda comm: fsdpx.Partition.from_cells(comm, [[0, 1, 2]], pairs=[(0, 3)]), "numbers from 0 to 2"),
@@ -251,6 +252,24 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
     for losses, _ in others:
         assert losses == wanted
     assert wanted[2] < wanted[1] < wanted[0]
+
+
+def test_rows_of_ghosts_may_be_anywhere() -> None:
+    rows = [[4, 0, 1, 2], [1, 3, 2, 4]]
+    mask = [[False, True, False, True], [True, True, False, True]]
+    whole = np.arange(10.0).reshape(5, 2)
+
+    def one(comm: Communicator) -> Any:
+        own = np.array(mask[comm.rank])
+        made = fsdpx.Partition.from_numbers(comm, rows[comm.rank], own, edges=[[0, 1, 2], [1, 2, 3]])
+        assert made.owned_rows.tolist() == np.flatnonzero(own).tolist()
+        wide = np.where(own[:, None], whole[rows[comm.rank]], np.nan)
+        np.testing.assert_array_equal(made.gather(wide), whole)
+        np.testing.assert_array_equal(made.gather(made.take_owned_rows(wide[None])), whole[None])
+        return made.update_ghosts(wide)
+
+    for found, numbers in zip(spawn(one, 2), rows, strict=True):
+        np.testing.assert_array_equal(found, whole[numbers])
 
 
 def test_members_of_an_ensemble_have_a_partition_each() -> None:

@@ -31,23 +31,17 @@ def segment_sum(xp: Any, values: Any, offsets: Any, order: Any) -> Any:
     """Return the sum of the rows of each segment, in their order.
 
     If `order` is not None, row i of the segments is values[:, order[i]]."""
-    y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
-    if order is not None:
-        values = xp.take(values, order, axis=1)
-    xp.add.at(y, (slice(None), _find_segments(xp, offsets)), values)
-    return y
+    return _reduce(xp, xp.add, values if order is None else xp.take(values, order, axis=1), offsets, 0.0)
 
 
 @kernel(bits=False)
 def segment_max(xp: Any, values: Any, offsets: Any) -> tuple[Any, Any]:
     """Return the maximum of each feature over the rows of each segment, and the row that has it, or -1 in an empty
     segment. Of equal rows, the first is the maximum."""
-    most = _find_max(xp, values, offsets)
+    most = _reduce(xp, xp.maximum, values, offsets, -xp.inf)
     rows = xp.arange(values.shape[1])[None, :, None]
     is_most = values == xp.take(most, _find_segments(xp, offsets), axis=1)
-    first = xp.full(most.shape, values.shape[1], dtype="int64")
-    candidates = xp.where(is_most, rows, values.shape[1])
-    xp.minimum.at(first, (slice(None), _find_segments(xp, offsets)), candidates)
+    first = _reduce(xp, xp.minimum, xp.where(is_most, rows, values.shape[1]), offsets, values.shape[1])
     empty = (offsets[1:] == offsets[:-1])[None, :, None]
     return xp.where(empty, 0.0, most).astype(values.dtype), xp.where(empty, -1, first)
 
@@ -56,19 +50,15 @@ def segment_max(xp: Any, values: Any, offsets: Any) -> tuple[Any, Any]:
 def segment_softmax(xp: Any, scores: Any, offsets: Any) -> Any:
     """Return exp(score) / sum of exp(score) over the rows of the segment, for each feature."""
     segments = _find_segments(xp, offsets)
-    y = xp.exp(scores - xp.take(_find_max(xp, scores, offsets), segments, axis=1))
-    total = xp.zeros((scores.shape[0], offsets.shape[0] - 1, scores.shape[2]), dtype=scores.dtype)
-    xp.add.at(total, (slice(None), segments), y)
-    return y / xp.take(total, segments, axis=1)
+    y = xp.exp(scores - xp.take(_reduce(xp, xp.maximum, scores, offsets, -xp.inf), segments, axis=1))
+    return y / xp.take(_reduce(xp, xp.add, y, offsets, 0.0), segments, axis=1)
 
 
 @kernel(bits=False)
 def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any) -> Any:
     """Return the gradient of the scores of `segment_softmax`, given its result y and the gradient dy of y."""
-    segments = _find_segments(xp, offsets)
-    total = xp.zeros((y.shape[0], offsets.shape[0] - 1, y.shape[2]), dtype=y.dtype)
-    xp.add.at(total, (slice(None), segments), y * dy)
-    return y * (dy - xp.take(total, segments, axis=1))
+    total = _reduce(xp, xp.add, y * dy, offsets, 0.0)
+    return y * (dy - xp.take(total, _find_segments(xp, offsets), axis=1))
 
 
 def _find_segments(xp: Any, offsets: Any) -> Any:
@@ -76,7 +66,8 @@ def _find_segments(xp: Any, offsets: Any) -> Any:
     return xp.repeat(xp.arange(offsets.shape[0] - 1), (offsets[1:] - offsets[:-1]).tolist())
 
 
-def _find_max(xp: Any, values: Any, offsets: Any) -> Any:
-    most = xp.full((values.shape[0], offsets.shape[0] - 1, values.shape[2]), -xp.inf, dtype=values.dtype)
-    xp.maximum.at(most, (slice(None), _find_segments(xp, offsets)), values)
-    return most
+def _reduce(xp: Any, operation: Any, values: Any, offsets: Any, initial: float) -> Any:
+    """Return the reduction of the rows of each segment by a ufunc, and `initial` for empty segments."""
+    y = xp.full((values.shape[0], offsets.shape[0] - 1, values.shape[2]), initial, dtype=values.dtype)
+    operation.at(y, (slice(None), _find_segments(xp, offsets)), values)
+    return y

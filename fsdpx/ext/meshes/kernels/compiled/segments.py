@@ -19,16 +19,6 @@ NO_ORDER = np.zeros(0, np.int64)
 
 
 @jit
-def _gather_loop(start, stop, x, y, index):
-    use_widest_vectors()
-    for n in range(x.shape[0]):
-        for i in range(start, stop):
-            row, out = x[n, index[i]], y[n, i]
-            for c in range(out.size):
-                out[c] = row[c]
-
-
-@jit
 def _add_gathered_loop(start, stop, out, a, a_index, b, b_index):
     use_widest_vectors()
     for n in range(out.shape[0]):
@@ -68,30 +58,42 @@ def _max_loop(start, stop, values, y, winner, offsets):
 
 @jit
 def _softmax_loop(start, stop, scores, y, offsets):
+    use_widest_vectors()
+    most, total = np.empty(y.shape[2], y.dtype), np.empty(y.shape[2], y.dtype)
     for n in range(scores.shape[0]):
         for i in range(start, stop):
-            for c in range(scores.shape[2]):
-                most = -np.inf
-                for k in range(offsets[i], offsets[i + 1]):
-                    most = max(most, scores[n, k, c])
-                total = y.dtype.type(0)
-                for k in range(offsets[i], offsets[i + 1]):
-                    y[n, k, c] = exp(scores[n, k, c] - y.dtype.type(most))
-                    total += y[n, k, c]
-                for k in range(offsets[i], offsets[i + 1]):
-                    y[n, k, c] /= total
+            most[:] = -np.inf
+            total[:] = 0
+            for k in range(offsets[i], offsets[i + 1]):
+                row = scores[n, k]
+                for c in range(row.size):
+                    most[c] = max(most[c], row[c])
+            for k in range(offsets[i], offsets[i + 1]):
+                row, out = scores[n, k], y[n, k]
+                for c in range(row.size):
+                    out[c] = exp(row[c] - most[c])
+                    total[c] += out[c]
+            for k in range(offsets[i], offsets[i + 1]):
+                out = y[n, k]
+                for c in range(out.size):
+                    out[c] /= total[c]
 
 
 @jit
 def _softmax_backward_loop(start, stop, y, dy, dx, offsets):
+    use_widest_vectors()
+    total = np.empty(y.shape[2], y.dtype)
     for n in range(y.shape[0]):
         for i in range(start, stop):
-            for c in range(y.shape[2]):
-                total = y.dtype.type(0)
-                for k in range(offsets[i], offsets[i + 1]):
-                    total += y[n, k, c] * dy[n, k, c]
-                for k in range(offsets[i], offsets[i + 1]):
-                    dx[n, k, c] = y[n, k, c] * (dy[n, k, c] - total)
+            total[:] = 0
+            for k in range(offsets[i], offsets[i + 1]):
+                row, slope = y[n, k], dy[n, k]
+                for c in range(row.size):
+                    total[c] += row[c] * slope[c]
+            for k in range(offsets[i], offsets[i + 1]):
+                row, slope, out = y[n, k], dy[n, k], dx[n, k]
+                for c in range(row.size):
+                    out[c] = row[c] * (slope[c] - total[c])
 
 
 def _run_over(loop: Callable[..., Any], count: int, work: int, *arguments: Any) -> None:
@@ -108,13 +110,6 @@ def _make_example(x: Any) -> Any:
 
 
 INDEX, OFFSETS = np.array([0, 2, 1]), np.array([0, 1, 1, 3])
-
-
-@register_compiled_kernel(lambda x, w, s: (_make_example(x), INDEX))
-def gather_rows(xp: Any, x: np.ndarray, index: np.ndarray) -> np.ndarray:
-    y = np.empty((x.shape[0], index.size, x.shape[2]), x.dtype)
-    _run_over(_gather_loop, index.size, y.size, as_contiguous(x), y, index)
-    return y
 
 
 @register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), INDEX, _make_example(x), INDEX))
