@@ -168,14 +168,16 @@ def graphs(x: np.ndarray, edges: np.ndarray, size: str) -> Iterator[Case]:
     senders, receivers = rng.integers(0, x.shape[1], (2, edges.shape[1]))
     receivers.sort()
     order, offsets = np.argsort(senders), np.searchsorted(receivers, np.arange(x.shape[1] + 1))
-    y = segments.segment_softmax(np, edges, offsets)
+    most = int(np.diff(offsets).max())
+    y = segments.segment_softmax(np, edges, offsets, receivers, most)
     yield "gather_rows", size, lambda: segments.gather_rows(np, x, senders)
     yield "add_gathered_rows", size, lambda: segments.add_gathered_rows(np, edges, x, senders, x, receivers)
-    yield "segment_sum", size, lambda: segments.segment_sum(np, edges, offsets, None)
-    yield "segment_sum (in another order)", size, lambda: segments.segment_sum(np, edges, offsets, order)
-    yield "segment_max", size, lambda: segments.segment_max(np, edges, offsets)
-    yield "segment_softmax", size, lambda: segments.segment_softmax(np, edges, offsets)
-    yield "segment_softmax_backward", size, lambda: segments.segment_softmax_backward(np, y, edges, offsets)
+    yield "segment_sum", size, lambda: segments.segment_sum(np, edges, offsets, None, most)
+    yield "segment_sum (in another order)", size, lambda: segments.segment_sum(np, edges, offsets, order, most)
+    yield "segment_max", size, lambda: segments.segment_max(np, edges, offsets, most)
+    yield "segment_softmax", size, lambda: segments.segment_softmax(np, edges, offsets, receivers, most)
+    index = offsets, receivers, most
+    yield "segment_softmax_backward", size, lambda: segments.segment_softmax_backward(np, y, edges, *index)
 
 
 def cases(dtype: str) -> Iterator[Case]:

@@ -111,8 +111,10 @@ class Aggregate(GraphLayer):
         if self.how == "mean":
             return graph.sum_at_receivers(env, x) * graph.compute_receiver_shares(env, x.dtype), ()
         if self.how == "max":
-            return segment_max(env.xp, x, offsets)
-        weights = segment_softmax(env.xp, x * self.temperature, offsets)
+            return segment_max(env.xp, x, offsets, graph.most_received)
+        weights = segment_softmax(
+            env.xp, x * self.temperature, offsets, graph.get_on_device(env, "receivers"), graph.most_received
+        )
         return graph.sum_at_receivers(env, weights * x), (x, weights)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -126,7 +128,8 @@ class Aggregate(GraphLayer):
             winner = gather_rows(xp, saved, graph.get_on_device(env, "receivers"))
             return xp.where(winner == xp.arange(graph.edges)[None, :, None], spread, 0).astype(dy.dtype), ()
         x, weights = saved
-        slope = segment_softmax_backward(xp, weights, spread * x, graph.get_on_device(env, "offsets"))
+        index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
+        slope = segment_softmax_backward(xp, weights, spread * x, *index, graph.most_received)
         return weights * spread + slope * self.temperature, ()
 
 

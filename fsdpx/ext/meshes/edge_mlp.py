@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fsdpx.core.array import kernels
-from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
+from fsdpx.ext.meshes.ghosts import start_appending_ghosts, start_appending_ghosts_backward
 from fsdpx.ext.meshes.kernels import add_gathered_rows
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.activation import make_activation
@@ -59,10 +59,12 @@ class EdgeLinear(GraphLayer):
         require_node_features(self, edges, graph.edges, self.edge_features)
         of_senders = self._multiply_senders(env, p, nodes)
         if self.has_ghosts:
-            return self._add_products(env, p, nodes, edges, of_senders), (nodes, edges, None)
-        wide = append_ghosts(env, graph, self, of_senders)
+            return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), (nodes, edges, None)
+        finish = start_appending_ghosts(env, graph, self, of_senders)
+        own = self._multiply_own(env, p, nodes, edges)  # while messages are in flight
+        wide = finish()
         ghosts = wide[:, graph.nodes :].copy()
-        return self._add_products(env, p, nodes, edges, wide), (nodes, edges, ghosts)
+        return self._add_products(env, *own, wide), (nodes, edges, ghosts)
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
         """Return the result of `forward` again, without communication, from saved inputs and products of ghosts."""
@@ -70,33 +72,38 @@ class EdgeLinear(GraphLayer):
         of_senders = self._multiply_senders(env, p, nodes)
         if ghosts is not None and ghosts.shape[1]:
             of_senders = env.xp.concatenate([of_senders, ghosts], axis=1)
-        return self._add_products(env, p, nodes, edges, of_senders)
+        return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders)
 
     def _multiply_senders(self, env: LayerContext, p: Params, nodes: Array) -> Array:
         found = linear_forward(env.xp, as_rows(nodes), self._split_weight(p["weight"])[1], None)
         return found.reshape(*nodes.shape[:2], self.out_features)
 
-    def _add_products(self, env: LayerContext, p: Params, nodes: Array, edges: Array, of_senders: Array) -> Array:
-        """Return the sum of the three products for each edge, given those with the rows of all senders."""
-        graph, xp, samples, out = self.graph, env.xp, edges.shape[0], self.out_features
+    def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
+        """Return the products with the features of edges, and of the nodes as receivers."""
+        graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self._split_weight(p["weight"])
-        y = linear_forward(xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
-        own = linear_forward(xp, as_rows(nodes[:, : graph.nodes]), of_receiver, None)
+        y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
+        own = linear_forward(env.xp, as_rows(nodes[:, : graph.nodes]), of_receiver, None)
+        return y, own.reshape(samples, graph.nodes, out)
+
+    def _add_products(self, env: LayerContext, y: Array, of_receivers: Array, of_senders: Array) -> Array:
+        """Return the sum of the three products for each edge. The result may overwrite `y`."""
         if has_no_data(env):
             return y
-        senders, receivers = (graph.get_on_device(env, name) for name in ("senders", "receivers"))
-        own = own.reshape(samples, graph.nodes, out)
-        summed: Array = add_gathered_rows(xp, y, of_senders, senders, own, receivers)
+        senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
+        summed: Array = add_gathered_rows(env.xp, y, of_senders, senders, of_receivers, receivers)
         return summed
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         graph, xp = self.graph, env.xp
         nodes, edges, _ = saved
         of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
-        dsenders, dreceivers = graph.sum_at_senders(env, dy), graph.sum_at_receivers(env, dy)
-        if not self.has_ghosts:
-            dsenders = append_ghosts_backward(env, graph, dsenders)
+        dsenders = graph.sum_at_senders(env, dy)
+        finish = None if self.has_ghosts else start_appending_ghosts_backward(env, graph, dsenders)
+        dreceivers = graph.sum_at_receivers(env, dy)
         dedges = matmul_in_dtype(xp, as_rows(dy), of_edge).reshape(edges.shape)
+        if finish is not None:
+            dsenders = finish()
         dx = matmul_in_dtype(xp, as_rows(dsenders), of_sender).reshape(nodes.shape)
         own = (dy.shape[0], graph.nodes, self.node_features)
         dx[:, : graph.nodes] += matmul_in_dtype(xp, as_rows(dreceivers), of_receiver).reshape(own)

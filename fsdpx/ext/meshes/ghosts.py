@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,13 @@ import numpy as np
 from fsdpx.ext.meshes.local_graph import GraphLayer, LocalGraph, has_no_data, require_node_features
 from fsdpx.nn.layer import Array, LayerContext, Params
 
-__all__ = ["ExchangeGhosts", "append_ghosts", "append_ghosts_backward"]
+__all__ = [
+    "ExchangeGhosts",
+    "append_ghosts",
+    "append_ghosts_backward",
+    "start_appending_ghosts",
+    "start_appending_ghosts_backward",
+]
 
 GHOSTS, GHOST_GRADIENTS = 4, 5
 """Tags of messages with values of ghosts, and of messages with their gradients."""
@@ -37,52 +44,65 @@ class ExchangeGhosts(GraphLayer):
 def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Array:
     """Return the values x (samples, nodes, features) of owned nodes, followed by those of the ghosts. Communicates
     with the ranks that own ghosts or have ghosts of this rank's nodes. `layer` is the layer that errors name."""
-    require_node_features(layer, x, graph.nodes)
-    if not graph.sends and not graph.receives:
-        return x
-    xp, (samples, _, features), what = env.xp, x.shape, env.random.path
-    y = xp.empty((samples, graph.rows, features), dtype=x.dtype)
-    ranks, arriving = env.mesh.domain[0], []
-    for rank, first, stop in graph.receives:
-        flat = xp.empty((samples * (stop - first) * features,), dtype=x.dtype)
-        arriving.append((ranks.recv(flat, rank, GHOSTS, what=what), flat, first, stop))
-    leaving = [ranks.send(_pack_rows(env, x, rows), rank, GHOSTS, what=what) for rank, rows in _list_sends(env, graph)]
-    y[:, : graph.nodes] = x
-    for handle, flat, first, stop in arriving:
-        handle.wait()
-        y[:, graph.nodes + first : graph.nodes + stop] = flat.reshape(samples, stop - first, features)
-    for handle in leaving:
-        handle.wait()
-    return y
+    return start_appending_ghosts(env, graph, layer, x)()
 
 
 def append_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> Array:
     """Return the gradient of the owned nodes, given the gradient dy of owned nodes and ghosts. This is the adjoint of
     `append_ghosts`: each rank sends the gradients of its ghosts to their owners, which add them in rank order."""
+    return start_appending_ghosts_backward(env, graph, dy)()
+
+
+def start_appending_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Callable[[], Array]:
+    """Start the messages of `append_ghosts`, and return a function that waits for them and returns its result."""
+    require_node_features(layer, x, graph.nodes)
     if not graph.sends and not graph.receives:
-        return dy
-    xp, (samples, _, features), what = env.xp, dy.shape, env.random.path
+        return lambda: x
+    xp, (samples, _, features), what = env.xp, x.shape, env.random.path
     ranks, arriving = env.mesh.domain[0], []
+    for rank, first, stop in graph.receives:
+        flat = xp.empty((samples * (stop - first) * features,), dtype=x.dtype)
+        arriving.append((ranks.recv(flat, rank, GHOSTS, what=what), flat, first, stop))
+    leaving = [ranks.send(_pack_rows(env, x, rows), rank, GHOSTS, what=what) for rank, rows in _list_sends(env, graph)]
+
+    def finish() -> Array:
+        y = xp.empty((samples, graph.rows, features), dtype=x.dtype)
+        y[:, : graph.nodes] = x
+        for handle, flat, first, stop in arriving:
+            handle.wait()
+            y[:, graph.nodes + first : graph.nodes + stop] = flat.reshape(samples, stop - first, features)
+        for handle in leaving:
+            handle.wait()
+        return y
+
+    return finish
+
+
+def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> Callable[[], Array]:
+    """Start the messages of `append_ghosts_backward`, and return a function that waits for them and returns its
+    result."""
+    if not graph.sends and not graph.receives:
+        return lambda: dy
+    xp, (samples, _, features), what, nodes = env.xp, dy.shape, env.random.path, graph.nodes
+    ranks, arriving, leaving = env.mesh.domain[0], [], []
     for rank, rows in _list_sends(env, graph):
         flat = xp.empty((samples * rows.size * features,), dtype=dy.dtype)
         arriving.append((ranks.recv(flat, rank, GHOST_GRADIENTS, what=what), flat, rows))
-    leaving = [
-        ranks.send(
-            xp.ascontiguousarray(dy[:, graph.nodes + first : graph.nodes + stop]).reshape(-1),
-            rank,
-            GHOST_GRADIENTS,
-            what=what,
-        )
-        for rank, first, stop in graph.receives
-    ]
-    dx = dy[:, : graph.nodes].copy()
-    for handle, flat, rows in arriving:
-        handle.wait()
-        if not has_no_data(env):
-            dx[:, rows] += flat.reshape(samples, rows.size, features)  # a message names each row once
-    for handle in leaving:
-        handle.wait()
-    return dx
+    for rank, first, stop in graph.receives:
+        flat = xp.ascontiguousarray(dy[:, nodes + first : nodes + stop]).reshape(-1)
+        leaving.append(ranks.send(flat, rank, GHOST_GRADIENTS, what=what))
+
+    def finish() -> Array:
+        dx = dy[:, :nodes].copy()
+        for handle, flat, rows in arriving:
+            handle.wait()
+            if not has_no_data(env):
+                dx[:, rows] += flat.reshape(samples, rows.size, features)  # a message names each row once
+        for handle in leaving:
+            handle.wait()
+        return dx
+
+    return finish
 
 
 def _pack_rows(env: LayerContext, x: Array, rows: Array) -> Array:

@@ -100,7 +100,8 @@ class GATConv(GraphLayer):
         scores = xp.where(positive, scores, scores * self.negative_slope)
         weights = scores
         if not has_no_data(env):
-            weights = segment_softmax(xp, scores, graph.get_on_device(env, "offsets"))
+            index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
+            weights = segment_softmax(xp, scores, *index, graph.most_received)
         values = graph.gather_senders(env, wide).reshape(samples, graph.edges, self.heads, self.out_channels)
         y = graph.sum_at_receivers(env, (weights[..., None] * values).reshape(samples, graph.edges, wide.shape[2]))
         if not self.concat:
@@ -118,7 +119,8 @@ class GATConv(GraphLayer):
         values = graph.gather_senders(env, wide).reshape(of_edges.shape)
         slope = (of_edges * values).sum(axis=-1)
         if not has_no_data(env):
-            slope = segment_softmax_backward(xp, weights, slope, graph.get_on_device(env, "offsets"))
+            index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
+            slope = segment_softmax_backward(xp, weights, slope, *index, graph.most_received)
         slope = xp.where(positive, slope, slope * self.negative_slope)
         at_senders, at_receivers = graph.sum_at_senders(env, slope), graph.sum_at_receivers(env, slope)
         dwide = graph.sum_at_senders(env, (weights[..., None] * of_edges).reshape(samples, graph.edges, wide.shape[2]))

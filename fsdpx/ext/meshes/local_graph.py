@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -61,6 +62,16 @@ class LocalGraph:
         """Number of owned nodes and ghosts."""
         return self.nodes + self.ghosts
 
+    @cached_property
+    def most_received(self) -> int:
+        """Largest number of edges that a node receives."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    @cached_property
+    def most_sent(self) -> int:
+        """Largest number of edges of this rank that a row sends."""
+        return int(np.diff(self.sender_offsets).max(initial=0))
+
     def gather_senders(self, env: LayerContext, x: Array) -> Array:
         """Return the row of x (samples, rows, features) of the sender of each edge, (samples, edges, features)."""
         return self._gather(env, x, "senders")
@@ -73,20 +84,21 @@ class LocalGraph:
         """Sum values (samples, edges, features) over the edges of each receiver: (samples, nodes, features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.nodes, *values.shape[2:]), dtype=values.dtype)
-        return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None)
+        return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None, self.most_received)
 
     def sum_at_senders(self, env: LayerContext, values: Array) -> Array:
         """Sum values (samples, edges, features) over the edges of each sender: (samples, rows, features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.rows, *values.shape[2:]), dtype=values.dtype)
         order = self.get_on_device(env, "sender_order")
-        return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order)
+        return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.most_sent)
 
     def sum_of_senders(self, env: LayerContext, x: Array) -> Array:
         """Return, for each node, the sum of the rows of x (samples, rows, features) of the senders of its edges."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
-        return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), self.get_on_device(env, "senders"))
+        senders = self.get_on_device(env, "senders")
+        return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.most_received)
 
     def sum_of_receivers(self, env: LayerContext, x: Array) -> Array:
         """Return, for each row, the sum of the rows of x (samples, nodes, features) of the receivers of its edges. This
@@ -94,7 +106,7 @@ class LocalGraph:
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.rows, x.shape[2]), dtype=x.dtype)
         offsets = self.get_on_device(env, "sender_offsets")
-        return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"))
+        return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"), self.most_sent)
 
     def compute_receiver_shares(self, env: LayerContext, dtype: Any) -> Array:
         """Return 1 / (number of edges) of each node, (nodes, 1), or 0 for a node that receives none."""

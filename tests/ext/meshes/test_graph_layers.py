@@ -162,13 +162,14 @@ def test_plain_code_gives_what_compiled_code_gives() -> None:
     rng = np.random.default_rng(0)
     offsets = np.array([0, 0, 3, 4, 4, 9])
     values, other = rng.integers(0, 4, (2, 2, 9, 3)).astype(float)
+    segments, most = np.array([1, 1, 1, 2, 4, 4, 4, 4, 4]), 5
     index, order = rng.integers(0, 9, 7), rng.permutation(9)
     calls: list[Callable[[], Any]] = [
-        lambda: kernels.segment_sum(np, values, offsets, None),
-        lambda: kernels.segment_sum(np, values, offsets, order),
-        lambda: kernels.segment_max(np, values, offsets),
-        lambda: kernels.segment_softmax(np, values, offsets),
-        lambda: kernels.segment_softmax_backward(np, values, other, offsets),
+        lambda: kernels.segment_sum(np, values, offsets, None, most),
+        lambda: kernels.segment_sum(np, values, offsets, order, most),
+        lambda: kernels.segment_max(np, values, offsets, most),
+        lambda: kernels.segment_softmax(np, values, offsets, segments, most),
+        lambda: kernels.segment_softmax_backward(np, values, other, offsets, segments, most),
         lambda: kernels.gather_rows(np, values, index),
         lambda: kernels.add_gathered_rows(np, other[:, :7].copy(), values, index, other, index),
     ]

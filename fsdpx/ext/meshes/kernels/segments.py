@@ -1,10 +1,12 @@
 """Reductions over segments of rows, in plain array code.
 
 Values are (samples, rows, features). Segment i has the rows from offsets[i] up to, but not including, offsets[i + 1].
-An empty segment has the sum 0 and the maximum 0."""
+`most` is the number of rows of the longest segment. An empty segment has the sum 0 and the maximum 0. Rows are reduced
+in their order, so that results do not depend on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fsdpx.core.array.kernels.dispatch import kernel
@@ -27,47 +29,51 @@ def add_gathered_rows(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: An
 
 
 @kernel(bits=False)
-def segment_sum(xp: Any, values: Any, offsets: Any, order: Any) -> Any:
-    """Return the sum of the rows of each segment, in their order.
+def segment_sum(xp: Any, values: Any, offsets: Any, order: Any, most: int) -> Any:
+    """Return the sum of the rows of each segment.
 
     If `order` is not None, row i of the segments is values[:, order[i]]."""
-    return _reduce(xp, xp.add, values if order is None else xp.take(values, order, axis=1), offsets, 0.0)
-
-
-@kernel(bits=False)
-def segment_max(xp: Any, values: Any, offsets: Any) -> tuple[Any, Any]:
-    """Return the maximum of each feature over the rows of each segment, and the row that has it, or -1 in an empty
-    segment. Of equal rows, the first is the maximum."""
-    most = _reduce(xp, xp.maximum, values, offsets, -xp.inf)
-    rows = xp.arange(values.shape[1])[None, :, None]
-    is_most = values == xp.take(most, _find_segments(xp, offsets), axis=1)
-    first = _reduce(xp, xp.minimum, xp.where(is_most, rows, values.shape[1]), offsets, values.shape[1])
-    empty = (offsets[1:] == offsets[:-1])[None, :, None]
-    return xp.where(empty, 0.0, most).astype(values.dtype), xp.where(empty, -1, first)
-
-
-@kernel(bits=False)
-def segment_softmax(xp: Any, scores: Any, offsets: Any) -> Any:
-    """Return exp(score) / sum of exp(score) over the rows of the segment, for each feature."""
-    segments = _find_segments(xp, offsets)
-    y = xp.exp(scores - xp.take(_reduce(xp, xp.maximum, scores, offsets, -xp.inf), segments, axis=1))
-    return y / xp.take(_reduce(xp, xp.add, y, offsets, 0.0), segments, axis=1)
-
-
-@kernel(bits=False)
-def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any) -> Any:
-    """Return the gradient of the scores of `segment_softmax`, given its result y and the gradient dy of y."""
-    total = _reduce(xp, xp.add, y * dy, offsets, 0.0)
-    return y * (dy - xp.take(total, _find_segments(xp, offsets), axis=1))
-
-
-def _find_segments(xp: Any, offsets: Any) -> Any:
-    """Return the segment of each row."""
-    return xp.repeat(xp.arange(offsets.shape[0] - 1), (offsets[1:] - offsets[:-1]).tolist())
-
-
-def _reduce(xp: Any, operation: Any, values: Any, offsets: Any, initial: float) -> Any:
-    """Return the reduction of the rows of each segment by a ufunc, and `initial` for empty segments."""
-    y = xp.full((values.shape[0], offsets.shape[0] - 1, values.shape[2]), initial, dtype=values.dtype)
-    operation.at(y, (slice(None), _find_segments(xp, offsets)), values)
+    y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
+    for rows, inside in _iterate_rows(xp, offsets, most):
+        found = xp.take(values, rows if order is None else xp.take(order, rows), axis=1)
+        y += xp.where(inside, found, 0.0).astype(y.dtype)
     return y
+
+
+@kernel(bits=False)
+def segment_max(xp: Any, values: Any, offsets: Any, most: int) -> tuple[Any, Any]:
+    """Return the maximum of each feature over the rows of each segment, and the row that has it, or -1 in an empty
+    segment. Of equal rows, the first is the maximum; NaN counts as larger than any number."""
+    y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
+    winner = xp.full(y.shape, -1, dtype="int64")
+    for rows, inside in _iterate_rows(xp, offsets, most):
+        found = xp.take(values, rows, axis=1)
+        better = inside & ((found > y) | (found != found) | (winner < 0))
+        y, winner = xp.where(better, found, y), xp.where(better, rows[None, :, None], winner)
+    return y, winner
+
+
+@kernel(bits=False)
+def segment_softmax(xp: Any, scores: Any, offsets: Any, segments: Any, most: int) -> Any:
+    """Return exp(score) / sum of exp(score) over the rows of the segment, for each feature. `segments` is the segment
+    of each row."""
+    highest = segment_max.__wrapped__(xp, scores, offsets, most)[0]  # type: ignore[attr-defined]
+    y = xp.exp(scores - xp.take(highest, segments, axis=1))
+    total = segment_sum.__wrapped__(xp, y, offsets, None, most)  # type: ignore[attr-defined]
+    return y / xp.take(total, segments, axis=1)
+
+
+@kernel(bits=False)
+def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any, segments: Any, most: int) -> Any:
+    """Return the gradient of the scores of `segment_softmax`, given its result y and the gradient dy of y."""
+    total = segment_sum.__wrapped__(xp, y * dy, offsets, None, most)  # type: ignore[attr-defined]
+    return y * (dy - xp.take(total, segments, axis=1))
+
+
+def _iterate_rows(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
+    """Yield (rows, inside): the first row of each segment and whether there is one, (1, segments, 1); then the second;
+    and so on."""
+    for i in range(most):
+        rows = offsets[:-1] + i
+        inside = rows < offsets[1:]
+        yield xp.where(inside, rows, 0), inside[None, :, None]

@@ -51,7 +51,7 @@ def _max_loop(start, stop, values, y, winner, offsets):
             for k in range(offsets[i], offsets[i + 1]):
                 row = values[n, k]
                 for c in range(out.size):
-                    if place[c] < 0 or row[c] > out[c]:
+                    if place[c] < 0 or row[c] > out[c] or row[c] != row[c]:
                         out[c] = row[c]
                         place[c] = k
 
@@ -122,31 +122,33 @@ def add_gathered_rows(
     return y
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, None))
-def segment_sum(xp: Any, values: np.ndarray, offsets: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, None, 2))
+def segment_sum(xp: Any, values: np.ndarray, offsets: np.ndarray, order: np.ndarray | None, most: int) -> np.ndarray:
     y = np.empty((values.shape[0], offsets.size - 1, values.shape[2]), values.dtype)
     order = NO_ORDER if order is None else order
     _run_over(_sum_loop, offsets.size - 1, values.size, as_contiguous(values), y, offsets, order)
     return y
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS))
-def segment_max(xp: Any, values: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, 2))
+def segment_max(xp: Any, values: np.ndarray, offsets: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     y = np.empty((values.shape[0], offsets.size - 1, values.shape[2]), values.dtype)
     winner = np.empty(y.shape, np.int64)
     _run_over(_max_loop, offsets.size - 1, values.size, as_contiguous(values), y, winner, offsets)
     return y, winner
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS))
-def segment_softmax(xp: Any, scores: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), OFFSETS, INDEX, 2))
+def segment_softmax(xp: Any, scores: np.ndarray, offsets: np.ndarray, segments: np.ndarray, most: int) -> np.ndarray:
     y = np.empty(scores.shape, scores.dtype)
     _run_over(_softmax_loop, offsets.size - 1, y.size, as_contiguous(scores), y, offsets)
     return y
 
 
-@register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), OFFSETS))
-def segment_softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+@register_compiled_kernel(lambda x, w, s: (_make_example(x), _make_example(x), OFFSETS, INDEX, 2))
+def segment_softmax_backward(
+    xp: Any, y: np.ndarray, dy: np.ndarray, offsets: np.ndarray, segments: np.ndarray, most: int
+) -> np.ndarray:
     dx = np.empty(y.shape, y.dtype)
     arrays = as_contiguous(y), as_contiguous(dy, y.dtype), dx
     _run_over(_softmax_backward_loop, offsets.size - 1, y.size, *arrays, offsets)
