@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         RMSE as RMSE, VRMSE as VRMSE, BandRMSE as BandRMSE, BoundaryRMSE as BoundaryRMSE,
         ConservedRMSE as ConservedRMSE, MaxError as MaxError, RelativeL2 as RelativeL2,
     )  # fmt: skip
+    from fsdpx.ext.fields.multi_output import MultiOutputLoss as MultiOutputLoss
     from fsdpx.nn.lambda_layer import Lambda as Lambda
     from fsdpx.nn.graph import Graph as Graph
     from fsdpx.nn.attention_layer import MultiHeadAttention as MultiHeadAttention
@@ -92,10 +93,15 @@ if TYPE_CHECKING:
         Add as Add, Concat as Concat, FirstToken as FirstToken, Flatten as Flatten, Multiply as Multiply,
         Scale as Scale,
     )  # fmt: skip
+    from fsdpx.ext.fields.scalars import (
+        ConcatScalars as ConcatScalars, FiLM as FiLM, GlobalMean as GlobalMean, GlobalSum as GlobalSum,
+        ScaleShift as ScaleShift, TimeEmbedding as TimeEmbedding,
+    )  # fmt: skip
     from fsdpx.ext.fields.spectral import (
         FNO as FNO, PointwiseConv as PointwiseConv, ChannelScale as ChannelScale, GridEmbedding as GridEmbedding,
         SpectralConv as SpectralConv,
     )  # fmt: skip
+    from fsdpx.ext.fields.static_channels import StaticChannels as StaticChannels
     from fsdpx.ext.fields.unet import UNet as UNet
 else:
     __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

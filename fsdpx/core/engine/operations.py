@@ -423,8 +423,9 @@ def _describe_bad_batch_value(run: ProgramRun) -> str:
     place = run.placement
     for batch in filter(None, run.feed.batch):
         arrays = {f"input {name!r}": array for name, array in zip(place.layout.inputs, batch.inputs, strict=True)}
-        if batch.target is not None and not getattr(place.loss, "skipna", False):
-            arrays["the target"] = batch.target
+        if not getattr(place.loss, "skipna", False):
+            names = ["the target"] if len(batch.targets) == 1 else [f"target {i}" for i in range(len(batch.targets))]
+            arrays |= dict(zip(names, batch.targets, strict=True))
         for array_name, array in arrays.items():
             if problem := describe_not_finite(place, array, array_name):
                 return problem

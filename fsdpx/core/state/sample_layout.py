@@ -13,7 +13,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
 
 __all__ = ["UNSHARDED", "CompleteSamples", "Domain", "SampleLayout"]
 
@@ -32,8 +32,8 @@ class SampleLayout(Protocol):
         """True if all ranks work on the same samples. If so, a rank in `predict` waits only for its neighbors, not for
         all ranks."""
 
-    def has_sample_dim(self, given: Any) -> bool:
-        """Return whether an array that the caller passed has a sample dimension."""
+    def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
+        """Return whether the inputs that the caller passed have a sample dimension."""
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks that work on the same samples. `rows` holds the
@@ -46,35 +46,45 @@ class SampleLayout(Protocol):
     def describe_array(self, array: Any) -> str:
         """Describe an array of the batch by the properties that must be the same on all ranks, such as its dtype."""
 
-    def describe_sharding_mistake(self, x: Any) -> str:
-        """Return a warning if the first input `x` looks wrongly split over ranks; "" if no mistake is found. May be
+    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
+        """Return a warning if the model's inputs look wrongly split over ranks; "" if no mistake is found. May be
         collective."""
 
     def compute_full_input_shape(self, shape: Shape) -> Shape:
         """Return the shape of an unsplit input, given the shape of this rank's part."""
 
-    def compute_local_output_shape(self, shape: Shape) -> Shape:
-        """Return the shape of this rank's part of an output, given the shape of the unsplit output."""
+    def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        """Return the shape of this rank's part of each output, given the shapes of the unsplit outputs."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         """Convert the caller's inputs to the arrays that the model reads. Raise DataError if an input does not have
         the shape of this rank's part of a batch."""
 
-    def to_model_output(self, array: Any, name: str) -> Any:
-        """Convert an array of the caller, such as a target or output gradient, to the layout of the model's output."""
+    def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
+        """Convert an array of the caller, such as a target, to the layout of output number `index` of the model.
+        `batched` says whether the caller's arrays have a sample dimension."""
+
+    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        """Convert the caller's gradient of each output to the gradient from which this rank's backward starts. The
+        gradients of an output that several ranks hold in full must add up to the caller's."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         """Convert an array of the model to the layout of the caller's arrays. `batched` says whether the caller's
         arrays have a sample dimension."""
 
-    def take_local_target(self, y: Any) -> Any:
-        """Return this rank's part of the caller's target."""
+    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        """Convert the gradient of each input, which is None for integers, to the layout of the caller's arrays. For an
+        input that several ranks hold in full, sum their gradients. May be collective."""
+
+    def take_local_target(self, y: Any, index: int) -> Any:
+        """Return this rank's part of the caller's target of output number `index`."""
 
     def bind_loss(self, loss: Loss) -> Loss:
         """Return the loss adapted to outputs that are split over ranks."""
 
-    def get_output_domain(self) -> Domain:
-        """Return how the model's output is split over ranks. Raise ConfigError if it is not split."""
+    def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
+        """Return how the model's output is split over ranks; for a model with several outputs, a tuple, with None for
+        outputs that are not split. Raise ConfigError if the only output is not split."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class CompleteSamples:
     has_complete_samples: ClassVar = True
     has_one_group: ClassVar = False
 
-    def has_sample_dim(self, given: Any) -> bool:
+    def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         return True
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
@@ -96,31 +106,37 @@ class CompleteSamples:
     def describe_array(self, array: Any) -> str:
         return f"{array.dtype}{list(array.shape[1:])}"
 
-    def describe_sharding_mistake(self, x: Any) -> str:
+    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
         return ""
 
     def compute_full_input_shape(self, shape: Shape) -> Shape:
         return shape
 
-    def compute_local_output_shape(self, shape: Shape) -> Shape:
-        return tuple(shape)
+    def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        return shapes
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         return arrays
 
-    def to_model_output(self, array: Any, name: str) -> Any:
+    def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         return array
+
+    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        return [self.to_model_output(array, "dy", index, batched) for index, array in enumerate(arrays)]
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array
 
-    def take_local_target(self, y: Any) -> Any:
+    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        return [None if array is None else self.to_caller_layout(array, batched) for array in arrays]
+
+    def take_local_target(self, y: Any, index: int) -> Any:
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
         return loss
 
-    def get_output_domain(self) -> Domain:
+    def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
         raise ConfigError("output_grid: this trainer has whole samples: give distribute a grid of fields, domain=")
 
 
@@ -175,9 +191,9 @@ class Domain(ABC):
         return None
 
     @abstractmethod
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """Return the model that each rank runs on its part of a sample, and the partition of the model's output.
-        `parts` is the partition of the inputs; None: the partition of this domain.
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, Sequence[Kind]]:
+        """Return the model that each rank runs on its part of a sample, and how each of its outputs is distributed over
+        the ranks. `parts` is the partition of the inputs; None: the partition of this domain.
 
         Raise ConfigError for layers that cannot work on a part of a sample."""
 
@@ -212,8 +228,8 @@ class UnshardedDomain(Domain):
             )
         return None
 
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        return model, FieldPartition.on_one_rank(())
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, Sequence[Kind]]:
+        return model, [Replicated()] * model.n_outputs
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:
         return CompleteSamples()

@@ -16,17 +16,28 @@ from fsdpx.core.comm.mesh import MeshAxes, connect_axes
 from fsdpx.nn.cache import KeyValueCache
 from fsdpx.nn.linearize import LayerList, value_shapes
 
-__all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes"]
+__all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes", "list_targets"]
+
+
+def list_targets(target: Any) -> tuple[Any, ...]:
+    """Return the arrays of a target, which is an array, a tuple with one array for each output of the model, or None.
+    """
+    return target if isinstance(target, tuple) else () if target is None else (target,)
 
 
 @dataclass(frozen=True)
 class Microbatch:
     """The samples that this rank processes in one forward pass. `row` is the index of the first sample in the global
-    batch."""
+    batch. `target` is an array, a tuple of arrays for several outputs, or None."""
 
     inputs: tuple[Any, ...]
     target: Any
     row: int
+
+    @property
+    def targets(self) -> tuple[Any, ...]:
+        """The arrays of the target; () if there is none."""
+        return list_targets(self.target)
 
 
 @dataclass(frozen=True)

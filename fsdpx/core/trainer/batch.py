@@ -21,8 +21,9 @@ from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.desync_check import agree_on_settings, format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.step_inputs import Microbatch
+from fsdpx.core.state.step_inputs import Microbatch, list_targets
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
+from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.gradient_accumulation import convert_input
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "all_reduce_max",
     "checksum_arrays",
     "describe_different_calls",
+    "has_sample_dim",
     "hash_text",
     "list_inputs_in_order",
     "make_shape_only_microbatch",
@@ -280,15 +282,38 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
     return convert_input(array, takes, placement.formats.compute)
 
 
-def prepare_target(placement: Placement, y: Any, samples: int) -> Any:
-    """Return the target on this rank's device, partitioned like the model's output. Raise DataError unless it has
-    `samples` samples, the same number as the inputs."""
+def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) -> Any:
+    """Return the target on this rank's device, partitioned like the model's output; a tuple if `y` has one target for
+    each of several outputs. Raise DataError unless the target has `samples` samples, the same number as the inputs.
+    `batched` says whether the caller's arrays have a sample dimension."""
+    count = len(placement.model.outputs)
+    if count == 1 or not (isinstance(y, tuple | list) and all(hasattr(one, "shape") for one in y)):
+        return _prepare_target_of_output(placement, y, samples, TARGET, 0, batched)
+    if len(y) != count:
+        raise DataError(f"the model has {count} outputs: give a tuple of as many targets, got {len(y)}")
+    names = [f"target {i}" for i in range(count)]
+    return tuple(
+        _prepare_target_of_output(placement, one, samples, name, i, batched)
+        for i, (one, name) in enumerate(zip(y, names, strict=True))
+    )
+
+
+def _prepare_target_of_output(
+    placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool
+) -> Any:
+    """Return the target of output number `index` as `prepare_target` does. `name` is what errors call it."""
     layout = placement.sample_layout
-    target = layout.to_model_output(layout.take_local_target(to_device_array(placement, y, TARGET)), TARGET)
+    target = layout.take_local_target(to_device_array(placement, y, name), index)
+    target = layout.to_model_output(target, name, index, batched)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
-        raise DataError(f"the target has {have}, the inputs have {samples}")
+        raise DataError(f"{name} has {have}, the inputs have {samples}")
     return target
+
+
+def has_sample_dim(placement: Placement, x: Any) -> bool:
+    """Return whether the inputs `x`, as the caller passed them, have a sample dimension."""
+    return placement.sample_layout.has_sample_dim(list_inputs_in_order(placement, x))
 
 
 TARGET = "the target"
@@ -296,7 +321,7 @@ TARGET = "the target"
 
 def _format_array_name(name: str) -> str:
     """Return how error messages refer to an array of the batch, such as "input 'x'"."""
-    return name if name == TARGET else f"input {name!r}" if name else "an array of the batch"
+    return name if name.startswith(("target ", TARGET)) else f"input {name!r}" if name else "an array of the batch"
 
 
 def add_given_dtype_to_error(problem: FsdpxError, x: Any, y: Any) -> FsdpxError:
@@ -428,7 +453,8 @@ def split_into_microbatches(
         microbatches = sums.count_microbatches(microbatches)
     own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
-        target = None if batch.target is None else batch.target[a:b]
+        targets = [one[a:b] for one in list_targets(batch.target)]
+        target = unwrap_single(targets) if targets else None
         own_microbatches.append(Microbatch(tuple(array[a:b] for array in batch.inputs), target, batch.row + a))
     return own_microbatches + [None] * (microbatches - len(own_microbatches))
 

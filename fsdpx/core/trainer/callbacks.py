@@ -14,10 +14,11 @@ from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.batch import to_device_array
+from fsdpx.core.trainer.batch import has_sample_dim, to_device_array
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.layer import LayerContext
 from fsdpx.nn.losses import Loss
 
@@ -43,15 +44,19 @@ class MetricSums:
         self._sums = np.zeros((len(functions), 2))  # one row per metric, with columns (sum, count)
         self._problem: tuple[str, Exception] | None = None
 
-    def add_batch(self, output: Any, target: Any) -> None:
-        """Add the metrics of one batch. If a metric raises an error, keep the error; `all_gather_means` raises it on
-        all ranks. Collective if a metric is a loss and fields are partitioned (option `domain`)."""
+    def add_batch(self, output: Any, target: Any, x: Any) -> None:
+        """Add the metrics of one batch, whose inputs are `x`. If a metric raises an error, keep the error;
+        `all_gather_means` raises it on all ranks. Collective if a metric is a loss and fields are partitioned (option
+        `domain`)."""
+        several, batched = isinstance(output, tuple), True
         if not self._layout.has_complete_samples:
-            target = self._layout.take_local_target(np.asarray(to_host(target)))
+            targets = target if several and isinstance(target, tuple | list) else (target,)
+            local = (self._layout.take_local_target(np.asarray(to_host(t)), i) for i, t in enumerate(targets))
+            target, batched = unwrap_single(tuple(local)), has_sample_dim(self._placement, x)
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 if isinstance(function, Loss):
-                    self._sums[k] += self._compute_loss_sum_and_weight(function, output, target)
+                    self._sums[k] += self._compute_loss_sum_and_weight(function, output, target, batched)
                 else:
                     self._sums[k] += _convert_to_sum_and_count(
                         function(to_host_output(output), target), not self._layout.has_complete_samples
@@ -59,16 +64,18 @@ class MetricSums:
             except Exception as error:
                 self._problem = self._problem or (f"metric {name!r}: {error}", error)
 
-    def _compute_loss_sum_and_weight(self, loss: Loss, output: Any, target: Any) -> tuple[float, float]:
+    def _compute_loss_sum_and_weight(
+        self, loss: Loss, output: Any, target: Any, batched: bool
+    ) -> tuple[float, float]:
         """Return the summed loss of a batch and its weight, which is the number of samples or of whatever else the
         loss counts. If fields are partitioned (option `domain`), ranks first check together that the loss accepts the
-        arrays of every rank."""
+        arrays of every rank. `batched` says whether the caller's arrays have a sample dimension."""
         placement, problem = self._placement, None
-        y, t = (to_device_array(placement, a) for a in (output, target))
+        y, t = (self._to_model_outputs(values, batched) for values in (output, target))
         loss = self._layout.bind_loss(loss)
-        y, t = (self._layout.to_model_output(a, "the target") for a in (y, t))
         try:
-            loss.validate(tuple(y.shape), t)
+            shapes: Any = tuple(tuple(one.shape) for one in y) if isinstance(y, tuple) else tuple(y.shape)
+            loss.validate(shapes, t)
         except FsdpxError as error:
             problem = error
         if not self._layout.has_complete_samples:
@@ -77,6 +84,14 @@ class MetricSums:
         if problem is not None:
             raise problem
         return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
+
+    def _to_model_outputs(self, values: Any, batched: bool) -> Any:
+        """Return outputs or targets of the caller, an array or a tuple of arrays, in the layout of the model's outputs.
+        """
+        several = isinstance(values, tuple)
+        arrays = [to_device_array(self._placement, one) for one in (values if several else (values,))]
+        found = [self._layout.to_model_output(one, "the target", i, batched) for i, one in enumerate(arrays)]
+        return tuple(found) if several else found[0]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
         """Return a dict from name to the mean of each metric over the samples of all ranks; every rank gets the same

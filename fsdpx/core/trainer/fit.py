@@ -315,7 +315,7 @@ class _Validation:
             losses.append(self.trainer.evaluate(x, y))
             weights.append(self.trainer.inspect.loss_weight)
             if self.metrics:
-                metrics.add_batch(self.trainer.predict(x), y)
+                metrics.add_batch(self.trainer.predict(x), y, x)
         if not losses:
             raise ConfigError("fit: the validation loader gives no batch")
         value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)

@@ -21,6 +21,7 @@ from fsdpx.core.trainer.assemble import assemble_session
 from fsdpx.core.trainer.recipe import NoOptimizer, Recipe
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import FsdpxError, OutOfMemory
+from fsdpx.nn.container import unwrap_single
 
 __all__ = ["FITTING_SHARE", "explain_memory_error", "format_cheaper_options", "iterate_cheaper_options"]
 
@@ -146,7 +147,9 @@ def _make_shape_only_batch(feed: StepInputs | None) -> tuple[Any, Any] | None:
     microbatches = [] if feed is None else [batch for batch in feed.batch if batch is not None]
     if not microbatches or microbatches[0].target is None:
         return None
-    rows, first_microbatch = sum(len(batch.target) for batch in microbatches), microbatches[0]
-    arrays = *first_microbatch.inputs, first_microbatch.target
-    *inputs, target = (ShapeArray((rows, *a.shape[1:]), a.dtype) for a in arrays)
-    return tuple(inputs) if len(inputs) > 1 else inputs[0], target
+    rows, first_microbatch = sum(len(batch.targets[0]) for batch in microbatches), microbatches[0]
+    inputs, targets = (
+        tuple(ShapeArray((rows, *a.shape[1:]), a.dtype) for a in arrays)
+        for arrays in (first_microbatch.inputs, first_microbatch.targets)
+    )
+    return unwrap_single(inputs), unwrap_single(targets)

@@ -31,7 +31,7 @@ from fsdpx.core.program import (
     order_sequentially,
 )
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.step_inputs import Microbatch, StepInputs
+from fsdpx.core.state.step_inputs import Microbatch, StepInputs, list_targets
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.batch import DuplicateBatchDetector
@@ -101,8 +101,8 @@ class CheckedBatch:
 
     @property
     def arrays(self) -> list[Any]:
-        """The arrays of the batch: all inputs, then the target if there is one."""
-        return [*self.inputs, *([] if self.target is None else [self.target])]
+        """The arrays of the batch: all inputs, then the targets if there are any."""
+        return [*self.inputs, *list_targets(self.target)]
 
 
 class Session:
@@ -252,7 +252,7 @@ class Session:
         checked = self._check_and_describe_batch(x, y, kind, comparison, also)
         everyone = self._agree_on_sample_counts(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
-            self._warn_of_wrong_sharding(checked.inputs[0])
+            self._warn_of_wrong_sharding(checked.inputs)
         microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
@@ -282,12 +282,10 @@ class Session:
         try:
             batches.require_batch_usable_on_device(place, x, y)
             checked.inputs = batches.prepare_inputs(place, x)
-            checked.batched = layout.has_complete_samples or layout.has_sample_dim(
-                batches.list_inputs_in_order(place, x)[0]
-            )
+            checked.batched = layout.has_complete_samples or batches.has_sample_dim(place, x)
             checked.rows = int(checked.inputs[0].shape[0])
             if kind in (*TRAINS, "evaluate"):
-                checked.target = batches.prepare_target(place, y, checked.rows)
+                checked.target = batches.prepare_target(place, y, checked.rows, checked.batched)
             if place.axes.world.size > 1:
                 checked.features = ", ".join(map(layout.describe_array, checked.arrays)) + also
             if comparison.digests:
@@ -378,9 +376,8 @@ class Session:
             if place.axes.tensor.size > 1:  # check that the tensor axis can split all dimensions
                 largest = batches.make_shape_only_microbatch(place, inputs, (inputs[0].shape[0],), 1)
                 place.value_shapes.shape_of(0, largest)
-            shapes = self._output_shapes[key] = [
-                place.sample_layout.compute_local_output_shape(o.shape) for o in outputs
-            ]
+            local_shapes = place.sample_layout.compute_local_output_shapes([tuple(o.shape) for o in outputs])
+            shapes = self._output_shapes[key] = list(local_shapes)
         if target is not None:
             loss: Any = place.sample_layout.bind_loss(self.loss)
             loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
@@ -467,14 +464,14 @@ class Session:
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
 
-    def _warn_of_wrong_sharding(self, x: Any) -> None:
-        """Warn once if the first input `x` seems to be partitioned wrongly, for example if the ranks' parts of a field
-        overlap. Collective if all ranks step together; otherwise this method does nothing."""
+    def _warn_of_wrong_sharding(self, inputs: Sequence[Any]) -> None:
+        """Warn once if the inputs seem to be partitioned wrongly, for example if the ranks' parts of a field overlap.
+        Collective if all ranks step together; otherwise this method does nothing."""
         self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
             return
-        text = self.placement.sample_layout.describe_sharding_mistake(x)
+        text = self.placement.sample_layout.describe_sharding_mistake(inputs)
         if text and axes.world.rank == 0:
             warn(text)
 

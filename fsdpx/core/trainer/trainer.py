@@ -24,7 +24,6 @@ from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.engine.clock import LOADING
 from fsdpx.core.program import Program, Slot
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.sample_layout import Domain
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.core.trainer import batch as batches
 from fsdpx.core.trainer.call_runner import (
@@ -234,7 +233,8 @@ class Trainer:
         for array, shape in zip(arrays, self._output_shapes, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
-        arrays = tuple(session.placement.sample_layout.to_model_output(array, "dy") for array in arrays)
+        layout = session.placement.sample_layout
+        arrays = tuple(layout.to_model_output_gradients(arrays, feed.batched))
         if session.placement.stage.has_loss:
             session.state.store[Slot("seed", None, 0)] = tuple(
                 take_output_gradient_shard(session.placement, array) for array in arrays
@@ -246,7 +246,7 @@ class Trainer:
         loss_or_gradients = session.run_program("backward", feed, local=self._local)
         session.state.gradient_source = "backward"
         dx = all_reduce_input_gradients(session.placement, loss_or_gradients, batch, session.state.scaler.value)
-        return unwrap_single(session.to_caller_arrays(dx, feed))
+        return unwrap_single(layout.to_caller_input_gradients(dx, feed.batched))
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def update(self) -> float:
@@ -594,9 +594,10 @@ class Trainer:
         return self._session.placement.axes.parts
 
     @property
-    def output_grid(self) -> Domain:
-        """How the model's output is partitioned over ranks (option `domain`). If output and input have the same number
-        of cells, they have the same partition.
+    def output_grid(self) -> Any:
+        """How the model's output is partitioned over ranks (option `domain`), as a `Grid`; for a model with several
+        outputs, a tuple, with None for scalars. If output and input have the same number of cells, they have the same
+        partition.
 
         Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
         layers, so it is known before the first prediction.

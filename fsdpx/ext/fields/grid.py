@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.array.namespace import namespace_of, to_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -18,13 +20,14 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
-from fsdpx.ext.fields.over_parts import partition_model
+from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
+from fsdpx.ext.fields.over_parts import partition_model_of_fields
 from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
-from fsdpx.nn.shard_specs import FieldPartition, GhostWidths
+from fsdpx.nn.shard_specs import FieldPartition, GhostWidths, Kind
 
 __all__ = ["Grid"]
 
@@ -293,9 +296,9 @@ class Grid(Domain):
         outside the domain; None if the grid has no ghost cells."""
         return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
 
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """Return the model that each rank runs on its part of the field, and the partition of the model's output.
-        Communicates nothing.
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, tuple[Kind, ...]]:
+        """Return the model that each rank runs on its part of the field, and how each output is distributed over the
+        ranks. Communicates nothing.
 
         Parameters
         ----------
@@ -304,13 +307,16 @@ class Grid(Domain):
 
         Returns
         -------
-        tuple of (Layer, FieldPartition)
+        tuple of (Layer, tuple)
+            the tuple has a `FieldPartition` for each output that is a field, and `Replicated()` for scalars, which
+            every rank holds in full
 
         Raises
         ------
         ConfigError : if a layer cannot run on a part of the field; the message has its path
         """
-        return partition_model(model, self.input_partition if parts is None else parts)
+        made = partition_model_of_fields(model, self.input_partition if parts is None else parts)
+        return made.model, made.outputs
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
         """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
@@ -325,7 +331,8 @@ class Grid(Domain):
         FieldSamples
         """
         mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
-        return FieldSamples(self, self.shard_model(model)[1], axes, mistake)
+        made = partition_model_of_fields(model, self.input_partition)
+        return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         """Return the groups of data-parallel ranks that hold parts of the same fields. Collective.
@@ -641,13 +648,15 @@ class FieldSamples:
     Attributes
     ----------
     grid : the domain decomposition of the input
-    outputs : partition of the model's output
+    input_kinds, output_kinds : how each input and output of the model is distributed: the partition of a field, or
+        `Replicated` for scalars (samples, n), which every rank holds in full
     axes : the communicators of the mesh on this rank
     padding_mistake : warning about a layer whose padding conflicts with the grid's periodicity, or ""
     """
 
     grid: Grid
-    outputs: FieldPartition
+    input_kinds: tuple[Kind, ...]
+    output_kinds: tuple[Kind, ...]
     axes: MeshAxes
     padding_mistake: str
 
@@ -657,8 +666,17 @@ class FieldSamples:
     def has_one_group(self) -> bool:
         return prod(self.grid.dims) == self.axes.world.size
 
-    def has_sample_dim(self, given: Any) -> bool:
-        return self.grid.has_sample_dim(given)
+    @property
+    def outputs(self) -> FieldPartition:
+        """Partition of the first output that is a field."""
+        return next(kind for kind in self.output_kinds if isinstance(kind, FieldPartition))
+
+    def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
+        return self.grid.has_sample_dim(self._get_first_field(inputs))
+
+    def _get_first_field(self, inputs: Sequence[Any]) -> Any:
+        """Return the first of the model's inputs that is a field."""
+        return next(x for x, kind in zip(inputs, self.input_kinds, strict=True) if isinstance(kind, FieldPartition))
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
@@ -675,52 +693,117 @@ class FieldSamples:
     def describe_array(self, array: Any) -> str:
         """Return the dtype and the number of channels as text, which must be equal on all ranks. The text leaves out
         the numbers of samples and cells, because these may differ."""
-        return f"{array.dtype} of {array.shape[1]} channels"
+        return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
-    def describe_sharding_mistake(self, x: Any) -> str:
-        """Return a warning if the parts of neighboring ranks seem to overlap, or if a layer's padding conflicts with
-        the grid's periodicity; otherwise return "". Collective."""
-        grid, groups = self.grid, self.axes.groups
+    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
+        """Return a warning if the ranks of a field pass different scalars, if the parts of neighboring ranks seem to
+        overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise return "". Collective."""
+        grid, groups, x = self.grid, self.axes.groups, self._get_first_field(inputs)
         assert groups is not None
         if getattr(x, "holds_no_data", False):
             return ""
-        ends = self.axes.uncounted_world.all_gather_data(digest_part_ends(grid.local_shape, grid.ghosts, x))
+        scalars = [
+            zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes())
+            for array, kind in zip(inputs, self.input_kinds, strict=True)
+            if not isinstance(kind, FieldPartition)
+        ]
+        mine = digest_part_ends(grid.local_shape, grid.ghosts, x), scalars
+        everyone = self.axes.uncounted_world.all_gather_data(mine)
+        ends, numbers = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
+        if odd := next((r for r, found in zip(groups.own_ranks, numbers, strict=True) if found != numbers[0]), 0):
+            return (
+                f"fsdpx: rank {odd} passes other scalars than rank {groups.own_ranks[0]} with its part of the same "
+                "field: pass the same on all ranks, such as those that comm.bcast() gives"
+            )
         letters = grid.layout.replace("c", "")
-        shared = find_overlaps(grid.dims, letters, grid.periods, [ends[rank] for rank in groups.own_ranks])
+        shared = find_overlaps(grid.dims, letters, grid.periods, ends)
         return make_overlap_warning(shared) if shared else self.padding_mistake
 
     def compute_full_input_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the full field, including ghost cells outside the domain, given the shape of this rank's
         part."""
+        if len(shape) <= 2:  # scalars
+            return shape
         joined = self.grid.input_partition.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
-    def compute_local_output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (*shape[:2], *self.outputs.local_shape(self.grid.coords))
+    def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        found = []
+        for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
+            if isinstance(kind, FieldPartition):
+                found.append((*shape[:2], *kind.local_shape(self.grid.coords)))
+            elif len(shape) == 2:
+                found.append(tuple(shape))
+            else:
+                raise ConfigError(f"output {i} of shape {tuple(shape)}: scalars must leave a model as (samples, n)")
+        return found
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
+        batched, inputs = self.has_sample_dim(arrays), self.grid.input_partition
         return [
-            self.grid.to_model_layout(a, self.grid.input_partition, text)
-            for a, text in zip(arrays, called, strict=True)
+            self.grid.to_model_layout(a, inputs, text)
+            if isinstance(kind, FieldPartition)
+            else _to_model_scalars(a, text, batched)
+            for a, text, kind in zip(arrays, called, self.input_kinds, strict=True)
         ]
 
-    def to_model_output(self, array: Any, name: str) -> Any:
-        return self.grid.to_model_layout(array, self.outputs, name)
+    def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
+        kind = self.output_kinds[index]
+        if isinstance(kind, FieldPartition):
+            return self.grid.to_model_layout(array, kind, name)
+        return _to_model_scalars(array, name, batched)
+
+    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        found = [self.to_model_output(array, "dy", i, batched) for i, array in enumerate(arrays)]
+        ranks = self.axes.parts.size
+        return [
+            dy if isinstance(kind, FieldPartition) else dy / ranks
+            for dy, kind in zip(found, self.output_kinds, strict=True)
+        ]
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
+        if array.ndim <= 2:  # scalars
+            return array if batched else array[0]
         return self.grid.from_model_layout(array, batched)
 
-    def take_local_target(self, y: Any) -> Any:
+    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        found: list[Any] = []
+        for dx, kind in zip(arrays, self.input_kinds, strict=True):
+            if dx is not None and not isinstance(kind, FieldPartition) and self.axes.parts.size > 1:
+                total = namespace_of(dx).ascontiguousarray(dx).reshape(-1).copy()
+                self.axes.parts.all_reduce(total, what="gradient of scalars").wait()
+                dx = total.reshape(dx.shape)
+            found.append(None if dx is None else self.to_caller_layout(dx, batched))
+        return found
+
+    def take_local_target(self, y: Any, index: int) -> Any:
         """Return this rank's part of the target, which is `y` without its ghost cells."""
-        return self.grid.without_ghosts(y) if self.outputs == self.grid.parts else y
+        return self.grid.without_ghosts(y) if self.output_kinds[index] == self.grid.parts else y
 
     def bind_loss(self, loss: Loss) -> Loss:
-        return loss.bind_partition(self.outputs)
+        return bind_loss_to_outputs(loss, self.output_kinds)
 
-    def get_output_domain(self) -> Grid:
-        return self.grid.with_partition(self.outputs)
+    def get_output_domain(self) -> Grid | tuple[Grid | None, ...]:
+        found = tuple(
+            self.grid.with_partition(kind) if isinstance(kind, FieldPartition) else None for kind in self.output_kinds
+        )
+        if found == (None,):
+            raise ConfigError("output_grid: the model's output are scalars, which every rank has whole")
+        return found if len(found) > 1 else found[0]  # type: ignore[return-value]
+
+
+def _to_model_scalars(array: Any, name: str, batched: bool) -> Any:
+    """Return scalars of the caller as (samples, n), or as (samples,). Raise DataError if they have other dims. `name`
+    is what errors call them."""
+    if array.ndim not in ((1, 2) if batched else (0, 1)):
+        wanted = "(samples, n)" if batched else "(n,), as the field has no dim of samples"
+        raise DataError(
+            f"{name} has shape {tuple(array.shape)}: the model reads or gives scalars there, which every rank passes "
+            f"whole, as {wanted}"
+        )
+    return array if batched else array[None]
 
 
 def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:

@@ -3,41 +3,134 @@ of partition where needed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.halo_slabs import RepartitionField
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sequence import WithInputOutput
-from fsdpx.nn.shard_specs import FieldPartition, Kind
+from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
-__all__ = ["partition_model"]
+__all__ = ["PartitionedModel", "TakesScalars", "find_scalar_inputs", "partition_model", "partition_model_of_fields"]
+
+
+class TakesScalars:
+    """Base class for layers that take scalars next to a field. Scalars are an array (samples, n) that every rank of the
+    field holds in full."""
+
+    scalar_inputs: tuple[int, ...] = ()
+    """Numbers of the inputs that are scalars."""
+
+
+class PartitionedModel(NamedTuple):
+    """The model that each rank runs on its part of the fields.
+
+    Attributes
+    ----------
+    model : the converted model
+    inputs, outputs : how each input and output is distributed: the partition of a field, or `Replicated` for scalars,
+        which every rank holds in full
+    """
+
+    model: Layer
+    inputs: tuple[Kind, ...]
+    outputs: tuple[Kind, ...]
 
 
 def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPartition]:
     """Convert `model`, which takes full fields, to the model that each rank runs on its part. Return the converted
-    model and the partition of its output. Communicates nothing.
+    model and the partition of its only output. Communicates nothing.
 
     `parts` is the partition of the input; an output with the same number of cells gets the same partition. Raises
-    ConfigError with the path of the first layer that cannot run on a part."""
-    takes = isinstance(model, Container) or _can_take_ghosts(model)
-    frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
-    inputs = [parts if frame is None else parts.without_ghosts()] * len(list_input_names(model))
-    made, kinds = ShardingWalk(1, None, {}, (_plan_ghost_drops, _plan_redistributions)).shard_layer(model, "", inputs)
-    if frame is not None:
-        made = WithInputOutput(made, frame, None)
+    ConfigError with the path of the first layer that cannot run on a part, or if the output is not one field."""
+    made, _, kinds = partition_model_of_fields(model, parts)
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
         raise ConfigError(f"domain=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
-    given, wanted = kinds[0], parts.without_ghosts()
-    if given == wanted or given.shape != wanted.shape:
-        return made, given
-    shift = RepartitionField(given, wanted)
-    if not isinstance(made, Container):
-        return WithInputOutput(made, None, shift), wanted
-    name = make_unused_name(made, "shift")
-    return made.with_steps([*made.steps, ChildCall(name, shift, made.outputs, (name,))], (name,)), wanted
+    return made, kinds[0]
+
+
+def partition_model_of_fields(model: Layer, parts: FieldPartition) -> PartitionedModel:
+    """Convert a model as `partition_model` does. It may have several inputs and outputs, which are fields or
+    scalars."""
+    takes = isinstance(model, Container) or _can_take_ghosts(model)
+    frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
+    scalars = find_scalar_inputs(model)
+    inputs = tuple(Replicated() if scalar else parts for scalar in scalars)
+    kinds: Sequence[Kind] = inputs if frame is None else [parts.without_ghosts()] * len(inputs)
+    functions = (_require_no_mixed_inputs, _plan_ghost_drops, _plan_redistributions)
+    made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
+    if frame is not None:
+        made = WithInputOutput(made, frame, None)
+    wanted = parts.without_ghosts()
+    shifts = {
+        i: RepartitionField(kind, wanted)
+        for i, kind in enumerate(kinds)
+        if isinstance(kind, FieldPartition) and kind != wanted and kind.shape == wanted.shape
+    }
+    outputs = tuple(wanted if i in shifts else kind for i, kind in enumerate(kinds))
+    return PartitionedModel(_shift_outputs(made, shifts), inputs, outputs)
+
+
+def _shift_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
+    """Return `model` with a layer applied to some of its outputs. `shifts` maps the number of an output to the
+    layer."""
+    if not isinstance(model, Container):
+        return WithInputOutput(model, None, shifts[0]) if shifts else model
+    steps, names = list(model.steps), list(model.outputs)
+    for i, shift in shifts.items():
+        name = make_unused_name(model, "shift" if len(names) == 1 else f"shift_{i}")
+        steps.append(ChildCall(name, shift, (names[i],), (name,)))
+        names[i] = name
+    return model.with_steps(steps, names) if shifts else model
+
+
+def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
+    """Return, for each input of a model, whether it is scalars, which every rank holds in full, or a field.
+
+    An input is scalars if a layer reads it that cannot run on a part of a field, such as `Linear`, or that takes
+    scalars there, such as `FiLM`; elementwise layers may lie between. If no input would be a field, all are, and the
+    sharding of the model then names the layer that cannot run on a part."""
+    count = len(list_input_names(model))
+    found = tuple(_find_scalar_reads(model, count, [False] * model.n_outputs))
+    return (False,) * count if all(found) else found
+
+
+def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
+    """Return, for each of the `count` inputs of a layer, whether it must be scalars. `wanted` says the same of each of
+    its results."""
+    if isinstance(layer, Container):
+        reads = dict(zip(layer.outputs, wanted, strict=True))
+        for step in reversed(layer.steps):
+            given = [reads.get(name, False) for name in step.gives]
+            for source, scalar in zip(
+                step.sources, _find_scalar_reads(step.layer, len(step.sources), given), strict=True
+            ):
+                reads[source] = reads.get(source, False) or scalar
+        return [reads.get(name, False) for name in layer.inputs]
+    if isinstance(layer, TakesScalars):
+        return [i in layer.scalar_inputs for i in range(count)]
+    if layer.fields or layer.acts_on == "element":
+        return [wanted[0]] * count
+    # a layer with the attribute `parts` runs on a part of a field
+    return [not (layer.takes_ghosts or hasattr(layer, "parts"))] * count
+
+
+def _require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
+    """Raise ConfigError if `reader` cannot process its inputs together because some are fields and some are scalars, or
+    if it would compute statistics of scalars over ranks that all hold the same."""
+    fields = sum(isinstance(kind, FieldPartition) for kind in kinds)
+    if 0 < fields < len(kinds) and not isinstance(reader, Container | TakesScalars):
+        got = ", ".join(map(str, kinds))
+        raise ConfigError(
+            f"{reader!r} reads {got} together: scalars, which each rank has whole, meet a field in nn.FiLM or "
+            "nn.ConcatScalars"
+        )
+    if kinds and not fields and reader.collective and not isinstance(reader, Container):
+        raise ConfigError(f"{reader!r} takes statistics of scalars, which several ranks hold: use LayerNorm")
+    return [None] * len(kinds)
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
@@ -45,7 +138,8 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
     `kinds` says how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot use them, or
     if its inputs have different partitions."""
-    takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len({*kinds}) == 1)
+    partitions = {kind for kind in kinds if isinstance(kind, FieldPartition)}
+    takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len(partitions) == 1)
     return [
         Redistribution("interior", RepartitionField(kind, kind.without_ghosts()), kind.without_ghosts())
         if isinstance(kind, FieldPartition) and kind.ghosts and not takes

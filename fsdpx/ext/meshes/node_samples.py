@@ -58,8 +58,8 @@ class NodeSamples:
     def has_one_group(self) -> bool:
         return self.partition.dims[0] == self.axes.world.size
 
-    def has_sample_dim(self, given: Any) -> bool:
-        return given.ndim > 2
+    def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
+        return inputs[0].ndim > 2
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
         return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
@@ -77,20 +77,20 @@ class NodeSamples:
         """Return the dtype and the number of features as text, which must be equal on all ranks."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
-    def describe_sharding_mistake(self, x: Any) -> str:
+    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
         return ""
 
     def compute_full_input_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (shape[0], self.partition.total_nodes, *shape[2:])
 
-    def compute_local_output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (shape[0], *self.partition.local_shape, *shape[2:])
+    def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        return [(shape[0], *self.partition.local_shape, *shape[2:]) for shape in shapes]
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
         return [self._to_model_layout(a, name) for a, name in zip(arrays, called, strict=True)]
 
-    def to_model_output(self, array: Any, name: str) -> Any:
+    def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Return a target, prediction or gradient as (samples, nodes, features), or integer labels (nodes,) or
         (samples, nodes) as (samples, nodes)."""
         rows = self.partition.row_counts
@@ -101,10 +101,16 @@ class NodeSamples:
             return self.partition.take_owned_rows(labels[..., None])[..., 0]
         return self._to_model_layout(array, name)
 
+    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        return [self.to_model_output(array, "dy", index, batched) for index, array in enumerate(arrays)]
+
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array if batched else array[0]
 
-    def take_local_target(self, y: Any) -> Any:
+    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        return [None if array is None else self.to_caller_layout(array, batched) for array in arrays]
+
+    def take_local_target(self, y: Any, index: int) -> Any:
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:

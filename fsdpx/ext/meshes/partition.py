@@ -329,9 +329,9 @@ class Partition(Domain):
         whole = LocalGraph.with_sizes_only(self.total_nodes, self.total_edges, self.edge_feature_count)
         return MeshPartition(((0, self.total_nodes),), graph=whole)
 
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, FieldPartition]:
-        """Return the model that each rank runs on its part of the mesh, and the distribution of the model's output.
-        Communicates nothing.
+    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, tuple[FieldPartition]]:
+        """Return the model that each rank runs on its part of the mesh, and the distribution of the model's only
+        output. Communicates nothing.
 
         Parameters
         ----------
@@ -340,7 +340,8 @@ class Partition(Domain):
 
         Returns
         -------
-        tuple of (Layer, FieldPartition)
+        tuple of (Layer, tuple)
+            the tuple has the distribution, a `FieldPartition`
 
         Raises
         ------
@@ -352,7 +353,7 @@ class Partition(Domain):
         if not isinstance(kind, MeshPartition) or kind.kind != "nodes":
             found = ", ".join(map(str, kinds))
             raise ConfigError(f"domain=: {type(model).__name__} gives {found}: it must give one value of nodes")
-        return made, kind
+        return made, (kind,)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.

@@ -64,7 +64,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
 def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     slot, disk, (value,) = get_record_of_action(run.stage, action), _get_disk(run), taken
     if slot.mb is not None:
-        batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
+        batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, *one.targets)]
         own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
         }  # inputs and arena buffers stay in memory anyway, so they are not written

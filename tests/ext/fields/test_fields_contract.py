@@ -52,6 +52,13 @@ CASES = {
     "MatchMean": (nn.MatchMean, lambda: (rows(3, 2, 5), rows(3, 2, 5) + 1.0)),
     "Pad": (lambda: nn.Pad(((2, 0), (-1, 3)), "reflect"), lambda: rows(3, 2, 4, 5)),
     "FNOPlain": (lambda: nn.FNO(2, 3, (2, 2), 4, 1, 5, 3, 2, False), lambda: rows(3, 2, 4, 4)),
+    "ConcatScalars": (nn.ConcatScalars, lambda: (rows(3, 2, 4, 5), rows(3, 2) + 1.0)),
+    "ScaleShift": (nn.ScaleShift, lambda: (rows(3, 2, 5), rows(3, 4) + 1.0)),
+    "FiLM": (lambda: nn.FiLM(3, 2), lambda: (rows(3, 2, 4), rows(3, 3) + 1.0)),
+    "TimeEmbedding": (lambda: nn.TimeEmbedding(6, 10.0), lambda: rows(4, 1)),
+    "GlobalMean": (lambda: nn.GlobalMean([[1.0, 2.0, 0.5]]), lambda: rows(3, 2, 1, 3)),
+    "GlobalSum": (nn.GlobalSum, lambda: rows(3, 2, 4)),
+    "StaticChannels": (lambda: nn.StaticChannels([[1.0, 2.0], [3.0, 4.0]]), lambda: rows(3, 2, 2)),
     "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
     "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),
 }

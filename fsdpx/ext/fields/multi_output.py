@@ -1,0 +1,121 @@
+"""Losses of models with several outputs, or with scalar outputs that every rank of a field holds in full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fsdpx.core.comm.mesh import make_single_rank_axes
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
+from fsdpx.nn.layer import Array, LayerContext
+from fsdpx.nn.losses import Loss
+from fsdpx.nn.shard_specs import FieldPartition, Kind
+
+__all__ = ["MultiOutputLoss", "bind_loss_to_outputs"]
+
+
+def bind_loss_to_outputs(loss: Loss, kinds: Sequence[Kind]) -> Loss:
+    """Return the loss for outputs that are distributed over ranks as `kinds` says: the partition of a field, or
+    `Replicated` for scalars. A loss of several outputs other than `MultiOutputLoss` is returned unchanged."""
+    if len(kinds) > 1:
+        return loss.bind_kinds(kinds) if isinstance(loss, MultiOutputLoss) else loss
+    return loss.bind_partition(kinds[0]) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
+
+
+class _ScalarLoss(Loss):
+    """Computes `loss` for an output that every rank of a field holds in full, and counts each sample once: total and
+    weight are divided by the number of these ranks."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.kernel_names, self.acts_on = loss.kernel_names, loss.acts_on
+        self.skipna = getattr(loss, "skipna", False)
+
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        ranks = env.mesh.parts.size
+        total, weight, saved = self.loss.forward(self._make_context_of_one_rank(env), y, target)
+        return total / ranks, weight / ranks, saved
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        return self.loss.backward(self._make_context_of_one_rank(env), saved, seed / env.mesh.parts.size)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        self.loss.validate(shape, target)
+
+    def _make_context_of_one_rank(self, env: LayerContext) -> LayerContext:
+        """Return a context in which a loss that sums over the parts of a field finds a single part."""
+        return env if env.mesh.parts.size == 1 else replace(env, mesh=make_single_rank_axes())
+
+
+class MultiOutputLoss(Loss):
+    """Weighted sum of one loss for each output of a model: sum of w_i loss_i(output_i, target_i).
+
+    The target is a tuple with one array for each output. On a grid, an output may be a field, of which each rank passes
+    its part of the target, or scalars (samples, n), of which every rank passes all. Each loss is a mean over the
+    samples of a microbatch; the sum is averaged over all samples. One all-reduce of 16 bytes per loss sums over the
+    parts of a field.
+
+    Parameters
+    ----------
+    losses : the loss of each output, in the order of the model's outputs
+    loss_weights : the number w_i of each loss; default None: all 1
+    """
+
+    def __init__(self, *losses: Loss, loss_weights: Sequence[float] | None = None) -> None:
+        if not losses or not all(isinstance(loss, Loss) for loss in losses):
+            raise ConfigError(f"MultiOutputLoss: give a loss for each output, got {', '.join(map(repr, losses))}")
+        self.losses = losses
+        self.loss_weights = None if loss_weights is None else tuple(float(w) for w in loss_weights)
+        if self.loss_weights is not None and len(self.loss_weights) != len(losses):
+            raise ConfigError(f"MultiOutputLoss: {len(losses)} losses have {len(self.loss_weights)} loss_weights")
+        self.kernel_names = tuple(dict.fromkeys(name for loss in losses for name in loss.kernel_names))
+        self.skipna = any(getattr(loss, "skipna", False) for loss in losses)
+
+    def __repr__(self) -> str:
+        return f"MultiOutputLoss({', '.join(map(repr, self.losses))}, loss_weights={self.loss_weights})"
+
+    def bind_kinds(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
+        """Return the loss for outputs that are distributed over ranks as `kinds` says.
+
+        Parameters
+        ----------
+        kinds : for each output, the partition of a field, or `Replicated` for scalars
+
+        Raises
+        ------
+        ConfigError : if their number is not that of the losses
+        """
+        self._require_output_count(len(kinds))
+        bound = (bind_loss_to_outputs(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))
+        return MultiOutputLoss(*bound, loss_weights=self.loss_weights)
+
+    def forward(self, env: LayerContext, y: Any, target: Any) -> tuple[float, float, Any]:
+        found = [loss.forward(env, *pair) for loss, *pair in zip(self.losses, y, target, strict=True)]
+        sums = env.xp.asarray(np.array([[float(total), float(weight)] for total, weight, _ in found]))
+        sums = all_reduce_over_parts(env, sums, "MultiOutputLoss")
+        samples, ranks, value, slopes = float(y[0].shape[0]), env.mesh.parts.size, 0.0, []
+        for (total, weight), factor in zip(sums, self.loss_weights or (1.0,) * len(found), strict=True):
+            share = samples * factor / float(weight) if float(weight) > 0 else 0.0
+            value += share * float(total)
+            slopes.append(share)
+        return value / ranks, samples / ranks, ([saved for *_, saved in found], slopes)
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Any:
+        rows = zip(self.losses, *saved, strict=True)
+        return tuple(loss.backward(env, kept, seed * share) for loss, kept, share in rows)
+
+    def validate(self, shape: tuple[Any, ...], target: Any) -> None:
+        outputs = len(shape) if all(isinstance(one, tuple) for one in shape) else 1
+        self._require_output_count(outputs)
+        if not isinstance(target, tuple) or len(target) != outputs:
+            raise DataError(f"{self!r}: the target must be a tuple with one array for each of {outputs} outputs")
+        for loss, one, wanted in zip(self.losses, shape, target, strict=True):
+            loss.validate(one, wanted)
+
+    def _require_output_count(self, outputs: int) -> None:
+        if outputs != len(self.losses):
+            raise ConfigError(f"{self!r} has {len(self.losses)} losses, and the model {outputs} outputs")

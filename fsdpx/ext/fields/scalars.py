@@ -1,0 +1,232 @@
+"""Layers that bring scalars, such as a time step or a Reynolds number, to a field, and that reduce a field to
+scalars."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
+from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.ext.fields.over_parts import TakesScalars
+from fsdpx.nn.container import Composite
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_positive
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.losses import CellWeights
+from fsdpx.nn.shard_specs import FieldPartition, Replicated, ShardingContext, bind_partition
+
+__all__ = ["ConcatScalars", "FiLM", "GlobalMean", "GlobalSum", "ScaleShift", "TimeEmbedding"]
+
+
+class _ScalarsToField(Layer, TakesScalars):
+    """Base class for layers with two inputs: a field (samples, channels, *cells), and scalars (samples, n).
+
+    Every rank of a field holds all scalars, and computes the gradient that its cells contribute to them. So do the
+    layers before: the sum over ranks is the gradient."""
+
+    n_inputs = 2
+    scalar_inputs = (1,)
+    takes_ghosts = True
+
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        field, scalars = request.kinds
+        if not isinstance(field, FieldPartition):
+            return super().shard_over_ranks(request)
+        request.require_no_mark(self)
+        if not isinstance(scalars, Replicated):
+            raise ConfigError(
+                f"{request.path!r} {self!r} reads {field} and {scalars}: its second input must be scalars, which each "
+                "rank has whole, as (samples, n)"
+            )
+        return ShardedLayer(self, field)
+
+    def _require_shapes(self, x: Array, s: Array) -> None:
+        if x.ndim < 3 or s.ndim != 2 or x.shape[0] != s.shape[0]:
+            raise ShapeError(
+                f"{self!r} wants a field (samples, channels, *cells) and scalars (samples, n), got {tuple(x.shape)} "
+                f"and {tuple(s.shape)}"
+            )
+
+
+def _sum_over_cells(a: Array) -> Array:
+    """Return the sums over the cells of (samples, channels, *cells), in the dtype of `a`, added up in float64."""
+    return a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64).astype(a.dtype)
+
+
+def _broadcast_to_cells(s: Array, x: Array) -> Array:
+    """Return `s`, (samples, n), with a dim of size 1 for each cell dim of `x`."""
+    return s.reshape(*s.shape, *(1,) * (x.ndim - 2))
+
+
+class ConcatScalars(_ScalarsToField):
+    """Appends n channels to a field, each of which holds one of n scalars in all cells.
+
+    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a grid passes
+    in full. Returns (samples, channels + n, *cells)."""
+
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
+        field, s = x
+        self._require_shapes(field, s)
+        spread = env.xp.broadcast_to(_broadcast_to_cells(s, field), (*s.shape, *field.shape[2:]))
+        return env.xp.concatenate([field, spread.astype(field.dtype)], axis=1), (field.shape[1],)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        (channels,) = saved
+        return (env.xp.ascontiguousarray(dy[:, :channels]), _sum_over_cells(dy[:, channels:])), ()
+
+
+class ScaleShift(_ScalarsToField):
+    """Scales and shifts each channel of a field: y = (1 + scale) x + shift.
+
+    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), of which the first half
+    are the scales and the second half the shifts. `FiLM` is a `Linear` and this layer."""
+
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
+        field, s = x
+        self._require_shapes(field, s)
+        if s.shape[1] != 2 * field.shape[1]:
+            raise ShapeError(
+                f"{self!r}: a field of {field.shape[1]} channels takes {2 * field.shape[1]} scales and shifts, got "
+                f"{s.shape[1]}"
+            )
+        gain = 1.0 + _broadcast_to_cells(s[:, : field.shape[1]], field)
+        return field * gain + _broadcast_to_cells(s[:, field.shape[1] :], field), (field, gain)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        field, gain = saved
+        ds = env.xp.concatenate([_sum_over_cells(dy * field), _sum_over_cells(dy)], axis=1)
+        return (dy * gain, ds), ()
+
+
+class FiLM(Composite):
+    """Feature-wise linear modulation (Perez et al. 2018): y = (1 + scale(s)) x + shift(s), where a `Linear` computes
+    a scale and a shift for each channel of x from the scalars s.
+
+    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n_scalars), such as a time step, a
+    Reynolds number or a `TimeEmbedding`, which every rank of a grid passes in full. The first `channels` outputs of the
+    Linear are the scales, as in diffusion models (Dhariwal and Nichol 2021). The parameters are `linear.weight`,
+    (2 channels, n_scalars), and `linear.bias`.
+
+    Parameters
+    ----------
+    n_scalars : number of scalars of each sample
+    channels : number of channels of the field
+    """
+
+    def __init__(self, n_scalars: int, channels: int) -> None:
+        require_positive(self, n_scalars=n_scalars, channels=channels)
+        self.n_scalars, self.channels = n_scalars, channels
+        self.linear = Linear(n_scalars, 2 * channels)
+
+    def compose(self, x: Any, s: Any) -> Any:
+        return ScaleShift()(x, self.linear(s))
+
+
+class TimeEmbedding(Layer):
+    """Sinusoidal embedding of a time, or of the step of a diffusion process: sin(t f_k) and then cos(t f_k), for
+    frequencies f_k from 1 to 1 / max_period.
+
+    f_k = max_period^(-k / (dim / 2 - 1)) for k = 0 ... dim / 2 - 1, as in Ho et al. (2020), after Vaswani et al.
+    (2017). The input is (samples,) or (samples, 1), the output (samples, dim).
+
+    Parameters
+    ----------
+    dim : number of outputs, even and at least 4
+    max_period : smallest frequency is 1 / max_period; default 10000
+    """
+
+    def __init__(self, dim: int, max_period: float = 10000.0) -> None:
+        require_positive(self, dim=dim)
+        if dim < 4 or dim % 2 or not max_period > 0:
+            raise ConfigError(f"TimeEmbedding(dim={dim}, max_period={max_period}): dim is even and at least 4")
+        self.dim, self.max_period = dim, float(max_period)
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        if x.ndim not in (1, 2) or x.shape[1:] not in ((), (1,)):
+            raise ShapeError(f"{self!r} wants (samples,) or (samples, 1), got {tuple(x.shape)}")
+        angles = x.reshape(-1, 1).astype(np.float64) * self._make_frequencies(env)
+        sin, cos = env.xp.sin(angles), env.xp.cos(angles)
+        return env.xp.concatenate([sin, cos], axis=1).astype(x.dtype), (sin, cos, x.shape)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        sin, cos, shape = saved
+        slopes = env.xp.concatenate([cos, -sin], axis=1) * env.xp.concatenate([self._make_frequencies(env)] * 2)
+        return (dy * slopes).sum(axis=1).astype(dy.dtype).reshape(shape), ()
+
+    def _make_frequencies(self, env: LayerContext) -> Array:
+        half = self.dim // 2
+        return env.xp.asarray(np.exp(-math.log(self.max_period) / (half - 1) * np.arange(half)))
+
+
+class GlobalMean(FieldLayer):
+    """Mean of each channel over all cells of the field: (samples, channels, *cells) to scalars (samples, channels).
+
+    On a grid, every rank gets the result, which layers such as `Linear` may follow; forward and backward each
+    all-reduce 8 bytes per sample and channel.
+
+    Parameters
+    ----------
+    weights : weight of each cell, such as its volume: an array (*cells) or (channels, *cells) of numbers >= 0 for this
+        rank's part of the field; the sum is then divided by the sum of weights. Default None: all 1
+    """
+
+    def __init__(self, weights: Any = None) -> None:
+        self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
+
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        kind = request.kinds[0]
+        if not isinstance(kind, FieldPartition):
+            return super().shard_over_ranks(request)
+        request.require_no_mark(self)
+        return ShardedLayer(bind_partition(self, kind), Replicated())
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        if x.ndim < 3:
+            raise ShapeError(f"{self!r} wants a field (samples, channels, *cells), got {tuple(x.shape)}")
+        w, dims = self._get_weights(env, x), tuple(range(2, x.ndim))
+        total = (x if w is None else x * w).sum(axis=dims, dtype=np.float64)
+        below = self._all_reduce_divisor(env, x, w)
+        total = all_reduce_over_parts(env, total, env.random.path) / below
+        return total.astype(x.dtype), (w, below, x.shape)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        w, below, shape = saved
+        # each rank has the gradient that its own use of the result gives
+        total = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / below
+        dx = total.astype(dy.dtype).reshape(*total.shape, *(1,) * (len(shape) - 2))
+        return env.xp.ascontiguousarray(env.xp.broadcast_to(dx if w is None else (dx * w).astype(dx.dtype), shape)), ()
+
+    def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
+        """Return what the sums over all cells are divided by: the number of cells, or the sum of weights `w`."""
+        if w is None:
+            return max(math.prod(self.get_partition(x).shape), 1)
+        dims = tuple(range(2, x.ndim))
+        total = env.xp.broadcast_to(w, (1, *x.shape[1:])).sum(axis=dims, dtype=np.float64)
+        total = all_reduce_over_parts(env, total, env.random.path)
+        if not getattr(env.xp, "holds_no_data", False) and not bool((total > 0).all()):
+            raise DataError(f"{self!r}: all weights of a channel are 0")
+        return total
+
+    def _get_weights(self, env: LayerContext, x: Array) -> Array | None:
+        """Return the weights, broadcastable to x, or None if all are 1."""
+        if self.weights is None:
+            return None
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
+            return env.xp.empty((1, *x.shape[1:]), dtype=x.dtype)
+        if self.weights.array.shape not in (x.shape[2:], x.shape[1:]):
+            raise ShapeError(
+                f"{self!r}: weights of shape {self.weights.array.shape} do not fit: this rank's part of the field is "
+                f"(channels, *cells) = {x.shape[1:]}; give one for each cell, or for each channel of it"
+            )
+        return self.weights.reshape_to_broadcast(env, x)
+
+
+class GlobalSum(GlobalMean):
+    """Sum of each channel over all cells of the field, such as a force from stresses and areas. Input, output and
+    `weights` as in `GlobalMean`, but the sum is not divided."""
+
+    def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
+        return 1.0

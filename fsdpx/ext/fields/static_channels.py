@@ -1,0 +1,61 @@
+"""`StaticChannels`: fixed channels, such as topography or a land mask, next to the channels of a field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
+
+__all__ = ["StaticChannels"]
+
+
+class StaticChannels(Layer):
+    """Appends fixed channels to a field, such as topography, a land mask or coefficients. They are given once, get no
+    gradient, and are not saved in checkpoints.
+
+    It maps (samples, channels, *cells) to (samples, channels + constants, *cells). Inside the model of a `Rollout`, all
+    steps read them.
+
+    Parameters
+    ----------
+    values : array (*cells), or (constants, *cells), for this rank's part of the field, without ghost cells
+    """
+
+    fields = True
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.asarray(values)
+        if self.values.dtype.kind not in "fiub" or self.values.ndim < 1:
+            raise ConfigError(f"StaticChannels: numbers or bools for each cell are needed, got {self.values.dtype}")
+
+    def __repr__(self) -> str:
+        """Return text without the values: ranks compare this text, but each rank has other values."""
+        return "StaticChannels()"
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        constants = self._get_constants(env, x)
+        spread = env.xp.broadcast_to(constants, (x.shape[0], *constants.shape[1:]))
+        return env.xp.concatenate([x, spread], axis=1), (x.shape[1],)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return env.xp.ascontiguousarray(dy[:, : saved[0]]), ()
+
+    def _get_constants(self, env: LayerContext, x: Array) -> Array:
+        """Return the values as (1, constants, *cells), in the dtype of x."""
+        cells = tuple(x.shape[2:])
+        has_channels = self.values.ndim == len(cells) + 1
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
+            return env.xp.empty((1, self.values.shape[0] if has_channels else 1, *cells), dtype=x.dtype)
+        if x.ndim < 3 or self.values.shape[int(has_channels) :] != cells:
+            raise ShapeError(
+                f"{self!r} has values of shape {self.values.shape}, and this rank's part of the field has {cells} "
+                "cells: give (*cells), or (constants, *cells)"
+            )
+        key = "static channels", id(self), np.dtype(x.dtype).str
+        if key not in env.constants:
+            values = self.values[None] if has_channels else self.values[None, None]
+            env.constants[key] = env.xp.asarray(values.astype(x.dtype))
+        return env.constants[key]

@@ -1,0 +1,371 @@
+"""Models that take scalars and several fields, and give fields and scalars: on any parts as on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import Cuts, cuts_of, even, grid_at, part, place_of, random_cuts
+from ranks import from_rank_0
+from test_space import refused
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.over_parts import find_scalar_inputs
+from fsdpx.testing import assert_close
+
+SHAPE, ROWS = (7, 9), 5
+RNG = np.random.default_rng(0)
+U, FORCING = RNG.standard_normal((ROWS, 2, *SHAPE)), RNG.standard_normal((ROWS, 1, *SHAPE))
+TIMES, NUMBERS = RNG.uniform(0, 100, ROWS), RNG.standard_normal((ROWS, 2))
+NEXT, DRAG = RNG.standard_normal((ROWS, 2, *SHAPE)), RNG.standard_normal((ROWS, 2))
+TERRAIN, VOLUMES = RNG.standard_normal((2, *SHAPE)), RNG.random(SHAPE)
+
+
+def net(terrain: np.ndarray, volumes: np.ndarray, norm: nn.Layer | None = None) -> nn.Layer:
+    """All that meets scalars: they are embedded, mixed, spread over cells, and made of fields."""
+    nodes: dict[str, Any] = {
+        "static": (nn.StaticChannels(terrain), "u"),
+        "all": (nn.Concat(1), "static", "forcing"),
+        "time": (nn.Sequential(nn.TimeEmbedding(6), nn.Linear(6, 4), nn.SiLU(), nn.Linear(4, 3)), "t"),
+        "given": (nn.Concat(-1), "time", "s"),
+        "first": (nn.Conv2d(5, 4, 3, padding=1), "all"),
+        "film": (nn.FiLM(5, 4), "first", "given"),
+        "act": (nn.Tanh(), "film"),
+        "spread": (nn.ConcatScalars(), "act", "s"),
+        "out": (nn.Conv2d(6, 2, 3, padding=1, padding_mode="circular"), "spread"),
+        "mean": (nn.GlobalMean(volumes), "out"),
+        "sum": (nn.GlobalSum(), "act"),
+        "found": (nn.Concat(-1), "mean", "sum"),
+        "drag": (
+            nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3), norm or nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)),
+            "found",
+        ),
+    }
+    return nn.Graph(nodes, inputs=("u", "t", "forcing", "s"), outputs=("out", "drag"))
+
+
+def options(comm: Communicator, **more: Any) -> dict[str, Any]:
+    loss = nn.MultiOutputLoss(nn.RelativeL2(), nn.MSELoss(), loss_weights=(1.0, 0.5))
+    return {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64", "comm": comm, **more}
+
+
+def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place: Any = None, **more: Any) -> Any:
+    """Five steps and what follows: numbers that all ranks share, and the parts of fields with where they lie."""
+    rank, samples = place or (comm.rank, slice(None))
+    at = place_of(rank, dims) if dims else []
+    if dims:
+        group = more.pop("group", comm)
+        cells = [c[p + 1] - c[p] for c, p in zip(cuts, at, strict=True)]
+        more["domain"] = fsdpx.Grid(group, cells, dims=dims, layout="cyx")
+
+    def mine(a: np.ndarray, first: int = 2) -> np.ndarray:
+        return part(a, cuts, at, first) if dims else a
+
+    trainer = net(mine(TERRAIN, 1), mine(VOLUMES, 0)).as_distributed(**options(comm, microbatches=2, **more))
+    x = tuple(mine(a)[samples] if a.ndim > 2 else a[samples] for a in (U, TIMES, FORCING, NUMBERS))
+    y = mine(NEXT)[samples], DRAG[samples]
+    found: dict[str, Any] = {"losses": [trainer.step(x, y) for _ in range(5)], "evaluated": trainer.evaluate(x, y)}
+    history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": options(comm)["loss"]}, progress=False)
+    found |= {"metric": history.metrics["same"][0][1], "validated": history.validation[0][1]}
+    out, found["drag"] = trainer.predict(x)
+    fields = {"out": out}
+    if "mesh" not in more:
+        trainer.forward(x, training=False)
+        fields["du"], found["dt"], fields["df"], found["ds"] = trainer.backward((y[0], y[1]))
+        found |= trainer.gradients()
+    return found | trainer.parameters(), fields, at, samples
+
+
+@lru_cache
+def alone() -> Any:
+    found, fields, *_ = spawn(lambda comm: trained(comm), 1)[0]
+    assert found["metric"] == pytest.approx(found["validated"], rel=1e-12)
+    return found, fields
+
+
+def compare(found: Any, cuts: Cuts, wanted: Any = None) -> None:
+    values, fields, at, samples = found
+    want, wanted_fields = wanted or alone()
+    for name, value in values.items():
+        expected = want[name][samples] if name == "drag" else want[name]
+        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
+    np.testing.assert_allclose(values["losses"], want["losses"], rtol=1e-12)
+    for name, value in fields.items():
+        expected = part(wanted_fields[name], cuts, at)[samples]
+        np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], ids=str)
+def test_scalars_and_fields_on_any_parts(dims: tuple[int, int]) -> None:
+    for seed in range(3 if dims in ((1, 3), (2, 2)) else 2):
+        cuts = cuts_of(SHAPE, dims, seed).cuts
+        for found in spawn(lambda comm, c=cuts: trained(comm, dims, c), int(np.prod(dims))):
+            compare(found, cuts)
+
+
+@pytest.mark.parametrize("kind", ["members", "pipe"])
+def test_each_member_and_each_stage_has_its_scalars(kind: str) -> None:
+    """Two fields at once, each on two ranks; or two stages of a pipeline, each on two ranks."""
+    cuts = even(SHAPE, (2, 1))
+
+    def run(comm: Communicator) -> Any:
+        mesh = Mesh(replica=2, shard=2, domain=(2, 1)) if kind == "members" else Mesh(pipe=2, shard=2, domain=(2, 1))
+        at = mesh.coordinates_of(comm.rank)
+        group, samples = at.replica if kind == "members" else at.pipe, slice(None)
+        if kind == "members":
+            samples = (slice(0, 3), slice(3, ROWS))[at.replica]
+        split = comm.split(group, at.shard)
+        return trained(comm, (2, 1), cuts, (at.shard, samples), mesh=mesh, group=split)
+
+    for found in spawn(run, 4):
+        compare(found, cuts)
+
+
+def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
+    """One field, channels last, its scalars (n,): the same as a batch of one."""
+    cuts = random_cuts(SHAPE, (1, 2))
+
+    def run(comm: Communicator) -> Any:
+        at, grid = place_of(comm.rank, (1, 2)), grid_at(comm, (1, 2), cuts)
+        trainer = net(part(TERRAIN, cuts, at, 1), part(VOLUMES, cuts, at, 0)).as_distributed(
+            domain=grid, **options(comm)
+        )
+        u, f, y = (np.moveaxis(part(a[:1], cuts, at)[0], 0, -1) for a in (U, FORCING, NEXT))
+        x, target = {"u": u, "t": TIMES[0], "forcing": f, "s": NUMBERS[0]}, (y, DRAG[0])
+        loss = trainer.step(x, target)
+        trainer.forward(x)
+        dx = trainer.backward(target)
+        out, drag = trainer.predict(x)
+        grids = trainer.output_grid
+        assert grids[1] is None
+        return loss, grids[0].gather(out), drag, [np.shape(a) for a in dx], dx[3]
+
+    def whole(comm: Communicator) -> Any:
+        trainer = net(TERRAIN, VOLUMES).as_distributed(**options(comm))
+        x = tuple(a[:1] for a in (U, TIMES, FORCING, NUMBERS))
+        loss = trainer.step(x, (NEXT[:1], DRAG[:1]))
+        trainer.forward(x)
+        dx = trainer.backward((NEXT[:1], DRAG[:1]))
+        return loss, *trainer.predict(x), dx[3]
+
+    loss, out, drag, ds = spawn(whole, 1)[0]
+    for rank, (got, field, numbers, shapes, dnumbers) in enumerate(spawn(run, 2)):
+        np.testing.assert_allclose(got, loss, rtol=1e-12)
+        np.testing.assert_allclose(field, np.moveaxis(out[0], 0, -1), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(numbers, drag[0], rtol=1e-10)
+        np.testing.assert_allclose(dnumbers, ds[0], rtol=1e-9)
+        columns = cuts[1][rank + 1] - cuts[1][rank]
+        assert shapes == [(7, columns, 2), (), (7, columns, 1), (2,)]
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (2, 2)], ids=str)
+def test_ghost_cells_are_scaled_and_shifted_too(dims: tuple[int, int]) -> None:
+    """A FiLM before the convolution that reads ghost cells; and a scalar output behind it."""
+    wide, cuts = RNG.standard_normal((3, 2, 9, 11)), random_cuts(SHAPE, dims)
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        at = place_of(comm.rank, dims)
+        grid = grid_at(comm, dims, cuts, layout="cyx", ghosts=1)
+        nodes = {"film": (nn.FiLM(2, 2), "x", "s"), "conv": (nn.Conv2d(2, 2, 3, padding=1), "film")}
+        nodes |= {"mean": (nn.GlobalMean(), "conv")}
+        model = nn.Graph(nodes, inputs=("s", "x"), outputs=("mean",))
+        more = {"loss": nn.RelativeL2()}
+        trainer = model.as_distributed(domain=grid, **options(comm, **more))
+        x = wide[:, :, cuts[0][at[0]] : cuts[0][at[0] + 1] + 2, cuts[1][at[1]] : cuts[1][at[1] + 1] + 2]
+        losses = [trainer.step((NUMBERS[:3], x), DRAG[:3]) for _ in range(3)]
+        with pytest.raises(ConfigError, match="output_grid: the model's output are scalars"):
+            _ = trainer.output_grid
+        trainer.forward((NUMBERS[:3], x))
+        return losses, trainer.backward(DRAG[:3])[0], trainer.predict((NUMBERS[:3], x)), trainer.parameters()
+
+    losses, ds, y, parameters = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
+    for got, dnumbers, mean, values in spawn(lambda comm: run(comm, dims, cuts), int(np.prod(dims))):
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        np.testing.assert_allclose(mean, y, rtol=1e-9)
+        np.testing.assert_allclose(dnumbers, ds, rtol=1e-9)
+        assert_close(values, parameters, 1e-9)
+
+
+def test_layers_compute_what_pytorch_and_papers_say() -> None:
+    torch = pytest.importorskip("torch")
+    from fsdpx.testing import LayerContract
+
+    contract = LayerContract()
+    x, s = (torch.tensor(a, requires_grad=True) for a in (U, NUMBERS))
+    linear = torch.nn.Linear(2, 4, dtype=torch.float64)
+    scale, shift = linear(s).chunk(2, dim=1)
+    y = (1 + scale[..., None, None]) * x + shift[..., None, None]
+    dy = torch.tensor(NEXT)
+    y.backward(dy)
+    film, env = nn.FiLM(2, 2), contract._make_layer_context(np)
+    p = {f"linear.{name}": value.detach().numpy() for name, value in linear.named_parameters()}
+    assert {name: spec.shape for name, spec in film.specs().items()} == {n: a.shape for n, a in p.items()}
+    found, saved = film.forward(env, p, (U, NUMBERS))
+    g = {name: np.zeros_like(a) for name, a in p.items()}
+    dx, ds = film.backward(env, p, g, saved, NEXT)
+    got = {"y": found, "dx": dx, "ds": ds, **g}
+    want = {"y": y, "dx": x.grad, "ds": s.grad}
+    want |= {f"linear.{name}": value.grad for name, value in linear.named_parameters()}
+    assert_close(got, {name: a.detach().numpy() for name, a in want.items()}, 1e-12)
+
+    def predict(layer: nn.Layer, x: Any) -> Any:
+        return layer.as_distributed(precision="float64").predict(x)
+
+    # the first lines of Ho et al.'s get_timestep_embedding
+    frequencies = torch.exp(torch.arange(3) * -(np.log(10000.0) / 2))
+    angles = torch.tensor(TIMES)[:, None] * frequencies.double()[None]
+    embedded = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
+    np.testing.assert_allclose(predict(nn.TimeEmbedding(6), TIMES), embedded, rtol=1e-5)
+    np.testing.assert_array_equal(predict(nn.TimeEmbedding(6), TIMES[:, None]), predict(nn.TimeEmbedding(6), TIMES))
+    mean = np.average(U.reshape(ROWS, 2, -1), axis=2, weights=VOLUMES.reshape(-1))
+    np.testing.assert_allclose(predict(nn.GlobalMean(VOLUMES), U), mean, rtol=1e-12)
+    np.testing.assert_allclose(predict(nn.GlobalSum(TERRAIN**2), U), (U * TERRAIN**2).sum((2, 3)), rtol=1e-12)
+
+
+def test_several_outputs_of_whole_samples() -> None:
+    """Without a grid the loss of several outputs is one of whole samples, on data ranks and in microbatches."""
+    x, targets = RNG.standard_normal((6, 3)), (RNG.standard_normal((6, 2)), RNG.standard_normal((6, 4)))
+    model = nn.Graph({"a": (nn.Linear(3, 2), "x"), "b": (nn.Linear(3, 4), "x")}, outputs=("a", "b"))
+    loss = nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2(), loss_weights=(2.0, 0.5))
+
+    def run(comm: Communicator) -> Any:
+        rows = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
+        trainer = model.as_distributed(**options(comm, loss=loss, microbatches=2, check_finite=True))
+        mine = tuple(t[rows] for t in targets)
+        losses = [trainer.step(x[rows], mine) for _ in range(3)]
+        a, b = trainer.predict(x)
+        wrong = [np.linalg.norm((b - targets[1]).reshape(6, -1), axis=1) / np.linalg.norm(targets[1], axis=1)]
+        by_hand = 2.0 * np.mean((a - targets[0]) ** 2) + 0.5 * np.mean(wrong)
+        np.testing.assert_allclose(trainer.evaluate(x[rows], list(mine)), by_hand, rtol=1e-12)
+        return losses, trainer.parameters()
+
+    losses, parameters = spawn(run, 1)[0]
+    for got, values in spawn(run, 3):
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        assert_close(values, parameters, 1e-10)
+
+
+def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
+    mlp = nn.Residual(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    add = nn.Graph({"y": (nn.Add(), "u", "f")}, inputs=("u", "f"), outputs=("y",))
+    nested = nn.Graph(
+        {"m": (mlp, "s"), "inner": (nn.Sequential(nn.FiLM(2, 2), nn.Tanh()), "u", "m")},
+        inputs=("s", "u"),
+        outputs=("inner",),
+    )
+    assert find_scalar_inputs(net(TERRAIN, VOLUMES)) == (False, True, False, True)
+    assert find_scalar_inputs(nested) == (True, False)
+    assert find_scalar_inputs(add) == (False, False)
+    assert find_scalar_inputs(nn.Linear(2, 2)) == (False,)  # and its sharding is refused
+
+
+def grid_of(comm: Communicator) -> Any:
+    return fsdpx.Grid(comm, (4, 3), dims=(1, 2))
+
+
+def film(comm: Communicator, x: Any, y: Any = None) -> Any:
+    model = nn.Graph({"f": (nn.FiLM(2, 1), "u", "s")}, inputs=("u", "s"), outputs=("f",))
+    trainer = model.as_distributed(comm=comm, domain=grid_of(comm), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
+    return trainer.predict(x) if y is None else trainer.step(x, y)
+
+
+def two(comm: Communicator, loss: nn.Loss, y: Any) -> Any:
+    model = nn.Graph({"c": (nn.Conv2d(1, 1, 1), "u"), "m": (nn.GlobalMean(), "c")}, inputs=("u",), outputs=("c", "m"))
+    trainer = model.as_distributed(comm=comm, domain=grid_of(comm), loss=loss, optimizer=optim.SGD(lr=0.1))
+    return trainer.step(np.ones((4, 3, 1)), y)
+
+
+def domain_of(model: Any, inputs: Any, outputs: Any) -> Any:
+    return lambda c: nn.Graph(model, inputs=inputs, outputs=outputs).as_distributed(comm=c, domain=grid_of(c))
+
+
+CELLS = np.ones((4, 3, 1))
+BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: film(c, (CELLS, np.ones((1, 2)))), "input 's' has shape (1, 2): the model reads or gives scala"),
+        (lambda c: film(c, (CELLS[None], np.ones((2, 2)))), "input 's' has 2 samples, input 'u' has 1"),
+        (lambda c: film(c, (CELLS, np.ones(3))), "wants an input of shape (samples, ..., 2), got (1, 3)"),
+        (lambda c: film(c, (np.ones((4, 3, 2)), np.ones(2))), "a field of 2 channels takes 4 scales and shifts, got 2"),
+        (
+            domain_of({"l": (nn.Linear(2, 1), "s"), "y": (nn.Add(), "u", "l")}, ("u", "s"), ("y",)),
+            "Add() reads a part of a field of 4 x 6 cells, a whole input together: scalars, which each rank has whole,",
+        ),
+        (
+            domain_of({"c": (nn.Conv2d(1, 2, 1), "u"), "f": (nn.ScaleShift(), "u", "c")}, ("u",), ("f",)),
+            "'f' ScaleShift() reads a part of a field of 4 x 6 cells and a part of a field of 4 x 6 cells: its second",
+        ),
+        (
+            domain_of({"m": (nn.GlobalMean(), "u"), "b": (nn.BatchNorm(1), "m")}, ("u",), ("b",)),
+            "takes statistics of scalars, which several ranks hold: use LayerNorm",
+        ),
+        (lambda c: two(c, BOTH, CELLS), "the target must be a tuple with one array for each of 2 outputs"),
+        (lambda c: two(c, BOTH, (CELLS,)), "the model has 2 outputs: give a tuple of as many targets, got 1"),
+        (lambda c: two(c, BOTH, (CELLS, np.ones((1, 1)))), "target 1 has shape (1, 1): the model reads or gives sca"),
+        (lambda c: two(c, BOTH, (CELLS[:3], np.ones(1))), "target 0 has shape (3, 3, 1), but this rank's part, in"),
+        (lambda c: two(c, nn.MultiOutputLoss(nn.MSELoss()), CELLS), "has 1 losses, and the model 2 outputs"),
+        (lambda c: nn.MultiOutputLoss(), "MultiOutputLoss: give a loss for each output, got "),
+        (lambda c: nn.MultiOutputLoss(nn.MSELoss(), loss_weights=(1, 2)), "1 losses have 2 loss_weights"),
+        (lambda c: nn.TimeEmbedding(5), "TimeEmbedding(dim=5, max_period=10000.0): dim is even and at least 4"),
+        (lambda c: nn.StaticChannels("a"), "StaticChannels: numbers or bools for each cell are needed, got <U1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
+    for text in spawn(lambda comm: refused(comm, call), 2):
+        assert message in text, text
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.StaticChannels(np.ones((2, 4, 4))), "has values of shape (2, 4, 4), and this rank's part of the field has"),
+        (nn.GlobalMean(np.ones((4, 4))), "weights of shape (4, 4) do not fit: this rank's part of the field is"),
+        (nn.GlobalMean(np.zeros((4, 3))), "all weights of a channel are 0"),
+    ],
+)
+def test_arrays_of_another_part_are_refused(layer: nn.Layer, message: str) -> None:
+    def run(comm: Communicator) -> str:
+        with pytest.raises(fsdpx.errors.FsdpxError) as error:
+            layer.as_distributed(comm=comm, domain=grid_of(comm)).predict(CELLS)
+        return str(error.value)
+
+    for text in spawn(run, 2):
+        assert message in text, text
+
+
+def test_scalars_that_differ_between_ranks_are_told() -> None:
+    def run(comm: Communicator) -> None:
+        film(comm, (CELLS, np.full(2, float(comm.rank))), CELLS)
+
+    with pytest.warns(RuntimeWarning, match="rank 1 passes other scalars than rank 0 with its part of the same field"):
+        spawn(run, 2)
+
+
+def test_a_dry_run_knows_scalars() -> None:
+    grid = fsdpx.Grid.from_shape((8, 8), (2, 2), layout="cyx")
+    terrain, volumes = np.ones((2, 4, 4)), np.ones((4, 4))
+    x = np.ones((3, 2, 4, 4)), np.ones(3), np.ones((3, 1, 4, 4)), np.ones((3, 2))
+    more = {key: value for key, value in options(None).items() if key != "comm"}  # type: ignore[arg-type]
+    y = np.ones((3, 2, 4, 4)), np.ones((3, 2))
+    made = fsdpx.dry_run(net(terrain, volumes), x, y, ranks=4, domain=grid, **more)
+    assert "all-reduce over domain" in str(made.report)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+def test_scalars_under_mpi(world: Communicator) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    dims = MPI.Compute_dims(world.size, 2)
+    want = from_rank_0(world, alone)
+    for seed in (0, 1):
+        cuts = cuts_of(SHAPE, dims, seed).cuts
+        compare(trained(world, dims, cuts), cuts, want)
