@@ -132,7 +132,7 @@ class RecomputedMLP(Composite):
     """Base class for the MLPs of a graph network. With `recompute_hidden`, only what the first layer saves is kept for
     backward, and backward runs forward again (Chen et al. 2016), without communication."""
 
-    unit = True
+    unit = fixed = True
     recompute_hidden: bool = False
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:

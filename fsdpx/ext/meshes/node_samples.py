@@ -128,18 +128,19 @@ class NodeSamples:
         return self.partition
 
     def _to_model_layout(self, array: Any, name: str) -> Any:
-        if array.ndim == 1:
-            array = array[:, None]
-        if array.ndim not in (2, 3) or array.shape[-2] not in self.partition.row_counts:
+        whole = array[:, None] if array.ndim == 1 else array
+        if whole.ndim not in (2, 3) or whole.shape[-2] not in self.partition.row_counts:
             raise self._make_shape_error(array, name)
-        return self.partition.take_owned_rows(array if array.ndim == 3 else array[None])
+        return self.partition.take_owned_rows(whole if whole.ndim == 3 else whole[None])
 
     def _make_shape_error(self, array: Any, name: str) -> DataError:
         owned, both = self.partition.row_counts
         ghosts = f", or {both} with the ghosts" if both != owned else ""
+        per_node = next((array.size // n for n in (both, owned) if array.ndim == 1 and n and array.size % n == 0), 0)
+        reshape = f"; of {per_node} values for each node in turn, as array.reshape(-1, {per_node})" if per_node else ""
         return DataError(
             f"{name} has shape {tuple(array.shape)}, but this rank has {owned} nodes{ghosts}: give (nodes, features) "
-            "or (samples, nodes, features)"
+            f"or (samples, nodes, features){reshape}"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,8 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
         assert trainer.predict(wide[None]).shape == (1, *y.shape)
         with pytest.raises(DataError, match=r"has shape \(2, 3\), but this rank has \d+ nodes"):
             trainer.predict(np.zeros((2, 3)))
+        with pytest.raises(DataError, match=r"of 3 values for each node in turn, as array\.reshape\(-1, 3\)"):
+            trainer.predict(wide.reshape(-1))
         with pytest.raises(DataError, match="has not 23 nodes"):
             made.take_local(values[:5])
         with pytest.raises(DataError, match=r"rank 0: an array of shape \(3,\) has not the"):
@@ -270,6 +273,28 @@ def test_rows_of_ghosts_may_be_anywhere() -> None:
 
     for found, numbers in zip(spawn(one, 2), rows, strict=True):
         np.testing.assert_array_equal(found, whole[numbers])
+
+
+def test_a_training_goes_on_with_another_partition_of_the_mesh(tmp_path: Path) -> None:
+    graph = Graph.random(4, 3)
+    x, t = np.random.default_rng(3).standard_normal((2, 4, graph.nodes, 3))
+
+    def one(comm: Communicator, steps: slice, saves: bool) -> Any:
+        cut = Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size)
+        made = make_partition(comm, cut, "anywhere")
+        trainer = nn.GATConv(3, 3).as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.AdamW(lr=0.1), comm=comm, precision="float64", domain=made
+        )
+        if steps.start:
+            trainer.load(tmp_path / "state")
+        losses = [trainer.step(made.take_local(a), made.take_local(b)) for a, b in zip(x[steps], t[steps], strict=True)]
+        if saves:
+            trainer.save(tmp_path / "state")
+        return losses
+
+    wanted = spawn(one, 1, slice(0, 4), False)[0]
+    found = spawn(one, 3, slice(0, 2), True)[0] + spawn(one, 2, slice(2, 4), False)[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
 
 
 def test_members_of_an_ensemble_have_a_partition_each() -> None:
