@@ -123,7 +123,7 @@ class Concat(Layer):
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
         self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a negative dim other than -1 may be dim 1
-        self.fields = dim == 1
+        self.fields = self.takes_ghosts = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
         if any(self.dim == -part.ndim for part in x):

@@ -78,7 +78,7 @@ class TrajectoryFile:
     Attributes
     ----------
     file, group : path of the file and name of the group in it
-    variables : the fields to read
+    variables, forcing : the fields to read as states, and those to read as forcing
     names : names of all fields joined into one string, so that files can be compared; "" if the file is a single
         unnamed array
     count : number of trajectories
@@ -90,6 +90,7 @@ class TrajectoryFile:
     variables: tuple[FieldVariable, ...]
     names: str
     count: int
+    forcing: tuple[FieldVariable, ...] = ()
     windows: int = 0
 
 
@@ -254,6 +255,10 @@ class FieldDataset:
     as well, except for ghost cells beyond walls, which files do not contain. Fields without a time dim, such as a
     mask, are appended once to `x`, after its states, and are not in `y`.
 
+    With `forcing`, samples are ((x, f), y), where `f` holds the forcing at the times from which the `targets` steps
+    start: that of the last state in `x`, and of all states in `y` but the last. `nn.Rollout(net, steps=targets,
+    inputs=inputs, constants=dataset.constants, forcing=...)` takes these inputs.
+
     Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
     NetCDF-4 with h5py, Zarr folders that hold a group or an array, and `.npy` files. Arrays that an HDF5 file takes
     from other files, by external links or virtual datasets, raise DataError. Missing values become NaN and packed
@@ -270,6 +275,8 @@ class FieldDataset:
     fields : names of datasets, in the order of the channels; default None: all datasets that have more dims than cell
         dims
     inputs, targets : number of states in `x` and in `y`; default 1
+    forcing : names of datasets with a time dim that are known in advance, such as solar radiation, and are no part of
+        the states; default: none
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
     dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters,
@@ -292,6 +299,7 @@ class FieldDataset:
         *,
         inputs: int = 1,
         targets: int = 1,
+        forcing: str | Sequence[str] = (),
         stride: int = 1,
         every: int = 1,
         dims: str | None = None,
@@ -301,10 +309,13 @@ class FieldDataset:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
+        self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
         self.grid, self.dtype = grid, to_numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
         self._open = OpenFiles(open_fields)
+        if both := [name for name in self.forcing if name in ((fields,) if isinstance(fields, str) else fields or ())]:
+            raise ConfigError(f"FieldDataset: fields and forcing both name {_format_names(both)}")
         paths = [expanduser(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
         wanted = (fields,) if isinstance(fields, str) else None if fields is None else tuple(fields)
         problem: FsdpxError | None = None
@@ -319,6 +330,7 @@ class FieldDataset:
         own = ""
         if problem is None:
             own = f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
+            own += f", and {self.forcing_channels} of forcing" * bool(self.forcing)
             own += f", {self.sources[0].names}" * bool(self.sources[0].names)
         everyone = grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
@@ -344,24 +356,25 @@ class FieldDataset:
                 cells = find_cell_letters(path, root, dims, letters)
                 letters = letters or cells
                 for group, arrays in list_arrays_by_group(root, fields, len(cells)).items():
-                    variables = find_variables(path, group, arrays, fields, cells, dims)
+                    states = {name: array for name, array in arrays.items() if name not in self.forcing}
+                    variables = find_variables(path, group, states, fields, cells, dims)
+                    given = find_variables(path, group, arrays, self.forcing, cells, dims) if self.forcing else ()
                     known = {} if shape is None else dict(zip(letters, shape, strict=True))
-                    sizes = find_dim_sizes(path, variables, cells, known)
-                    names = "" if is_single_array(root) else _format_names(v.name for v in variables)
+                    sizes = find_dim_sizes(path, (*variables, *given), cells, known)
+                    names = "" if is_single_array(root) else _format_names(v.name for v in (*variables, *given))
                     shape = tuple(sizes[letter] for letter in letters)
                     self.sources.append(
                         self._check_and_add_window_count(
-                            TrajectoryFile(path, group, variables, names, sizes["n"]), sizes["t"]
+                            TrajectoryFile(path, group, variables, names, sizes["n"], given), sizes["t"]
                         )
                     )
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
         self._bounds = self._find_bounds_with_ghosts()
-        first = self.sources[0].variables
-        self.channels = sum(v.channel_count for v in first if "t" in v.dims)
-        self.constants = sum(v.channel_count for v in first) - self.channels
-        if "c" not in self.layout and (self.channels * self.inputs + self.constants, self.targets) != (1, 1):
+        self.channels = sum(v.channel_count for v in self.sources[0].variables if "t" in v.dims)
+        most = max(self.channels * self.inputs + self.constants, self.forcing_channels * self.targets)
+        if "c" not in self.layout and (most, self.targets) != (1, 1):
             raise DataError(
                 f"FieldDataset: a grid of layout {self.layout!r} has one channel, not {self.inputs} states of "
                 f"{self.channels} and {self.constants} constant ones: put 'c' into its layout"
@@ -379,7 +392,11 @@ class FieldDataset:
         if steps < span:
             raise make_data_error(source.file, f"{source.group or 'it'} has {steps} steps, and a window has {span}")
         first = self.sources[0] if self.sources else source
-        kinds = [[("t" in v.dims, v.channel_count) for v in one.variables] for one in (source, first)]
+        if still := [v.name for v in source.forcing if "t" not in v.dims]:
+            raise make_data_error(
+                source.file, f"{_format_names(still)} of forcing has no time dim: leave it among the fields"
+            )
+        kinds = [[("t" in v.dims, v.channel_count) for v in (*one.variables, *one.forcing)] for one in (source, first)]
         if kinds[0] != kinds[1]:
             raise make_data_error(source.file, f"its fields have other channels than those of {first.file}")
         if source.names != first.names:
@@ -391,20 +408,30 @@ class FieldDataset:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"grid": None}  # the process that unpickles the copy is not a rank of the grid
 
+    @property
+    def constants(self) -> int:
+        """Number of channels of `x` after its states, those of fields without a time dim."""
+        return sum(v.channel_count for v in self.sources[0].variables) - self.channels
+
+    @property
+    def forcing_channels(self) -> int:
+        """Number of channels of the forcing of one step."""
+        return sum(v.channel_count for v in self.sources[0].forcing)
+
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+    def __getitem__(self, i: int) -> tuple[Any, np.ndarray]:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         x, y = self.read_samples(np.array([i % len(self)]))
-        return x[0], y[0]
+        return (x[0][0], x[1][0]) if self.forcing else x[0], y[0]
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.shape))
         return f"FieldDataset({len(self)} windows of {self.channels} channels on {size} cells)"
 
-    def read_samples(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read_samples(self, indices: np.ndarray) -> tuple[Any, np.ndarray]:
         """Return this rank's part of the samples at `indices`, as a batch. Communicates nothing.
 
         Parameters
@@ -414,7 +441,7 @@ class FieldDataset:
         Returns
         -------
         tuple of (numpy.ndarray, numpy.ndarray)
-            x and y, in the grid's layout, with a leading dim of k samples
+            x and y, in the grid's layout, with a leading dim of k samples; with `forcing`, x is a tuple (x, f)
 
         Raises
         ------
@@ -422,9 +449,11 @@ class FieldDataset:
         """
         x = self._allocate_samples(len(indices), self.inputs * self.channels + self.constants)
         y = self._allocate_samples(len(indices), self.targets * self.channels)
+        f = self._allocate_samples(len(indices), self.targets * self.forcing_channels) if self.forcing else None
         for row, i in enumerate(indices):
-            self._read_sample_into(self._view_channels_first(x[row]), self._view_channels_first(y[row]), int(i))
-        return x, y
+            given = None if f is None else self._view_channels_first(f[row])
+            self._read_sample_into(self._view_channels_first(x[row]), self._view_channels_first(y[row]), given, int(i))
+        return x if f is None else (x, f), y
 
     def _allocate_samples(self, rows: int, channels: int) -> np.ndarray:
         sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
@@ -442,8 +471,8 @@ class FieldDataset:
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
-    def _read_sample_into(self, x: np.ndarray, y: np.ndarray, i: int) -> None:
-        """Read sample `i` into the arrays `x` and `y`, both (channels, *cells)."""
+    def _read_sample_into(self, x: np.ndarray, y: np.ndarray, f: np.ndarray | None, i: int) -> None:
+        """Read sample `i` into the arrays `x`, `y` and, if there is forcing, `f`, which are (channels, *cells)."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
         trajectory, window = divmod(i - (self._ends[k - 1] if k else 0), source.windows)
@@ -455,17 +484,28 @@ class FieldDataset:
                 ]
                 fixed += variable.channel_count
                 continue
-            for step, state in enumerate(self._iterate_states(source, variable, trajectory, window * self.every)):
+            states = self._iterate_states(source, variable, trajectory, window * self.every, self.inputs + self.targets)
+            for step, state in enumerate(states):
                 into, row = (x, step) if step < self.inputs else (y, step - self.inputs)
                 into[row * self.channels + at :][: variable.channel_count] = state
             at += variable.channel_count
+        if f is not None:
+            self._read_forcing_into(f, source, trajectory, window * self.every + (self.inputs - 1) * self.stride)
+
+    def _read_forcing_into(self, f: np.ndarray, source: TrajectoryFile, trajectory: int, first_step: int) -> None:
+        """Read the forcing of all steps of a sample, of which the first starts at step `first_step` of the file, into
+        `f`, (channels, *cells)."""
+        at = 0
+        for variable in source.forcing:
+            for step, values in enumerate(self._iterate_states(source, variable, trajectory, first_step, self.targets)):
+                f[step * self.forcing_channels + at :][: variable.channel_count] = values
+            at += variable.channel_count
 
     def _iterate_states(
-        self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int
+        self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int, count: int
     ) -> Iterator[np.ndarray]:
-        """Yield the states of a time window in order, each (channels, *cells). Consecutive steps are read in one
-        block."""
-        count = self.inputs + self.targets
+        """Yield `count` states of a field in order, each (channels, *cells), from a step of the file on. Consecutive
+        steps are read in one block."""
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))
             return

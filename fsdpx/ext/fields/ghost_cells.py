@@ -11,7 +11,7 @@ from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["exchange_ghost_cells", "exchange_ghost_cells_backward"]
+__all__ = ["add_ghost_cells", "drop_ghost_cells", "exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
 def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
@@ -37,6 +37,27 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
         dinitial[cells] += dstate[cells]
         dstate[cells] = 0  # a corner cell is beyond several walls, but must be added only once
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
+
+
+def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> Array:
+    """Return a view of this rank's part of a field, (samples, channels, *cells), without its ghost cells."""
+    return state[_make_own_index(env, parts)]
+
+
+def add_ghost_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldPartition) -> Array:
+    """Return a copy of `ghosts`, an array with ghost cells, to whose own cells `own` is added."""
+    state = ghosts.copy()
+    state[_make_own_index(env, parts)] += own
+    return state
+
+
+def _make_own_index(env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
+    """Return the index of this rank's own cells in an array with ghost cells."""
+    index = [slice(None), slice(None)]
+    for d, (cuts, sides) in enumerate(zip(parts.cuts, parts.ghosts, strict=True)):
+        (start, stop), low = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)][0]
+        index.append(slice(low, low + stop - start))
+    return tuple(index)
 
 
 def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:

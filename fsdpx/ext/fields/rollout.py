@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.ghost_cells import exchange_ghost_cells, exchange_ghost_cells_backward
-from fsdpx.ext.fields.over_parts import partition_model
+from fsdpx.ext.fields.ghost_cells import (
+    add_ghost_cells,
+    drop_ghost_cells,
+    exchange_ghost_cells,
+    exchange_ghost_cells_backward,
+)
+from fsdpx.ext.fields.over_parts import TakesScalars, find_scalar_inputs, partition_model
+from fsdpx.nn.container import list_input_names, unwrap_single
 from fsdpx.nn.layer import (
     Array,
     Layer,
@@ -19,17 +30,38 @@ from fsdpx.nn.layer import (
     list_kernels,
     require_positive,
 )
-from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
+from fsdpx.nn.linearize import resolve_input_takes
+from fsdpx.nn.shard_specs import FieldPartition, Replicated, ShardingContext
 
 __all__ = ["Rollout"]
 
 
-class Rollout(Layer):
+class SavedStates(NamedTuple):
+    """What the forward of a `Rollout` saves.
+
+    Attributes
+    ----------
+    states : the states that steps with a gradient read, the given ones first; None for the others
+    constants : the constant channels, or None
+    others : the inputs besides the states
+    """
+
+    states: tuple[Array | None, ...]
+    constants: Array | None
+    others: tuple[Array, ...]
+
+
+class Rollout(Layer, TakesScalars):
     """Applies a model `steps` times to its own output, and returns all states stacked in dim 1.
 
     It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under
     the same names. Only the states are saved for backward, which recomputes each step, so memory holds all states and
     the activations of one step.
+
+    The first input of the model is the state, as `data.FieldDataset` makes it: the last `inputs` states, oldest first,
+    and then `constants` channels that never change. The model returns the next state. If the model has more inputs, so
+    has the Rollout: those named in `forcing` hold the values of all steps stacked in dim 1, (samples, steps x channels,
+    ...), and all others hold a value that each step reads. They are fields or scalars (samples, n).
 
     If the arrays of a grid have ghost cells, the ghost cells of later states are received from the neighboring ranks,
     also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of the grid must have
@@ -37,83 +69,233 @@ class Rollout(Layer):
 
     Parameters
     ----------
-    net : model with one input and one output of the same shape
+    net : model that returns the next state; its first input is the state
     steps : number of times that the model is applied
+    inputs : number of states that the model reads; default 1
+    constants : number of channels after the states that do not change, such as a land mask; default 0
+    forcing : names of the inputs of `net` that have a value for each step, such as solar radiation; inputs of a net
+        that is no container are named "x0", "x1" and so on. Default: none
+    noise : standard deviation of Gaussian noise that is added to the given states in training, so that the model
+        learns to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the field is
+        split over ranks. Default 0
+    pushforward : number of first steps without gradient, through which the model only makes its later inputs
+        (Brandstetter et al. 2022, who use 1 of 2 steps). Errors of their states count in the loss, but train nothing.
+        Default 0
+    detach : whether no gradient flows from a step to the steps before it; default False
     """
 
     takes_ghosts = True
+    parts: FieldPartition | None = None
+    """Partition of the states, with ghost cells; None: this rank holds the full field."""
 
-    def __init__(self, net: Layer, steps: int) -> None:
-        require_positive(self, steps=steps)
-        if not isinstance(net, Layer) or (net.n_inputs, net.n_outputs) != (1, 1):
-            raise ConfigError(f"Rollout: a model of one input and one output is needed, got {net!r}")
-        self.net, self.steps = net, steps
-        self.parts: FieldPartition | None = None  # partition of the input, with ghost cells
+    def __init__(
+        self,
+        net: Layer,
+        steps: int,
+        *,
+        inputs: int = 1,
+        constants: int = 0,
+        forcing: str | Sequence[str] = (),
+        noise: float = 0.0,
+        pushforward: int = 0,
+        detach: bool = False,
+    ) -> None:
+        require_positive(self, steps=steps, inputs=inputs)
+        if not isinstance(net, Layer) or not net.n_inputs or net.n_outputs != 1:
+            raise ConfigError(f"Rollout: a model of one output, and of one or more inputs, is needed, got {net!r}")
+        for name, value, stop in (("constants", constants, math.inf), ("pushforward", pushforward, steps)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < stop:
+                below = f", below steps={steps}" if name == "pushforward" else ""
+                raise ConfigError(f"Rollout: {name} must be a whole number >= 0{below}, got {value!r}")
+        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < math.inf:
+            raise ConfigError(f"Rollout: noise must be a number >= 0, got {noise!r}")
+        self.net, self.steps, self.inputs, self.constants = net, steps, inputs, constants
+        self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
+        self.noise, self.pushforward, self.detach = float(noise), pushforward, bool(detach)
+        names = list_input_names(net)
+        if wrong := [name for name in self.forcing if name not in names[1:]]:
+            raise ConfigError(
+                f"Rollout: forcing names {', '.join(map(repr, wrong))}; the inputs of the model after its first are "
+                f"{', '.join(map(repr, names[1:])) or 'none'}"
+            )
+        self._has_step_values = tuple(name in self.forcing for name in names[1:])  # for each input but the first
+        self.n_inputs = len(names)
+        self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
+        words = resolve_input_takes(net, len(names), [frozenset({"numbers"})])
+        self.takes = tuple(next(iter(one)) if len(one) == 1 else "numbers" for one in words)
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.net.specs()
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        kind = request.kinds[0]
+        kind, *others = request.kinds
         if not isinstance(kind, FieldPartition):
             return super().shard_over_ranks(request)
+        location = f"{request.path!r} {self!r}"
+        for i, other in enumerate(others, 1):
+            if other != (Replicated() if i in self.scalar_inputs else kind):
+                wanted = "scalars, which each rank has whole" if i in self.scalar_inputs else f"{kind}, as the state"
+                raise ConfigError(f"{location} reads {other} as input {i}, which must be {wanted}")
         net, found = partition_model(self.net, kind)
         if found != kind.without_ghosts():
-            raise ConfigError(f"{request.path!r} {self!r}: a step must keep the shape and the partition of a field")
-        made = Rollout(net, self.steps)
-        made.parts = kind if kind.ghosts else None
+            raise ConfigError(f"{location}: a step must keep the shape and the partition of a field")
+        made = copy(self)
+        made.net, made.parts, made.kernel_names = net, kind, list_kernels(net)
         return ShardedLayer(made, found)
 
-    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        states, found = [x], []
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
+        first, *others = x if self._has_step_values else (x,)
+        states, constants = self._split_first_input(first)
+        if self._adds_noise(env):
+            states = [self._add_noise(env, state, i) for i, state in enumerate(states)]
+        last, ghosts, found = states[-1], self._ghost_partition, list[Array]()
         for step in range(self.steps):
-            y, _ = self.net.forward(env.child(f"step{step}"), p, states[-1])
-            if self.parts is None and tuple(y.shape) != tuple(x.shape):
-                raise ShapeError(f"{self!r}: a step makes {tuple(y.shape)} of {tuple(x.shape)}: it must keep the shape")
+            given = self._make_step_inputs(env, SavedStates(tuple(states), constants, tuple(others)), step)
+            y, _ = self.net.forward(env.child(f"step{step}"), p, given)
+            if y.shape[1] != last.shape[1] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
+                raise ShapeError(
+                    f"{self!r}: a step makes {tuple(y.shape)} of {tuple(last.shape)}: it must keep the shape"
+                )
             found.append(y)
-            if self.parts is not None and step < self.steps - 1:
-                y = exchange_ghost_cells(env, y, x, self.parts)
+            if ghosts is not None and step < self.steps - 1:
+                y = exchange_ghost_cells(env, y, last, ghosts)
             states.append(y)
-        return concatenate_on_device(env.xp, found, 1), states[:-1]
+        kept = (None,) * self.pushforward + tuple(states[self.pushforward : -1])
+        return concatenate_on_device(env.xp, found, 1), tuple(SavedStates(kept, constants, tuple(others)))
 
-    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx, kept, dinitial = None, [], self._allocate_wall_gradient(env, saved)
-        for step in reversed(range(self.steps)):
-            dy_step = self._compute_step_gradient(env, dy, step, dx, dinitial)
-            dx, more = self.net.backward_input(*self._recompute_step(env, p, saved, step), dy_step)
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        kept = []
+
+        def run_step(step: int, at: LayerContext, held: Any, dy_step: Array) -> Any:
+            dx, more = self.net.backward_input(at, p, held, dy_step)
             kept.append((step, more))
-        return dx if dinitial is None else dx + dinitial, kept
+            return dx
+
+        return self._run_steps_backward(env, p, SavedStates(*saved), dy, run_step), kept
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for step, more in kept:
             self.net.backward_params(env.child(f"step{step}"), g, more)
 
-    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        dx, dinitial = None, self._allocate_wall_gradient(env, saved)
-        for step in reversed(range(self.steps)):
-            at, _, kept = self._recompute_step(env, p, saved, step)
-            dx = self.net.backward(at, p, g, kept, self._compute_step_gradient(env, dy, step, dx, dinitial))
-        return dx if dinitial is None else dx + dinitial
+    def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Array) -> Any:
+        def run_step(step: int, at: LayerContext, held: Any, dy_step: Array) -> Any:
+            return self.net.backward(at, p, g, held, dy_step)
 
-    def _allocate_wall_gradient(self, env: LayerContext, states: Any) -> Array | None:
-        """Return an array of zeros, to which each step adds the gradient of the input's ghost cells beyond walls, or
-        None if there are no ghost cells."""
-        return None if self.parts is None else env.xp.zeros(states[0].shape, dtype=states[0].dtype)
+        return self._run_steps_backward(env, p, SavedStates(*saved), dy, run_step)
 
-    def _recompute_step(self, env: LayerContext, p: Params, states: Any, step: int) -> tuple[LayerContext, Params, Any]:
-        """Run the forward of one step again from its saved state, and return the context, parameters and saved arrays
-        that its backward needs."""
-        at = env.child(f"step{step}")
-        return at, p, self.net.forward(replace(at, recomputing=True), p, states[step])[1]
+    def _run_steps_backward(
+        self, env: LayerContext, p: Params, saved: SavedStates, dy: Array, run_step: Callable[..., Any]
+    ) -> Any:
+        """Run backward through the steps that have a gradient, in reverse order, and return the gradients of the
+        inputs. `run_step(step, context, saved, dy)` returns the gradients of the model's inputs in one step."""
+        xp, ghosts, channels = env.xp, self._ghost_partition, dy.shape[1] // self.steps
+        shape = next(state.shape for state in saved.states if state is not None)
+        dstates: list[Array | None] = [None] * (self.inputs + self.steps)
+        dwalls = None if ghosts is None else xp.zeros(shape, dtype=dy.dtype)
+        dconstants, per_step = None, [dict[int, Array]() for _ in saved.others]
+        for step in reversed(range(self.pushforward, self.steps)):
+            dy_step = xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
+            dnext = dstates[self.inputs + step]
+            if dnext is not None:
+                dnext = dnext if ghosts is None else exchange_ghost_cells_backward(env, dnext, dwalls, ghosts)
+                dy_step = dy_step + dnext
+            dstates[self.inputs + step] = None
+            at = env.child(f"step{step}")
+            given = self._make_step_inputs(env, saved, step)
+            found = run_step(step, at, self.net.forward(replace(at, recomputing=True), p, given)[1], dy_step)
+            dwindow, *dothers = found if self._has_step_values else (found,)
+            for i in range(step, step + self.inputs):
+                if i < self.inputs or not self.detach:
+                    piece = dwindow[:, (i - step) * channels : (i - step + 1) * channels]
+                    dstates[i] = _add(xp, dstates[i], piece)
+            if self.constants:
+                dconstants = _add(xp, dconstants, dwindow[:, self.inputs * channels :])
+            for found_per_step, dother in zip(per_step, dothers, strict=True):
+                if dother is not None:
+                    found_per_step[step] = dother
+        first = [xp.zeros(shape, dtype=dy.dtype) if d is None else d for d in dstates[: self.inputs]]
+        if dwalls is not None:
+            first[-1] = first[-1] + dwalls
+        if self._adds_noise(env) and ghosts is not None:
+            first = [self._add_noise_backward(env, d) for d in first]
+        if self.constants:
+            first.append(dconstants)
+        dx = first[0] if len(first) == 1 else concatenate_on_device(xp, first, 1)
+        rows = zip(saved.others, per_step, self._has_step_values, strict=True)
+        return unwrap_single([dx, *(self._join_steps(xp, *row) for row in rows)])
 
-    def _compute_step_gradient(
-        self, env: LayerContext, dy: Array, step: int, dnext: Array | None, dinitial: Array | None
-    ) -> Array:
-        """Return the gradient of the output of one step: its slice of `dy` plus `dnext`, the gradient of the next
-        step's input."""
-        channels = dy.shape[1] // self.steps
-        own = env.xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
-        if dnext is not None and self.parts is not None:
-            dnext = exchange_ghost_cells_backward(env, dnext, dinitial, self.parts)
-        return own if dnext is None else own + dnext
+    def _join_steps(self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool) -> Array | None:
+        """Return the gradient of an input besides the states, given the gradient that each step `found` for its part of
+        the input; None for an integer input."""
+        if not found:
+            return None
+        if not has_step_values:
+            return sum(list(found.values())[1:], start=next(iter(found.values())))
+        zeros = xp.zeros_like(next(iter(found.values())))
+        return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], 1)
+
+    @property
+    def _ghost_partition(self) -> FieldPartition | None:
+        """The partition of the states if arrays have ghost cells, else None."""
+        return self.parts if self.parts is not None and self.parts.ghosts else None
+
+    def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:
+        """Return the given states, oldest first, and the constant channels, or None if there are none."""
+        channels, rest = divmod(x.shape[1] - self.constants, self.inputs) if x.ndim > 1 else (0, 0)
+        if channels < 1 or rest:
+            raise ShapeError(
+                f"{self!r} wants (samples, channels, ...) with {self.inputs} states of as many channels, and "
+                f"{self.constants} constants after them, got {tuple(x.shape)}"
+            )
+        if self.inputs == 1 and not self.constants:
+            return [x], None
+        states = [x[:, i * channels : (i + 1) * channels] for i in range(self.inputs)]
+        return states, x[:, self.inputs * channels :] if self.constants else None
+
+    def _make_step_inputs(self, env: LayerContext, saved: SavedStates, step: int) -> Any:
+        """Return the inputs of the model in one step: an array, or a tuple if there are several."""
+        window = [*saved.states[step : step + self.inputs], *([] if saved.constants is None else [saved.constants])]
+        first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, 1)
+        others = []
+        for other, has_step_values in zip(saved.others, self._has_step_values, strict=True):
+            if has_step_values:
+                size, rest = divmod(other.shape[1], self.steps) if other.ndim > 1 else (0, 0)
+                if size < 1 or rest:
+                    raise ShapeError(
+                        f"{self!r} wants {self.steps} values of each forcing in dim 1, got {tuple(other.shape)}"
+                    )
+                other = env.xp.ascontiguousarray(other[:, step * size : (step + 1) * size])
+            others.append(other)
+        return unwrap_single([first, *others])
+
+    def _adds_noise(self, env: LayerContext) -> bool:
+        return env.training and self.noise > 0
+
+    def _add_noise(self, env: LayerContext, state: Array, index: int) -> Array:
+        """Return given state number `index` with Gaussian noise, made by the method of Box and Muller (1958) from
+        numbers that depend on the position in the full field."""
+        ghosts, xp = self._ghost_partition, env.xp
+        own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
+        cuts = {} if self.parts is None else self.parts.locate_shard(env.mesh.domain)
+        radius, angle = (
+            env.random.child(f"{name}{index}").get_number_subarray(tuple(own.shape), cuts).make_fractions(xp)
+            for name in ("radius", "angle")
+        )
+        radius = xp.sqrt(-2.0 * xp.log(1.0 - radius.astype(np.float64)))
+        noise = self.noise * radius * xp.cos(2.0 * math.pi * angle.astype(np.float64))
+        own = own + noise.astype(state.dtype)
+        return own if ghosts is None else exchange_ghost_cells(env, own, state, ghosts)
+
+    def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
+        """Return the gradient of a given state with ghost cells, given the gradient of that state with noise."""
+        ghosts = self._ghost_partition
+        assert ghosts is not None
+        dwalls = env.xp.zeros_like(dstate)
+        own = exchange_ghost_cells_backward(env, dstate.copy(), dwalls, ghosts)
+        return add_ghost_cells(env, own, dwalls, ghosts)
+
+
+def _add(xp: Any, total: Array | None, piece: Array) -> Array:
+    """Return `total` + `piece`, or a copy of `piece` if there is no total yet."""
+    return piece.copy() if total is None else total + piece

@@ -229,7 +229,7 @@ def test_a_rollout_is_its_model_again_and_again() -> None:
     x, rollout = noise(2, 2, 6), nn.Rollout(net, 3)
     assert rollout.specs().keys() == net.specs().keys()
     y, saved = rollout.forward(ENV, p, x)
-    assert [a.shape for a in saved] == [x.shape] * 3
+    assert [a.shape for a in saved[0]] == [x.shape] * 3
     dy = noise(*y.shape, seed=9)
     g, split, wanted = ({name: np.zeros_like(a) for name, a in p.items()} for _ in range(3))
     dx = rollout.backward(ENV, p, g, saved, dy)

@@ -1,0 +1,303 @@
+"""Rollouts with histories, constants, forcing, scalars and noise: as PyTorch computes them, and on any parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import Cuts, cuts_of, even, grid_at, part, place_of
+from ranks import from_rank_0
+from test_space import refused
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.local import make_single_rank_communicator
+from fsdpx.data import DataLoader, FieldDataset
+from fsdpx.errors import DataError
+from fsdpx.nn.shard_specs import Replicated, ShardingContext
+from fsdpx.testing import LayerContract
+
+SHAPE, ROWS, STEPS, STATES, CHANNELS = (6, 8), 3, 3, 2, 2
+RNG = np.random.default_rng(0)
+FIRST = RNG.standard_normal((ROWS, STATES * CHANNELS + 1, *SHAPE))
+FORCING = RNG.standard_normal((ROWS, STEPS, *SHAPE))
+TIMES, NUMBERS = RNG.standard_normal((ROWS, STEPS)), RNG.standard_normal((ROWS, 2))
+LATER = RNG.standard_normal((ROWS, STEPS * CHANNELS, *SHAPE))
+INPUTS = (FIRST, FORCING, TIMES, NUMBERS)
+
+
+def net(padding: str = "circular") -> nn.Layer:
+    """Two states and a constant, forcing and a number of each step, and two numbers of all steps."""
+    nodes: dict[str, Any] = {
+        "all": (nn.Concat(1), "u", "f"),
+        "numbers": (nn.Concat(1), "t", "s"),
+        "conv": (nn.Conv2d(6, 4, 3, padding=1, padding_mode=padding), "all"),
+        "film": (nn.FiLM(3, 4), "conv", "numbers"),
+        "out": (nn.Sequential(nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1)), "film"),
+    }
+    return nn.Graph(nodes, inputs=("u", "f", "t", "s"), outputs=("out",))
+
+
+def rollout(padding: str = "circular", **more: Any) -> nn.Layer:
+    return nn.Rollout(net(padding), STEPS, inputs=STATES, constants=1, forcing=("f", "t"), **more)
+
+
+def torch_rollout(torch: Any, p: dict[str, Any], x: Sequence[Any], pushforward: int, detach: bool) -> Any:
+    first, forcing, times, numbers = x
+    states, constant = list(first[:, :4].split(2, dim=1)), first[:, 4:]
+    found = []
+    for step in range(STEPS):
+        with torch.set_grad_enabled(step >= pushforward):
+            y = torch.cat([*states[-2:], constant, forcing[:, step : step + 1]], dim=1)
+            y = torch.nn.functional.pad(y, (1, 1, 1, 1), mode="circular")
+            y = torch.nn.functional.conv2d(y, p["conv.weight"], p["conv.bias"])
+            s = torch.cat([times[:, step : step + 1], numbers], dim=1)
+            scale, shift = (s @ p["film.linear.weight"].T + p["film.linear.bias"])[..., None, None].chunk(2, dim=1)
+            y = torch.tanh((1 + scale) * y + shift)
+            y = torch.nn.functional.conv2d(y, p["out.1.weight"], p["out.1.bias"], padding=1)
+        found.append(y)
+        states.append(y.detach() if detach else y)
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize(("pushforward", "detach"), [(0, False), (1, False), (2, False), (0, True), (1, True)])
+def test_gradients_are_those_of_pytorch(pushforward: int, detach: bool) -> None:
+    torch = pytest.importorskip("torch")
+    layer, env = rollout(pushforward=pushforward, detach=detach), LayerContract()._make_layer_context(np)
+    p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
+    tp, tx = ({k: torch.tensor(a, requires_grad=True) for k, a in d.items()} for d in (p, dict(enumerate(INPUTS))))
+    wanted = torch_rollout(torch, tp, list(tx.values()), pushforward, detach)
+    wanted.backward(torch.tensor(LATER))
+    y, saved = layer.forward(env, p, INPUTS)
+    np.testing.assert_allclose(y, wanted.detach(), rtol=1e-12, atol=1e-12)
+    both = []
+    for two_passes in (False, True):
+        g = {name: np.zeros_like(a) for name, a in p.items()}
+        if two_passes:
+            dx, kept = layer.backward_input(env, p, saved, LATER)
+            layer.backward_params(env, g, kept)
+        else:
+            dx = layer.backward(env, p, g, saved, LATER)
+        both.append(dx)
+        for name, value in g.items():
+            np.testing.assert_allclose(value, tp[name].grad, rtol=1e-11, atol=1e-12, err_msg=name)
+        for i, d in enumerate(dx):
+            np.testing.assert_allclose(d, tx[i].grad, rtol=1e-11, atol=1e-12, err_msg=f"input {i}")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "noise": {"noise": 0.2},
+    "pushforward": {"noise": 0.2, "pushforward": 1},
+    "detach": {"detach": True},
+}
+GHOSTS = 1
+
+
+def trained(comm: Communicator, kind: str, dims: Sequence[int] = (), cuts: Cuts = (), ghosts: int = 0) -> Any:
+    """Five steps, a prediction and the gradients of the inputs, on this rank's parts."""
+    at, more = place_of(comm.rank, dims) if dims else [], {}
+    if dims:
+        more["domain"] = grid_at(comm, dims, cuts, layout="cyx", ghosts=ghosts, periods=(True, False))
+
+    def mine(a: np.ndarray, around: int = 0) -> np.ndarray:
+        if a.ndim < 4 or not dims:
+            return a
+        wide = np.pad(a, ((0, 0), (0, 0), (around, around), (0, 0)), mode="wrap")
+        wide = np.pad(wide, ((0, 0), (0, 0), (0, 0), (around, around)), constant_values=0.5)
+        here = (slice(c[r], c[r + 1] + 2 * around) for c, r in zip(cuts, at, strict=True))
+        return np.ascontiguousarray(wide[:, :, *here])
+
+    trainer = rollout("zeros" if ghosts else "circular", **KINDS[kind]).as_distributed(
+        loss=nn.RelativeL2(), optimizer=optim.AdamW(lr=1e-2), precision="float64", comm=comm, microbatches=2, **more
+    )
+    x, y = tuple(mine(a, ghosts) for a in INPUTS), mine(LATER)
+    losses = [trainer.step(x, y) for _ in range(5)]
+    predicted = trainer.predict(x)
+    trainer.forward(x)
+    dx = trainer.backward(y)
+    found = {"losses": losses, "dt": dx[2], "ds": dx[3]} | trainer.gradients() | trainer.parameters()
+    return found, {"y": predicted}, at, {"du": dx[0], "df": dx[1]}
+
+
+@lru_cache
+def alone(kind: str, ghosts: int = 0) -> Any:
+    one = ((1, 1), even(SHAPE, (1, 1)), ghosts) if ghosts else ()
+    return spawn(lambda comm: trained(comm, kind, *one), 1)[0]
+
+
+def compare(found: Any, cuts: Cuts, wanted: Any) -> None:
+    values, fields, at, _ = found
+    np.testing.assert_allclose(values["losses"], wanted[0]["losses"], rtol=1e-12)
+    for name, value in values.items():
+        np.testing.assert_allclose(value, wanted[0][name], rtol=1e-9, atol=1e-11, err_msg=name)
+    for name, value in fields.items():
+        np.testing.assert_allclose(value, part(wanted[1][name], cuts, at), rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ghosts", [0, GHOSTS])
+def test_rollouts_on_any_parts(kind: str, ghosts: int) -> None:
+    for dims, seed in (((2, 1), 0), ((1, 3), 1), ((2, 2), 1), ((5, 1), 1)):
+        cuts = cuts_of(SHAPE, dims, seed).cuts
+        results = spawn(lambda comm, d=dims, c=cuts: trained(comm, kind, d, c, ghosts), int(np.prod(dims)))
+        sums = {name: np.zeros_like(a) for name, a in alone(kind, ghosts)[3].items()}
+        for found in results:
+            compare(found, cuts, alone(kind, ghosts))
+            here = tuple(slice(c[r], c[r + 1] + 2 * ghosts) for c, r in zip(cuts, found[2], strict=True))
+            for name, total in sums.items():
+                total[:, :, *here] += found[3][name]  # a cell has a gradient on each rank that has it as a ghost
+        for name, total in sums.items():
+            np.testing.assert_allclose(total, alone(kind, ghosts)[3][name], rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["plain", "noise"])
+def test_ghost_cells_have_the_gradient_of_central_differences(kind: str) -> None:
+    """Beyond walls they are read by all steps, and elsewhere by the first, unless noise replaces them."""
+    grid = fsdpx.Grid(
+        make_single_rank_communicator(), SHAPE, dims=(1, 1), layout="cyx", ghosts=1, periods=(True, False)
+    )
+    field, env = grid.input_partition, LayerContract()._make_layer_context(np)
+    request = ShardingContext("", [field, field, Replicated(), Replicated()], 1)
+    layer = rollout("zeros", **KINDS[kind]).shard_over_ranks(request).layer
+    p = {name: RNG.standard_normal(spec.shape) * 0.3 for name, spec in layer.specs().items()}
+    x, forcing = (RNG.standard_normal((ROWS, n, SHAPE[0] + 2, SHAPE[1] + 2)) for n in (5, STEPS))
+
+    def run(x: np.ndarray) -> Any:
+        return layer.forward(env, p, (x, forcing, TIMES, NUMBERS))
+
+    dx = layer.backward(env, p, {}, run(x)[1], LATER)[0]
+    where = {"inside": np.s_[..., 1:-1, 1:-1], "walls": np.s_[..., 1:-1, ::9], "periodic": np.s_[..., ::7, 1:-1]}
+    for name, cells in where.items():
+        direction = np.zeros_like(x)
+        direction[cells] = RNG.standard_normal(direction[cells].shape)
+        apart = run(x + 1e-5 * direction)[0] - run(x - 1e-5 * direction)[0]
+        slope = (apart * LATER).sum() / 2e-5
+        np.testing.assert_allclose((dx * direction).sum(), slope, rtol=1e-7, atol=1e-8, err_msg=name)
+
+
+def test_noise_is_gaussian_and_of_training_alone() -> None:
+    layer = nn.Rollout(nn.Scale(1.0), 1, noise=0.5)
+    trainer = layer.as_distributed(precision="float64")
+    x = np.ones((4, 3, 100, 100))
+    first, again = (trainer.forward(x, training=True) - x for _ in range(2))
+    np.testing.assert_array_equal(trainer.predict(x), x)
+    assert abs(first.mean()) < 0.01
+    assert abs(first.std() - 0.5) < 0.01
+    assert abs((first**4).mean() / 0.5**4 - 3) < 0.1
+    assert abs(np.corrcoef(first[:2].ravel(), first[2:].ravel())[0, 1]) < 0.02
+    assert again.shape == first.shape
+
+
+def test_a_net_of_whole_numbers_and_of_samples() -> None:
+    """A class of each sample that an Embedding looks up, without a grid; its gradient is None."""
+    nodes = {"e": (nn.Embedding(5, 3), "label"), "sum": (nn.Add(), "x", "e")}
+    model = nn.Rollout(nn.Graph(nodes, inputs=("x", "label"), outputs=("sum",)), 2)
+    trainer = model.as_distributed(precision="float64")
+    x, labels = RNG.standard_normal((4, 3)), np.array([0, 4, 4, 2])
+    y = trainer.forward((x, labels))
+    table = trainer.parameters()["e.weight"]
+    np.testing.assert_allclose(y, np.concatenate([x + table[labels], x + 2 * table[labels]], axis=1))
+    assert trainer.backward(np.ones_like(y))[1] is None
+
+
+def test_files_give_what_a_rollout_takes(tmp_path: Path) -> None:
+    """States, constants and forcing of HDF5, by name: parts train as the whole does."""
+    h5py, dims = pytest.importorskip("h5py"), (2, 2)
+    u, sun = RNG.standard_normal((2, 9, *SHAPE)), RNG.standard_normal((2, 9, *SHAPE, 2))
+    with h5py.File(tmp_path / "run.h5", "w") as file:
+        for name, values in {"u": u, "sun": sun, "land": RNG.standard_normal(SHAPE)}.items():
+            file[name] = values
+
+    def make(grid: Any, **more: Any) -> FieldDataset:
+        options = {"fields": ("u", "land"), "inputs": 2, "targets": 3, "forcing": "sun", "stride": 1}
+        return FieldDataset(tmp_path / "run.h5", grid, **{**options, "dtype": np.float64, **more})
+
+    one = fsdpx.Grid(make_single_rank_communicator(), SHAPE, dims=(1, 1), layout="cyx")
+    whole = make(one)
+    assert (whole.channels, whole.constants, whole.forcing_channels, len(whole)) == (1, 1, 2, 10)
+    (x, f), y = whole[6]  # the second window of the second run
+    np.testing.assert_array_equal(x[:2], u[1, 1:3])
+    np.testing.assert_array_equal(y, u[1, 3:6])
+    np.testing.assert_array_equal(f, np.moveaxis(sun[1, 2:5], -1, 1).reshape(6, *SHAPE))
+    (_, strided), _ = make(one, stride=2, targets=2)[0]
+    np.testing.assert_array_equal(strided, np.moveaxis(sun[0, 2:6:2], -1, 1).reshape(4, *SHAPE))
+    np.testing.assert_array_equal(make(one, fields=None)[6][0][1], f)
+
+    def run(comm: Communicator, cut: bool) -> Any:
+        grid = grid_at(comm, dims, cuts_of(SHAPE, dims, 1).cuts) if cut else None
+        samples = make(grid or one)
+        nodes = {"all": (nn.Concat(1), "u", "sun"), "out": (nn.Conv2d(5, 1, 3, padding=1), "all")}
+        inner = nn.Graph(nodes, inputs=("u", "sun"), outputs=("out",))
+        model = nn.Rollout(inner, 3, inputs=2, constants=samples.constants, forcing="sun", noise=0.1)
+        trainer = model.as_distributed(
+            comm=comm, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05), precision="float64"
+        )
+        loader = DataLoader(samples, 4, comm=trainer.data_group, shuffle=True, seed=3)
+        history = trainer.fit(loader, epochs=2, validation=loader, metrics={"rmse": nn.RMSE()}, progress=False)
+        return history.losses, history.metrics["rmse"][-1][1]
+
+    losses, error = spawn(lambda comm: run(comm, False), 1)[0]
+    for got, found in spawn(lambda comm: run(comm, True), 4):
+        np.testing.assert_allclose(got, losses, rtol=1e-11)
+        assert found == pytest.approx(error, rel=1e-11)
+    with pytest.raises(DataError, match=r"'land' of forcing has no time dim: leave it among the fields"):
+        make(one, fields="u", forcing="land")
+    for text in spawn(lambda comm: refused(comm, lambda c: make(None, fields=("u", "sun"))), 2):
+        assert text == "FieldDataset: fields and forcing both name 'sun'"
+
+
+CONV = nn.Conv2d(2, 2, 3, padding=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nn.Rollout(nn.Graph({"a": (CONV, "x"), "b": (CONV, "x")}, outputs=("a", "b")), 2), "one output, and"),
+        (lambda: nn.Rollout(CONV, 2, pushforward=2), "pushforward must be a whole number >= 0, below steps=2, got 2"),
+        (lambda: nn.Rollout(CONV, 2, constants=-1), "Rollout: constants must be a whole number >= 0, got -1"),
+        (lambda: nn.Rollout(CONV, 2, inputs=0), "Rollout: inputs must be a whole number >= 1, got 0"),
+        (lambda: nn.Rollout(CONV, 2, noise=-0.1), "Rollout: noise must be a number >= 0, got -0.1"),
+        (lambda: nn.Rollout(CONV, 2, forcing="f"), "forcing names 'f'; the inputs of the model after its first are no"),
+        (lambda: nn.Rollout(net(), 2, forcing=("u",)), "forcing names 'u'; the inputs of the model after its first ar"),
+    ],
+)
+def test_contradictions_are_refused(call: Any, message: str) -> None:
+    assert message in refused(None, lambda _: call())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ((FIRST[:, :4], *INPUTS[1:]), "with 2 states of as many channels, and 1 constants after them, got (3, 4, "),
+        ((FIRST, FORCING[:, :2], *INPUTS[2:]), "wants 3 values of each forcing in dim 1, got (3, 2,"),
+        ((FIRST, FORCING, TIMES[:, :2], NUMBERS), "wants 3 values of each forcing in dim 1, got (3, 2)"),
+    ],
+)
+def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:
+    def run(comm: Communicator) -> str:
+        grid = fsdpx.Grid(comm, (3, 8), dims=(2, 1), layout="cyx")
+        trainer = rollout().as_distributed(comm=comm, domain=grid)
+        mine = tuple(a[:, :, 3 * comm.rank : 3 * comm.rank + 3] if a.ndim == 4 else a for a in x)
+        with pytest.raises(fsdpx.errors.FsdpxError) as error:
+            trainer.predict(mine)
+        return str(error.value)
+
+    for text in spawn(run, 2):
+        assert message in text, text
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+def test_rollouts_under_mpi(world: Communicator) -> None:
+    MPI = pytest.importorskip("mpi4py.MPI")
+    dims = MPI.Compute_dims(world.size, 2)
+    for kind, ghosts in (("noise", 0), ("pushforward", 1)):
+        want = from_rank_0(world, alone, kind, ghosts)
+        cuts = cuts_of(SHAPE, dims, 1).cuts
+        compare(trained(world, kind, dims, cuts, ghosts), cuts, want)
