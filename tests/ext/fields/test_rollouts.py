@@ -99,9 +99,11 @@ KINDS: dict[str, dict[str, Any]] = {
 GHOSTS = 1
 
 
-def trained(comm: Communicator, kind: str, dims: Sequence[int] = (), cuts: Cuts = (), ghosts: int = 0) -> Any:
-    """Five steps, a prediction and the gradients of the inputs, on this rank's parts."""
-    at, more = place_of(comm.rank, dims) if dims else [], {}
+def trained(
+    comm: Communicator, kind: str, dims: Sequence[int] = (), cuts: Cuts = (), ghosts: int = 0, **more: Any
+) -> Any:
+    """Five steps, a prediction and the gradients of the inputs, on this rank's parts. more: options."""
+    at = place_of(comm.rank, dims) if dims else []
     if dims:
         more["domain"] = grid_at(comm, dims, cuts, layout="cyx", ghosts=ghosts, periods=(True, False))
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_rollouts
+import test_scalars
 from grids import even, grid_at, part, place_of, random_cuts
 from stand_in import Cupy, Device
 from test_space import MODELS, wanted
@@ -97,6 +99,18 @@ def test_parts_train_on_a_gpu_as_on_the_host(gpu: str, name: str) -> None:
     _, shape, grids = MODELS[name]
     turn = list(MODELS).index(name) % 2
     both(1e-10, name, grids[turn], (even, random_cuts)[turn](shape, grids[turn]))
+
+
+@pytest.mark.parametrize("of", ["scalars", "rollouts"])
+def test_scalars_and_rollouts_on_a_gpu(gpu: str, of: str) -> None:
+    """All that meets scalars, and a rollout with noise and ghost cells, on uneven parts: the losses of the host."""
+    cuts = random_cuts(test_scalars.SHAPE if of == "scalars" else test_rollouts.SHAPE, (2, 1))
+    run = test_scalars.trained if of == "scalars" else partial(test_rollouts.trained, kind="noise", ghosts=1)
+    got, want = (
+        spawn(lambda comm, d=device: run(comm, dims=(2, 1), cuts=cuts, device=d), 2)[0][0]["losses"]
+        for device in ("cuda", "cpu")
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", MODELS)
