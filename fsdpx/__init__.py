@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from fsdpx.launch.python_api import launch as launch
     from fsdpx.launch.info import info as info
     from fsdpx.launch.options import LaunchConfig as LaunchConfig
+    from fsdpx.ext.coupling.bridge import Bridge as Bridge
     from fsdpx.ext.fields.grid import Grid as Grid
     from fsdpx.ext.meshes.partition import Partition as Partition
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig

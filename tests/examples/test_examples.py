@@ -17,7 +17,7 @@ from fsdpx import spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.errors import ConfigError
-from fsdpx.examples import digits, gpt, models, solver, strategies
+from fsdpx.examples import digits, gpt, models, strategies
 from fsdpx.ext.observe.folder import RunFolder, agree_on_run_folder
 from fsdpx.launch import catalog
 
@@ -104,26 +104,9 @@ def test_a_solver_uses_what_others_learn_from_it() -> None:
     assert float(line[5]) < 0.03  # of velocities up to 0.9
 
 
-def test_pieces_of_snapshots_make_the_parts_of_another_cut() -> None:
-    """Parts cut along both dims, some empty, put into those of three other ranks in one process."""
-    mpi = pytest.importorskip("mpi4py.MPI")
-    field = np.arange(2 * 7 * 9, dtype=np.float32).reshape(2, 7, 9)
-    theirs = {0: ((0, 3), (0, 9)), 1: ((3, 7), (0, 4)), 2: ((3, 7), (4, 9))}
-    inboxes = {rank: np.full((2, *(b - a for a, b in part)), -1, np.float32) for rank, part in theirs.items()}
-    rows, columns = (0, 2, 6, 7), (0, 5, 5, 9)
-    for mine in ((r, c) for r in zip(rows, rows[1:], strict=False) for c in zip(columns, columns[1:], strict=False)):
-        (top, bottom), (left, right) = mine
-        for rank, where, piece in solver.SnapshotExchange(mine, theirs, 2).make_messages(
-            field[:, top:bottom, left:right]
-        ):
-            assert piece.size > 0
-            mpi.COMM_SELF.Sendrecv(piece, 0, recvbuf=[inboxes[rank], 1, where], source=0)
-    for rank, ((top, bottom), (left, right)) in theirs.items():
-        np.testing.assert_array_equal(inboxes[rank], field[:, top:bottom, left:right])
-
 
 def test_without_the_weights_that_come_back_the_solver_is_wrong() -> None:
-    code = "from fsdpx.examples import solver; solver.Solver.load_weights = lambda *_: None; solver.main([])"
+    code = "from fsdpx.examples import solver as s; s.fsdpx.Trainer.load_parameters = lambda *_: None; s.main([])"
     assert float(start(2, "-c", code).stdout.split()[-1]) > 0.05
 
 

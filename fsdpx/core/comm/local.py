@@ -428,6 +428,10 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def __repr__(self) -> str:
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
+    def get_timeout_seconds(self) -> float:
+        """Return the longest time that a rank waits for others, as given to `spawn`."""
+        return self._group.world.timeout
+
     def start_transfer(self, call: Call) -> Handle:
         return start_through_host(call, self._start_call)
 

@@ -1,0 +1,1 @@
+"""Solvers and trainers on different ranks of one MPI job that exchange fields and weights."""

@@ -1,0 +1,405 @@
+"""`Bridge`: the exchange of fields and weights between solver ranks and training ranks of one job."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.comm.communicator import Communicator
+from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.coupling.messages import (
+    Overlap,
+    PartFacts,
+    find_overlaps_with_receivers,
+    find_overlaps_with_senders,
+    pack_message,
+    unpack_message,
+)
+from fsdpx.ext.coupling.streams import Receiver, Sender, wait_until
+from fsdpx.ext.fields.grid import Grid
+
+__all__ = ["Bridge", "Snapshot"]
+
+SIDES = ("solver", "trainer")
+TAGS = {"solver": 0, "trainer": 2, "weights": 4}
+"""Tags of the fields that each side sends, and of the weights; control messages have the tag after it."""
+DEFAULT_DEPTH = 2
+
+
+class Snapshot(NamedTuple):
+    """Fields that the other side has sent together.
+
+    Attributes
+    ----------
+    number : how many snapshots the other side had sent before; in mode "latest", numbers are left out
+    fields : this rank's parts, in the layout of its grid and without ghost cells
+    scalars : the values that were sent with them
+    """
+
+    number: int
+    fields: tuple[np.ndarray, ...]
+    scalars: dict[str, Any]
+
+
+class Bridge:
+    """Connects ranks that run a solver with ranks that train on its fields. Collective over `comm`.
+
+    Both sides partition the same global field, each with its own grid; each sender rank sends each receiver rank the
+    cells that both hold, in one message. The methods are the same on both sides: what one side sends, the other one
+    receives. All ranks of a side make the same calls in the same order. A rank is on one side only; if solver and
+    training share ranks, no bridge is needed.
+
+    On the solver ranks::
+
+        with fsdpx.Bridge(comm, solver=grid) as bridge:
+            for step in range(steps):
+                u = advance(u)
+                bridge.send(u, step=step)
+
+    On the training ranks::
+
+        with fsdpx.Bridge(comm, trainer=grid) as bridge:
+            for snapshot in bridge:
+                trainer.step(*snapshot.fields)
+
+    Parameters
+    ----------
+    comm : communicator of all ranks of both sides: one of mpi4py, which is duplicated, or of fsdpx
+    solver : on solver ranks, the grid of the solver, whose ghost cells are not sent; None on training ranks
+    trainer : on training ranks, their grid, without ghost cells; None on solver ranks
+    mode : what happens if one side is faster, the same on all ranks. "lockstep": `send` returns when the other side has
+        received the fields. "queue" (default): `send` waits only while `depth` snapshots are on their way. "latest":
+        `send` drops what the other side has no time for. The solver never waits in it, neither for the trainer nor for
+        other solver ranks, and the trainer receives the first snapshot that all solver ranks can send after it asks. In
+        the other direction, `send` is collective over the training ranks, and the newest snapshot and weights always
+        arrive in the end, even if the trainer has closed the bridge
+    depth : maximum number of snapshots on their way, for mode "queue"; default 2
+
+    Raises
+    ------
+    ConfigError : on all ranks, if a rank passes no grid or two, a side has no ranks, a grid holds an ensemble, the
+        fields of both sides differ in shape or in the letters of their layouts, or ranks pass different modes
+    """
+
+    def __init__(
+        self, comm: Any, *, solver: Grid | None = None, trainer: Grid | None = None,
+        mode: Literal["lockstep", "queue", "latest"] = "queue", depth: int | None = None,
+    ) -> None:  # fmt: skip
+        self._comm: Communicator = open_survivor_communicator(comm)
+        error = _find_argument_error(solver, trainer, mode, depth)
+        side, grid = ("solver", solver) if trainer is None else ("trainer", trainer)
+        mine = (error, "", None, "", ()) if error or grid is None else ("", mode, depth, side, _list_part_facts(grid))
+        everyone = self._comm.all_gather_data(mine)
+        parts = {name: {r: PartFacts(*p) for r, (*_, s, p) in enumerate(everyone) if s == name} for name in SIDES}
+        _require_fitting_sides(everyone, parts)
+        assert grid is not None
+        self._grid, self._part = grid, parts[side][self._comm.rank]
+        self._other = SIDES[side == "solver"]
+        self._side = self._comm.subgroup(list(parts[side]))
+        self._senders, self._receivers = self._plan_field_streams(side, parts, mode, depth)
+        self._plan_weight_stream(side, parts, mode, depth)
+        self._is_closed = False
+        self._end = _announce_end_at_exit(self)
+
+    def send(self, *fields: Any, **scalars: Any) -> None:
+        """Send this rank's parts of one or more fields to the other side. The arrays are copied.
+
+        After the other side has closed the bridge, this does nothing (see `agree_on_end`).
+
+        Parameters
+        ----------
+        fields : arrays in the layout of this rank's grid, with or without ghost cells, and with or without a channels
+            dim, of any number dtype; all ranks of the side pass equally many, with the same dtypes and channels
+        scalars : values to send with them, such as the number of the step: numbers, text, or lists and dicts of these,
+            the same on all ranks of the side
+
+        Raises
+        ------
+        DataError : if an array has not the shape of this rank's part
+        CommTimeout : if the other side does not receive in time (FSDPX_TIMEOUT)
+        RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
+        """
+        self._require_open("send")
+        arrays = [self._without_ghosts(field, f"field {i}") for i, field in enumerate(fields)]
+        overlaps = self._overlaps_out
+
+        def make_body(rank: int) -> np.ndarray:
+            index = [self._part.make_index(overlaps[rank].ranges, a.ndim == len(self._part.layout)) for a in arrays]
+            return pack_message(scalars, [a[where] for a, where in zip(arrays, index, strict=True)])
+
+        self._senders[0].send(make_body)
+
+    def receive(self, wait: bool = True) -> Snapshot | None:
+        """Receive fields that the other side has sent. Collective over this side if `wait` is false, or in mode
+        "latest" on training ranks.
+
+        Parameters
+        ----------
+        wait : whether to wait for a snapshot; if False, return None unless all ranks of this side have one
+
+        Returns
+        -------
+        Snapshot or None
+            with the attributes `number`, `fields` (this rank's parts, in the layout of its grid and without ghost
+            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if there is none without
+            waiting
+
+        Raises
+        ------
+        CommTimeout : if nothing arrives in time (FSDPX_TIMEOUT)
+        RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
+        """
+        self._require_open("receive")
+        received = self._receivers[0].receive(wait)
+        if received is None:
+            return None
+        messages = [(self._overlaps_in[rank], *unpack_message(body)) for rank, body in received.bodies.items()]
+        fields = tuple(self._join_pieces(i, messages) for i in range(len(messages[0][2])))
+        return Snapshot(received.number, fields, messages[0][1])
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        """Yield snapshots until the other side closes the bridge."""
+        while (snapshot := self.receive()) is not None:
+            yield snapshot
+
+    def send_weights(self, weights: Any) -> None:
+        """Send weights from the training ranks to the solver ranks; called on training ranks. Collective over the
+        training ranks.
+
+        Parameters
+        ----------
+        weights : a trainer, whose `parameters()` are sent, or a dict of arrays that is equal on all training ranks
+
+        Raises
+        ------
+        ConfigError : on a solver rank
+        """
+        self._require_open("send_weights")
+        if self._other != "solver":
+            raise ConfigError("Bridge.send_weights sends from training ranks to solver ranks: call it there")
+        found = weights if isinstance(weights, Mapping) else weights.parameters()
+        arrays = {name: np.asarray(to_host(array)) for name, array in found.items()}
+        self._senders[-1].send(lambda rank: pack_message(list(arrays), list(arrays.values())))
+
+    def receive_weights(self, wait: bool = True) -> dict[str, np.ndarray] | None:
+        """Receive weights on the solver ranks, for `load_parameters` of a trainer. Collective over the solver ranks if
+        `wait` is false.
+
+        Parameters
+        ----------
+        wait : whether to wait for weights; if False, return None unless new ones have arrived on all solver ranks
+
+        Returns
+        -------
+        dict or None
+            full arrays by name; None if the trainer has closed the bridge, or if there are none without waiting
+
+        Raises
+        ------
+        ConfigError : on a training rank
+        """
+        self._require_open("receive_weights")
+        if self._other != "trainer":
+            raise ConfigError("Bridge.receive_weights receives on solver ranks: call it there")
+        received = self._receivers[-1].receive(wait)
+        if received is None:
+            return None
+        names, arrays = unpack_message(next(iter(received.bodies.values())))
+        return dict(zip(names, arrays, strict=True))
+
+    def agree_on_end(self) -> bool:
+        """Return whether the other side has closed the bridge, with the same result on all ranks of this side.
+        Collective over this side.
+
+        Returns
+        -------
+        bool
+        """
+        self._require_open("agree_on_end")
+        return bool(self._side.all_gather_data(self._senders[0].has_closed_receiver())[0])
+
+    def close(self) -> None:
+        """Close the bridge, which ends the other side's iteration, and wait until the other side closes it as well.
+        Collective over both sides; later calls do nothing.
+
+        If one side closes the bridge early, what the other side sends afterwards is discarded. At the end of a `with`
+        block the bridge is closed, unless an exception is propagating. If a script ends without closing it, the
+        other side's iteration ends too."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self._end)
+        for receiver in self._receivers:
+            receiver.start_closing()
+        for sender in self._senders:
+            sender.start_closing()
+
+        def are_all_closed() -> bool:
+            closed = [end.is_closed() for end in self._senders] + [end.is_closed() for end in self._receivers]
+            return all(closed)
+
+        wait_until(self._comm, are_all_closed, "the other side to close the bridge")
+        self._side.close()
+        self._comm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"Bridge({'solver' if self._other == 'trainer' else 'trainer'}={self._grid!r})"
+
+    def _plan_field_streams(
+        self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
+    ) -> tuple[list[Sender], list[Receiver]]:
+        """Plan which cells this rank exchanges with each rank of the other side, and open both streams of fields."""
+        comm, ours, theirs = self._comm, parts[side], parts[self._other]
+        place = list(ours).index(comm.rank)
+        out = find_overlaps_with_receivers(self._part, place, len(ours), theirs)
+        incoming = find_overlaps_with_senders(self._part, place, theirs)
+        self._overlaps_out: dict[int, Overlap] = {overlap.rank: overlap for overlap in out}
+        self._overlaps_in: dict[int, Overlap] = {overlap.rank: overlap for overlap in incoming}
+        on_request = mode == "latest" and side == "solver"
+        sender = self._open_sender(TAGS[side], list(self._overlaps_out), mode, depth, on_request)
+        asks = mode == "latest" and side == "trainer"
+        receiver = Receiver(comm, self._side, TAGS[self._other], list(self._overlaps_in), on_request=asks)
+        return [sender], [receiver]
+
+    def _plan_weight_stream(
+        self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
+    ) -> None:
+        """Open the stream of weights, in which each solver rank receives from one training rank."""
+        solvers, trainers = list(parts["solver"]), list(parts["trainer"])
+        if side == "trainer":
+            place = trainers.index(self._comm.rank)
+            self._senders.append(
+                self._open_sender(TAGS["weights"], solvers[place :: len(trainers)], mode, depth, False)
+            )
+        else:
+            source = trainers[solvers.index(self._comm.rank) % len(trainers)]
+            self._receivers.append(Receiver(self._comm, self._side, TAGS["weights"], [source], on_request=False))
+
+    def _open_sender(self, tag: int, receivers: list[int], mode: str, depth: int | None, on_request: bool) -> Sender:
+        def agree(is_ready: bool) -> bool:
+            return all(self._side.all_gather_data(is_ready))
+
+        limit = 0 if mode == "lockstep" else DEFAULT_DEPTH if depth is None else depth
+        asks_own_side = mode == "latest" and not on_request
+        return Sender(
+            self._comm, tag, receivers, depth=limit, agree=agree if asks_own_side else None, on_request=on_request
+        )
+
+    def _without_ghosts(self, field: Any, name: str) -> np.ndarray:
+        """Return the cells of this rank's part; raise DataError if the array has another shape."""
+        array, part = self._grid.without_ghosts(np.asarray(to_host(field))), self._part
+        letters = part.layout if array.ndim == len(part.layout) else part.layout.replace("c", "")
+        sizes = {letter: stop - start for letter, (start, stop) in part.ranges.items()}
+        wanted = tuple(sizes.get(letter, array.shape[i] if i < array.ndim else 0) for i, letter in enumerate(letters))
+        if array.shape != wanted:
+            shape = ", ".join(str(sizes.get(letter, "channels")) for letter in part.layout)
+            raise DataError(
+                f"Bridge.send: {name} has shape {array.shape}, but this rank's part, in layout {part.layout!r}, is "
+                f"({shape}): give the part that the grid describes, without a dim of samples"
+            )
+        return array
+
+    def _join_pieces(self, i: int, messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> np.ndarray:
+        """Return this rank's part of field `i`, in the layout of its grid."""
+        first, layout = messages[0][2][i], messages[0][0].theirs.layout
+        has_channels = first.ndim == len(layout)
+        sizes = {letter: stop - start for letter, (start, stop) in self._part.ranges.items()}
+        channels = first.shape[layout.index("c")] if has_channels and "c" in layout else 0
+        own = self._part.layout if has_channels else self._part.layout.replace("c", "")
+        whole = np.empty([sizes.get(letter, channels) for letter in own], first.dtype)
+        for overlap, _, pieces in messages:
+            letters = overlap.theirs.layout if has_channels else overlap.theirs.layout.replace("c", "")
+            piece = pieces[i] if i < len(pieces) else None
+            where = self._part.make_index(overlap.ranges, has_channels)
+            moved = None if piece is None or piece.ndim != len(letters) else piece.transpose(
+                [letters.index(letter) for letter in own]
+            )  # fmt: skip
+            if moved is None or moved.dtype != whole.dtype or moved.shape != whole[where].shape:
+                raise DataError(
+                    f"Bridge.receive: rank {messages[0][0].rank} has sent field {i} as {first.dtype} with {channels} "
+                    f"channels, and rank {overlap.rank} in another form: send the same fields on all ranks"
+                )
+            whole[where] = moved
+        return whole
+
+    def _require_open(self, name: str) -> None:
+        if self._is_closed:
+            raise ConfigError(f"Bridge.{name}: this bridge is closed")
+
+
+def _list_part_facts(grid: Grid) -> tuple[Any, ...]:
+    return grid.layout, grid.shape, grid.offsets, grid.local_shape
+
+
+def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> str:
+    """Return what is wrong with the arguments of this rank, or ""."""
+    if (solver is None) == (trainer is None):
+        return "pass solver= on solver ranks and trainer= on training ranks, and only one of them on each rank"
+    grid = solver if trainer is None else trainer
+    if not isinstance(grid, Grid):
+        return f"{grid!r} is not a grid: pass an fsdpx.Grid"
+    if trainer is not None and any(any(sides) for sides in grid.ghosts):
+        return "the training grid has ghost cells, which the bridge does not fill: make it without ghosts="
+    if mode not in ("lockstep", "queue", "latest"):
+        return f"mode={mode!r}: choose 'lockstep', 'queue' or 'latest'"
+    if depth is not None and (mode != "queue" or type(depth) is not int or depth < 1):
+        return f"depth={depth!r}, mode={mode!r}: depth is the number of snapshots in a queue, at least 1"
+    return ""
+
+
+def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int, PartFacts]]) -> None:
+    """Raise ConfigError if a rank has wrong arguments, or if the arguments of ranks contradict each other."""
+    for rank, (error, mode, depth, *_) in enumerate(everyone):
+        if error:
+            raise ConfigError(f"Bridge: rank {rank}: {error}")
+        if (mode, depth) != everyone[0][1:3]:
+            first = f"mode={everyone[0][1]!r} and depth={everyone[0][2]}"
+            raise ConfigError(f"Bridge: rank 0 has {first}, and rank {rank} mode={mode!r} and depth={depth}")
+    for side, ranks in parts.items():
+        if not ranks:
+            raise ConfigError(f"Bridge: no rank passes {side}=: split the ranks, some for the solver, some to train")
+    for side, ranks in parts.items():
+        cells, shape = sum(prod(part.local_shape) for part in ranks.values()), next(iter(ranks.values())).shape
+        if cells != prod(shape):
+            raise ConfigError(
+                f"Bridge: the ranks with {side}= have {cells} cells, and the field {prod(shape)}: all of them pass one "
+                "grid, without ensemble members"
+            )
+    ours, theirs = (next(iter(parts[side].values())) for side in SIDES)
+    if ours.shape_by_letter != theirs.shape_by_letter or ("c" in ours.layout) != ("c" in theirs.layout):
+        raise ConfigError(
+            f"Bridge: the solver's field has {ours.shape} cells in layout {ours.layout!r}, the trainer's {theirs.shape}"
+            f" in layout {theirs.layout!r}: give both the same letters and sizes, in any order"
+        )
+
+
+def _announce_end_at_exit(bridge: Bridge) -> Any:
+    """Register a function that tells the other side of the end, in case a script ends without closing the bridge, and
+    return it. Ranks that are threads report a missing call themselves."""
+    reference = weakref.ref(bridge)
+
+    def announce_end() -> None:
+        unclosed = reference()
+        if unclosed is not None:
+            for receiver in unclosed._receivers:
+                receiver.start_closing()
+            for sender in unclosed._senders:
+                sender.send_end()
+
+    if hasattr(bridge._comm, "raw"):
+        atexit.register(announce_end)
+    return announce_end

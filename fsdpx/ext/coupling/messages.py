@@ -1,0 +1,142 @@
+"""Which cells a rank of one grid exchanges with each rank of another grid, and the bytes of such a message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.comm.plain_codec import pack, unpack
+from fsdpx.errors import DataError
+
+__all__ = [
+    "Overlap", "PartFacts", "find_overlaps_with_receivers", "find_overlaps_with_senders", "pack_message",
+    "unpack_message",
+]  # fmt: skip
+
+ALIGNMENT_BYTES = 64
+"""Arrays begin at a multiple of this number of bytes in a message."""
+LENGTH_BYTES = 8
+
+
+class PartFacts(NamedTuple):
+    """What the ranks of both sides know of one rank's part of the field.
+
+    Attributes
+    ----------
+    layout : order of the dims of arrays, a letter each, with "c" for the channels
+    shape : cells of the full field along each dim
+    offsets, local_shape : first cell and number of cells of the part along each dim
+    """
+
+    layout: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+    @property
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """First cell of the part and the cell after its last one along each dim, by letter."""
+        letters = self.layout.replace("c", "")
+        return {a: (start, start + n) for a, start, n in zip(letters, self.offsets, self.local_shape, strict=True)}
+
+    @property
+    def shape_by_letter(self) -> dict[str, int]:
+        """Cells of the full field along each dim, by letter."""
+        return dict(zip(self.layout.replace("c", ""), self.shape, strict=True))
+
+    def make_index(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
+        """Return the index of the cells in `ranges`, which are numbered in the full field, in an array of this part."""
+        own, index = self.ranges, []
+        for letter in self.layout if has_channels else self.layout.replace("c", ""):
+            if letter == "c":
+                index.append(slice(None))
+                continue
+            (start, stop), (first, _) = ranges[letter], own[letter]
+            index.append(slice(start - first, stop - first) if start < stop else slice(0))
+        return tuple(index)
+
+
+class Overlap(NamedTuple):
+    """The cells that this rank and `rank` of the other side both hold: ranges along each dim, by letter, which may be
+    empty."""
+
+    rank: int
+    theirs: PartFacts
+    ranges: dict[str, tuple[int, int]]
+
+
+def find_overlaps_with_receivers(
+    own: PartFacts, place: int, senders: int, receivers: Mapping[int, PartFacts]
+) -> list[Overlap]:
+    """Return the overlaps of a sender's part with the parts of the receivers to which it sends messages.
+
+    These are the first receiver, those with which the part has cells in common and, so that each receiver gets a
+    message, some of those without cells. `place` is the number of this rank among the `senders`."""
+    found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
+    return [overlap for i, overlap in found if exchanges_messages(place, senders, i, overlap.theirs, overlap.ranges)]
+
+
+def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int, PartFacts]) -> list[Overlap]:
+    """Return the overlaps of a receiver's part with the parts of the senders from which it gets messages. `place` is
+    the number of this rank among the receivers."""
+    found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(senders.items())]
+    return [overlap for i, overlap in found if exchanges_messages(i, len(senders), place, own, overlap.ranges)]
+
+
+def exchanges_messages(
+    sender: int, senders: int, receiver: int, part: PartFacts, ranges: Mapping[str, tuple[int, int]]
+) -> bool:
+    """Return whether two ranks, given by their numbers on their sides, exchange messages. `part` is the receiver's, and
+    `ranges` are the cells in common."""
+    if receiver == 0 or all(start < stop for start, stop in ranges.values()):
+        return True
+    return 0 in part.local_shape and sender == receiver % senders
+
+
+def find_overlap(rank: int, own: PartFacts, theirs: PartFacts) -> Overlap:
+    """Return the cells that two parts have in common."""
+    ranges = {}
+    for letter, (start, stop) in theirs.ranges.items():
+        first, last = own.ranges[letter]
+        ranges[letter] = max(start, first), min(stop, last)
+    return Overlap(rank, theirs, ranges)
+
+
+def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return `facts`, which are plain data, and arrays as bytes. The arrays need not be contiguous.
+
+    Raises DataError for an array of objects, strings or times."""
+    for array in arrays:
+        if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
+            raise DataError(f"the bridge sends numbers, not an array of {array.dtype}")
+    head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])
+    starts, at = [], _align(LENGTH_BYTES + len(head))
+    for array in arrays:
+        starts.append(at)
+        at = _align(at + array.nbytes)
+    body = np.empty(at, np.uint8)
+    body[:LENGTH_BYTES].view(np.int64)[0] = len(head)
+    body[LENGTH_BYTES : LENGTH_BYTES + len(head)] = np.frombuffer(head, np.uint8)
+    for start, array in zip(starts, arrays, strict=True):
+        body[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    return body
+
+
+def unpack_message(body: np.ndarray) -> tuple[Any, list[np.ndarray]]:
+    """Return the facts and the arrays that `pack_message` made into bytes; the arrays are views of `body`."""
+    length = int(body[:LENGTH_BYTES].view(np.int64)[0])
+    facts, kinds = unpack(body[LENGTH_BYTES : LENGTH_BYTES + length])
+    arrays, at = [], _align(LENGTH_BYTES + length)
+    for name, shape in kinds:
+        dtype = parse_dtype(name) if name == "bfloat16" else np.dtype(name)
+        stop = at + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        arrays.append(body[at:stop].view(dtype).reshape(shape))
+        at = _align(stop)
+    return facts, arrays
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,71 @@
+"""Solver ranks and training ranks that are coupled by a bridge, and the fields that they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import fsdpx
+from fsdpx.core.comm import Communicator
+
+SHAPE = (9, 7)
+SOLVER_LAYOUT, TRAINER_LAYOUT = "yxc", "cxy"
+
+
+def whole_field(number: int, channels: int = 2) -> np.ndarray:
+    """The snapshot of this number on all cells, in the solver's layout."""
+    return np.random.default_rng(number).standard_normal((*SHAPE, channels))
+
+
+def cut(n: int, parts: int, seed: int) -> list[int]:
+    """Sizes of uneven parts, of which some may be empty."""
+    ends = np.sort(np.random.default_rng(seed).integers(0, n + 1, parts - 1))
+    return np.diff([0, *ends, n]).tolist()
+
+
+def solver_grid(comm: Any, seed: int = 0) -> fsdpx.Grid:
+    """Rows of the field, or with 4 ranks parts along both dims, with ghost cells."""
+    dims = (2, 2) if comm.size == 4 else (comm.size, 1)
+    at = np.unravel_index(comm.rank, dims)
+    cells = [cut(n, d, seed)[i] for n, d, i in zip(SHAPE, dims, at, strict=True)]
+    return fsdpx.Grid(comm, cells, dims=dims, layout=SOLVER_LAYOUT, ghosts=1)
+
+
+def trainer_grid(comm: Any, seed: int = 1, layout: str = TRAINER_LAYOUT) -> fsdpx.Grid:
+    """Columns of the field, in another order of dims."""
+    columns = cut(SHAPE[1], comm.size, seed)[comm.rank]
+    return fsdpx.Grid(comm, (columns, SHAPE[0]), dims=(comm.size, 1), layout=layout)
+
+
+def couple(
+    comm: Communicator, solvers: int, solve: Callable[..., Any], train: Callable[..., Any], seed: int = 0, **more: Any
+) -> Any:
+    """Run `solve(bridge, grid, part)` on the first ranks and `train(bridge, grid, part)` on the others. `part` is the
+    communicator of the side."""
+    trains = comm.rank >= solvers
+    part = comm.split(int(trains))
+    assert part is not None
+    grid = trainer_grid(part, seed + 1) if trains else solver_grid(part, seed)
+    with fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, **more) as bridge:
+        return (train if trains else solve)(bridge, grid, part)
+
+
+def with_ghosts(grid: fsdpx.Grid, whole: np.ndarray) -> np.ndarray:
+    """The part of a rank of the solver, whose ghost cells are NaN."""
+    return np.pad(grid.take_local(whole), ((1, 1), (1, 1), (0, 0)), constant_values=np.nan)
+
+
+def check_snapshot(grid: fsdpx.Grid, snapshot: Any) -> None:
+    """All of it is of the number that its scalars name."""
+    whole = whole_field(snapshot.scalars["step"])
+    u, mean = snapshot.fields
+    np.testing.assert_array_equal(u, grid.take_local(whole.transpose(2, 1, 0)))
+    np.testing.assert_array_equal(mean, grid.take_local(whole.mean(2).T.astype(np.float32)))
+    assert mean.dtype == np.float32
+
+
+def send_step(bridge: fsdpx.Bridge, grid: fsdpx.Grid, step: int) -> None:
+    whole = whole_field(step)
+    bridge.send(with_ghosts(grid, whole), grid.take_local(whole.mean(2).astype(np.float32)), step=step, name="u")

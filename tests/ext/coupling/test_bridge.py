@@ -1,0 +1,302 @@
+"""Bridges between solver ranks and training ranks that are threads: what arrives, who waits, and how it ends."""
+
+from __future__ import annotations
+
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+from coupled import SHAPE, check_snapshot, couple, send_step, solver_grid, trainer_grid, whole_field, with_ghosts
+
+import fsdpx
+from fsdpx import nn, spawn
+from fsdpx.core.comm import Communicator, RankDied
+from fsdpx.errors import CommTimeout, ConfigError, DataError, RankLost
+from fsdpx.ext.coupling.messages import pack_message, unpack_message
+
+SIDES = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 3)]
+MODES = ["lockstep", "queue", "latest"]
+STEPS = 5
+
+
+def net() -> nn.Layer:
+    return nn.Conv2d(2, 2, 3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sides", SIDES)
+def test_both_sides_receive_the_bits_that_the_other_one_sends(sides: tuple[int, int], mode: str) -> None:
+    """Fields go to the trainer, and its answer and its weights to the solver, between uneven and empty parts."""
+
+    def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
+        numbers, network = [], net().as_distributed(comm=part, precision="float64")
+        step = 0
+        while not bridge.agree_on_end() if mode == "latest" else step < STEPS:
+            send_step(bridge, grid, step)
+            wait = mode != "latest"
+            answer, weights = bridge.receive(wait), bridge.receive_weights(wait)
+            if answer is not None:
+                about = answer.scalars["about"]
+                numbers.append(about)
+                np.testing.assert_array_equal(answer.fields[0], grid.take_local(whole_field(about) * 3))
+            if weights is not None:
+                network.load_parameters(weights)
+            step += 1
+        while mode == "latest" and (weights := bridge.receive_weights()) is not None:
+            network.load_parameters(weights)
+        return numbers, network.parameters()["bias"][0]
+        return numbers
+
+    def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> list[int]:
+        numbers, network = [], net().as_distributed(comm=part, precision="float64")
+        for snapshot in bridge:
+            check_snapshot(grid, snapshot)
+            about = snapshot.scalars["step"]
+            assert snapshot.number == about
+            numbers.append(about)
+            bridge.send(snapshot.fields[0] * 3, about=about)
+            values = network.parameters()
+            values["bias"][...] = about
+            network.load_parameters(values)
+            bridge.send_weights(network if about % 2 else values)
+            if mode == "latest" and len(numbers) == STEPS:
+                break
+        return numbers
+
+    for seed in range(3 if sides == (4, 3) else 1):
+        found = spawn(lambda comm: couple(comm, sides[0], solve, train, seed, mode=mode), sum(sides), delays=seed)  # noqa: B023
+        trained = found[-1]
+        assert trained == (list(range(STEPS)) if mode != "latest" else sorted(set(trained)))
+        assert all(numbers == trained for numbers in found[sides[0] :])
+        assert all(solved == (found[0][0], trained[-1]) for solved in found[: sides[0]])
+        assert set(found[0][0]) <= set(trained) if mode == "latest" else found[0][0] == trained
+
+
+@pytest.mark.parametrize(("mode", "depth"), [("lockstep", None), ("queue", 1), ("queue", 3), ("queue", None)])
+def test_the_solver_is_as_far_ahead_as_the_depth_allows(mode: str, depth: int | None) -> None:
+    sent: list[int] = []
+    ahead = {"lockstep": 0, "queue": depth or 2}[mode]
+
+    def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        for step in range(ahead):
+            send_step(bridge, grid, step)
+        everyone[0].barrier().wait()
+        for step in range(ahead, 12):
+            send_step(bridge, grid, step)
+            sent.append(step)
+
+    def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        everyone[1].barrier().wait()  # the solver comes to here without being received
+        for received, _ in enumerate(bridge, 1):
+            assert len(sent) + ahead <= received + ahead
+
+    everyone: dict[int, Communicator] = {}
+
+    def run(comm: Communicator) -> None:
+        everyone[comm.rank] = comm.subgroup(range(2))
+        couple(comm, 1, solve, train, mode=mode, depth=depth)
+
+    spawn(run, 2, timeout=30)
+    assert len(sent) == 12 - ahead
+
+
+def test_ranks_of_the_solver_that_are_steps_apart_send_the_same_snapshot() -> None:
+    """Rank 0 has gone past the snapshot that the trainer wants; the trainer asks again, for a later one."""
+
+    def run(comm: Communicator) -> Any:
+        turn, trains = comm.subgroup(range(3)), comm.rank == 2
+        part = comm.split(int(trains))
+        assert part is not None
+        grid = trainer_grid(part) if trains else solver_grid(part)
+        bridge = fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, mode="latest")
+        found, step = [], 0
+        for steps in [(3, 1), (1, 3), (1, 1), (5, 5)]:  # of both ranks of the solver in this turn
+            if trains:
+                found.append(bridge.receive(wait=False))  # asks, or says which one
+            turn.barrier().wait()
+            for _ in range(0 if trains else steps[comm.rank]):
+                send_step(bridge, grid, step)
+                step += 1
+            turn.barrier().wait()
+        if trains:
+            found.append(bridge.receive(wait=False))
+            check_snapshot(grid, found[-1])
+        bridge.close()
+        return found
+
+    *waited, last = spawn(run, 3, timeout=30)[2]
+    assert waited == [None] * 4
+    assert last.number == 9  # 4, where they were, and the margin of 1 + 2 * 2, as rank 0 was two steps late
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_either_side_may_end_first(mode: str) -> None:
+    def many(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> bool:
+        for step in range(20):
+            send_step(bridge, grid, step)
+        return mode == "latest" or bridge.agree_on_end()
+
+    def one(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        if mode != "latest":
+            check_snapshot(grid, bridge.receive())
+
+    assert spawn(lambda comm: couple(comm, 2, many, one, mode=mode), 4, timeout=30)[:2] == [True, True]
+
+    def few(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        for step in range(0 if mode == "lockstep" else 2):
+            send_step(bridge, grid, step)
+
+    def nothing(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        """Closes without receiving anything."""
+
+    def until_the_end(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
+        return bridge.receive(wait=False), [s.number for s in bridge], bridge.receive(), bridge.agree_on_end()
+
+    spawn(lambda comm: couple(comm, 2, few, nothing, mode=mode), 3, timeout=30)
+    first, *rest = spawn(lambda comm: couple(comm, 2, nothing, until_the_end, mode=mode), 3, timeout=30)[2]
+    assert (first, rest) == (None, [[], None, True])
+
+
+def test_the_last_weights_arrive_though_the_trainer_never_waits() -> None:
+    def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
+        for step in range(50):  # nobody receives
+            send_step(bridge, grid, step)
+        everyone[part.rank].barrier().wait()
+        found = []
+        while (weights := bridge.receive_weights()) is not None:
+            found.append(float(weights["bias"][0]))
+        return found, bridge.receive()
+
+    def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        for n in range(9):
+            bridge.send_weights({"bias": np.full(2, n, np.float32)})
+        everyone[2 + part.rank].barrier().wait()
+
+    everyone: dict[int, Communicator] = {}
+
+    def run(comm: Communicator) -> Any:
+        everyone[comm.rank] = comm.subgroup(range(4))
+        return couple(comm, 2, solve, train, mode="latest")
+
+    assert spawn(run, 4, timeout=30)[:2] == [([0.0, 8.0], None)] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dying", [0, 3])
+def test_ranks_that_live_on_learn_of_a_death(dying: int, mode: str) -> None:
+    def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> str:
+        return outlived(bridge, 0, lambda step: send_step(bridge, grid, step), part)
+
+    def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> str:
+        return outlived(bridge, 2, lambda _: bridge.receive(wait=True), part)
+
+    def outlived(bridge: fsdpx.Bridge, first: int, act: Any, part: Communicator) -> str:
+        step = 0
+        while True:
+            if dying == first + part.rank and step == 2 * (first == 0):
+                raise RankDied
+            try:
+                act(step)
+            except RankLost as error:
+                return str(error)
+            step += 1
+
+    def run(comm: Communicator) -> Any:
+        trains = comm.rank >= 2
+        part = comm.split(int(trains))
+        assert part is not None
+        grid = trainer_grid(part) if trains else solver_grid(part)
+        bridge = fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, mode=mode)
+        return (train if trains else solve)(bridge, grid, part)
+
+    found = spawn(run, 4, survive=True, timeout=30)
+    assert found.pop(dying) is None
+    assert all("has died" in text for text in found)
+
+
+def test_wrong_arguments_are_the_same_error_on_all_ranks() -> None:
+    def attempt(match: str, kind: type[Exception] = ConfigError, **given: Any) -> None:
+        def run(comm: Communicator) -> None:
+            part = comm.split(comm.rank)
+            assert part is not None
+            grids = {"solver": solver_grid(part), "trainer": trainer_grid(part)}
+            side = ["solver", "trainer"][comm.rank]
+            chosen = {side: grids[side]} | {k: v(part, grids, comm.rank) for k, v in given.items()}
+            with pytest.raises(kind, match=match):
+                fsdpx.Bridge(comm, **chosen)
+
+        spawn(run, 2, timeout=30)
+
+    attempt("rank 0: pass solver= on solver ranks", trainer=lambda part, grids, rank: grids["trainer"])
+    attempt("rank 0: pass solver= on solver ranks", solver=lambda *_: None)
+    attempt("no rank passes trainer=", trainer=lambda *_: None, solver=lambda part, grids, rank: grids["solver"])
+    attempt("rank 0: 3 is not a grid", solver=lambda part, grids, rank: None if rank else 3)
+    attempt("training grid has ghost cells", trainer=lambda part, grids, rank: grids["solver"] if rank else None)
+    attempt("mode='fast': choose 'lockstep'", mode=lambda *_: "fast")
+    attempt("depth=0, mode='queue': .* at least 1", depth=lambda *_: 0)
+    attempt("depth=2, mode='latest'", depth=lambda *_: 2, mode=lambda *_: "latest")
+    attempt("rank 0 has mode='queue' and depth=None, and rank 1 mode='queue' and depth=3",
+            depth=lambda part, grids, rank: 3 * rank or None)  # fmt: skip
+    attempt(
+        r"the solver's field has \(9, 7\) cells in layout 'yxc', the trainer's \(7, 9\) in layout 'xy'",
+        trainer=lambda part, grids, rank: trainer_grid(part, layout="xy") if rank else None,
+    )
+
+
+def test_wrong_calls_say_what_is_wrong() -> None:
+    def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        with pytest.raises(DataError, match=r"Bridge\.send: field 1 has shape \(4, 4, 2\), but this rank's part, in "):
+            bridge.send(np.zeros((*SHAPE, 2)), np.zeros((4, 4, 2)))
+        with pytest.raises(DataError, match="numbers, not an array of <U1"):
+            bridge.send(np.full(SHAPE, "a"))
+        with pytest.raises(ConfigError, match="from training ranks to solver ranks"):
+            bridge.send_weights({})
+        bridge.send(with_ghosts(grid, whole_field(0)))
+        bridge.close()
+        bridge.close()
+        with pytest.raises(ConfigError, match=r"Bridge\.send: this bridge is closed"):
+            bridge.send(np.zeros(SHAPE))
+
+    def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        with pytest.raises(ConfigError, match="receives on solver ranks"):
+            bridge.receive_weights()
+        assert [len(snapshot.fields) for snapshot in bridge] == [1]
+        assert repr(bridge).startswith("Bridge(trainer=Grid(")
+
+    spawn(lambda comm: couple(comm, 1, solve, train, depth=9), 2, timeout=30)
+
+    def differ(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        bridge.send(np.zeros((*grid.local_shape, 1 + part.rank)))
+
+    def refuse(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        with pytest.raises(
+            DataError, match="rank 0 has sent field 0 as float64 with 1 channels, and rank 1 in another"
+        ):
+            bridge.receive()
+
+    spawn(lambda comm: couple(comm, 2, differ, refuse, seed=3), 3, timeout=30)
+
+    told = Event()
+
+    def wait_in_vain(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        with pytest.raises(CommTimeout, match=r"rank 0 waited 0\.3 s for the other side of the bridge to receive"):
+            bridge.send(np.zeros(grid.local_shape))
+        told.set()
+
+    def wait_for_error(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+        assert told.wait(30)
+
+    spawn(lambda comm: couple(comm, 1, wait_in_vain, wait_for_error, mode="lockstep"), 2, timeout=0.3)
+
+
+def test_messages_keep_every_kind_of_number() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    kinds = ["float64", "float32", "float16", "complex64", "complex128", "int8", "uint16", "int64", "bool",
+             ml_dtypes.bfloat16]  # fmt: skip
+    arrays = [np.arange(12).reshape(3, 4).astype(kind).T[1:] for kind in kinds] + [np.zeros((0, 3)), np.array(2.5)]
+    facts, found = unpack_message(pack_message({"step": 3, "t": 0.5, "name": "u"}, arrays))
+    assert facts == {"step": 3, "t": 0.5, "name": "u"}
+    for a, b in zip(found, arrays, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
