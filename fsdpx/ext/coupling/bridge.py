@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
@@ -13,6 +12,7 @@ import numpy as np
 from fsdpx.core.array.namespace import to_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.local import LocalCommunicator
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.coupling.messages import (
     Overlap,
@@ -106,7 +106,7 @@ class Bridge:
         self._senders, self._receivers = self._plan_field_streams(side, parts, mode, depth)
         self._plan_weight_stream(side, parts, mode, depth)
         self._is_closed = False
-        self._end = _announce_end_at_exit(self)
+        self._end = _announce_end_at_exit(self._comm, self._senders, self._receivers)
 
     def send(self, *fields: Any, **scalars: Any) -> None:
         """Send this rank's parts of one or more fields to the other side. The arrays are copied.
@@ -387,19 +387,16 @@ def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int,
         )
 
 
-def _announce_end_at_exit(bridge: Bridge) -> Any:
+def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
     """Register a function that tells the other side of the end, in case a script ends without closing the bridge, and
     return it. Ranks that are threads report a missing call themselves."""
-    reference = weakref.ref(bridge)
 
     def announce_end() -> None:
-        unclosed = reference()
-        if unclosed is not None:
-            for receiver in unclosed._receivers:
-                receiver.start_closing()
-            for sender in unclosed._senders:
-                sender.send_end()
+        for receiver in receivers:
+            receiver.start_closing()
+        for sender in senders:
+            sender.send_end()
 
-    if hasattr(bridge._comm, "raw"):
+    if not isinstance(comm, LocalCommunicator):
         atexit.register(announce_end)
     return announce_end

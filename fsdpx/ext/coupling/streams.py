@@ -32,6 +32,7 @@ sends them when it closes the bridge, and then discards what arrives until it ha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,20 +49,32 @@ DATA, MISSED, END, AT = range(4)
 """Kinds of headers. If ranks get different ones for a snapshot, the highest counts."""
 RECEIVED, ASK, TAKE, CLOSED = range(4)
 """Kinds of control messages."""
+POLLING_SECONDS, LONGEST_PAUSE_SECONDS = 2e-3, 1e-3
+"""How long a wait polls without pauses, and the longest pause after that."""
 HEADER_WORDS, CONTROL_WORDS = 4, 2
 
 MakeBody = Callable[[int], np.ndarray]
 """A function of the rank of a receiver that returns the bytes for it, in memory that nobody changes afterwards."""
 
 
-def wait_until(comm: Communicator, is_ready: Callable[[], bool], what: str) -> None:
+def wait_until(
+    comm: Communicator, is_ready: Callable[[], bool], what: str, is_moving: Callable[[], bool] = lambda: False
+) -> None:
     """Wait until `is_ready()` returns True. `what` is text that says what this rank waits for.
 
-    Raises RankLost if a rank of `comm` has died, and CommTimeout after the time limit of the communicator."""
+    After a few milliseconds, the rank sleeps between polls, so that its core is left to ranks that compute; but not
+    while `is_moving()`, because libraries advance long messages only inside their calls. Raises RankLost if a rank of
+    `comm` has died, and CommTimeout after the time limit of the communicator."""
+    begin = time.monotonic()
 
     def check() -> bool:
         raise_if_rank_lost(comm, what)
-        return is_ready()
+        if is_ready():
+            return True
+        waited = time.monotonic() - begin
+        if waited > POLLING_SECONDS and not is_moving():
+            time.sleep(min(waited / 16, LONGEST_PAUSE_SECONDS))
+        return False
 
     seconds = comm.get_timeout_seconds() if isinstance(comm, LocalCommunicator) else comm.timeout  # type: ignore[attr-defined]
     if not spin_until(check, comm.progress, seconds):
@@ -231,7 +244,7 @@ class Sender:
         """Wait until at most `limit` snapshots are unanswered, or a receiver has closed the stream."""
         wait_until(
             self._comm, lambda: self.has_closed_receiver() or self._count_unanswered() <= limit,
-            "the other side of the bridge to receive",
+            "the other side of the bridge to receive", lambda: not self._out.is_complete(),
         )  # fmt: skip
 
 
@@ -327,7 +340,9 @@ class Receiver:
         while not self.has_ended:
             self._ask()
             if wait:
-                wait_until(self._comm, self._advance, "a snapshot from the other side of the bridge")
+                wait_until(
+                    self._comm, self._advance, "a snapshot from the other side of the bridge", self._is_receiving
+                )
             raise_if_rank_lost(self._comm, "receive from the other side of the bridge")
             is_complete = self._advance()
             outcome = END if self._ended else max((header.kind for header, _ in self._found.values()), default=DATA)
@@ -406,6 +421,9 @@ class Receiver:
         elif self._choice is not None:
             self._choice.add_position(rank, header.number)
         return True
+
+    def _is_receiving(self) -> bool:
+        return bool(self._arriving)
 
     def _discard_until_end(self) -> bool:
         """Discard what arrives, and return whether all senders have closed the stream."""

@@ -1,0 +1,106 @@
+"""Jobs whose solver ranks or training ranks are killed while they exchange fields: none hangs. `python kills_bridge.py
+20`.
+
+Two solver ranks and two training ranks under mpiexec send and receive without end. A random one is killed at a random
+moment, and the launcher ends the job.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import fsdpx
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+from coupled import send_step, solver_grid, trainer_grid  # noqa: E402
+from trials import MPIEXEC, environment, none_left  # noqa: E402
+
+RANKS, PATIENCE_SECONDS = 4, 60.0
+MODES = ("lockstep", "queue", "latest")
+ENDINGS = ("killed", "unclosed")
+"""What a rank does: exchange until it is killed, or, on the solver, end without closing the bridge."""
+
+
+def exchange(mode: str, ending: str) -> None:
+    """What each rank does. Rank 0 prints the process numbers when all have begun."""
+    comm = fsdpx.init()
+    trains = comm.rank >= RANKS // 2
+    part = comm.split(int(trains))
+    grid = trainer_grid(part) if trains else solver_grid(part)
+    bridge = fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, mode=mode)
+    pids, wait, step = comm.all_gather_object(os.getpid()), mode != "latest", 0
+    while not trains and step != 40 * (ending == "unclosed") - 1:
+        send_step(bridge, grid, step)
+        bridge.receive(wait)
+        bridge.receive_weights(wait)
+        step += 1
+        if step == 3 and comm.rank == 0 and ending == "killed":
+            print(json.dumps(pids), flush=True)
+    if not trains:
+        return
+    for snapshot in bridge:
+        bridge.send(snapshot.fields[0])
+        bridge.send_weights({"w": np.ones(50_000)})
+    bridge.close()
+    if comm.rank == RANKS - 1:
+        print("the trainer has ended", flush=True)
+
+
+def start(jobs: Path, mode: str, ending: str) -> "subprocess.Popen[str]":
+    """Start a job; jobs: its working directory, by which what is left of it is found."""
+    return subprocess.Popen(
+        [str(MPIEXEC), "-n", str(RANKS), sys.executable, __file__, mode, ending], cwd=jobs, text=True,
+        env=environment(TMPDIR=str(jobs), OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
+    """Start a job, kill a rank of it, and return which one and how many seconds the job took to end."""
+    with start(jobs, mode, "killed") as job:
+        assert job.stdout is not None
+        line = job.stdout.readline()
+        while line and not line.startswith("["):
+            line = job.stdout.readline()
+        assert line, f"status {job.wait()} before the first exchange"
+        time.sleep(chance.random() * 0.2)
+        rank = chance.randrange(RANKS)
+        begin = time.monotonic()
+        os.kill(json.loads(line)[rank], signal.SIGKILL)
+        output, _ = job.communicate(timeout=PATIENCE_SECONDS)
+        seconds = time.monotonic() - begin
+        assert job.returncode, f"the job ended well, with rank {rank} killed\n{output}"
+        assert "Traceback" not in output, output
+    assert none_left(jobs)
+    return rank, seconds
+
+
+def end_unclosed(jobs: Path, mode: str) -> None:
+    """The solver's script ends without closing the bridge, and the trainer ends as well."""
+    with start(jobs, mode, "unclosed") as job:
+        output, _ = job.communicate(timeout=PATIENCE_SECONDS)
+    assert (job.returncode, "the trainer has ended" in output) == (0, True), output
+    assert none_left(jobs)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in MODES:
+        exchange(sys.argv[1], sys.argv[2])
+    else:
+        with tempfile.TemporaryDirectory() as place:
+            chance, longest = random.Random(int(sys.argv[2]) if len(sys.argv) > 2 else 0), 0.0
+            for number in range(int(sys.argv[1])):
+                mode = MODES[number % len(MODES)]
+                rank, seconds = kill_one(Path(place), mode, chance)
+                longest = max(longest, seconds)
+                side = "trainer" if rank >= RANKS // 2 else "solver"
+                print(f"{mode}: {side} rank {rank} killed, the job ended after {seconds:.2f} s", flush=True)
+            print(f"{sys.argv[1]} kills, no hang; the longest end took {longest:.2f} s")
