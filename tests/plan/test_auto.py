@@ -127,7 +127,8 @@ def test_measure_machine_writes_where_plans_look(
     assert found.name == "ours"
     assert found.disk is not None
     assert capsys.readouterr().out.startswith("written: machine.toml; it begins with\n\n# Measured on ")
-    assert spawn(lambda comm: auto(comm, **NARROW).report().planned, 1)[0].count("on 1 rank of ours (machine.toml)") == 1
+    (planned,) = spawn(lambda comm: auto(comm, **NARROW).report().planned, 1)
+    assert planned.count("on 1 rank of ours (machine.toml)") == 1
 
 
 def test_without_a_limit_the_free_memory_of_the_host_is_it() -> None:
