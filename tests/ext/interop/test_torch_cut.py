@@ -23,22 +23,22 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, TIME))
 
 
 class Encoder(tnn.Module):
-    """Encoder layers of PyTorch itself. masked: by an argument, or by a mask and the word that it is causal."""
+    """Encoder layers of PyTorch itself. kinds: of each, whether norms come first, and how it is masked: by an argument,
+    or by a mask and the word that it is causal."""
 
-    def __init__(self, drop: float = 0.0, first: bool = False, masked: str = "") -> None:
+    def __init__(self, drop: float, *kinds: tuple[bool, str]) -> None:
         super().__init__()
-        self.masked, self.embed = masked, tnn.Embedding(VOCAB, WIDTH)
-        given = {"dropout": drop, "batch_first": True, "norm_first": first}
-        self.blocks = tnn.ModuleList(tnn.TransformerEncoderLayer(WIDTH, 2, 16, **given) for _ in range(2))
+        self.kinds, self.embed = kinds, tnn.Embedding(VOCAB, WIDTH)
+        self.blocks = tnn.ModuleList(
+            tnn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=drop, batch_first=True, norm_first=first)
+            for first, _ in kinds
+        )
         self.head = tnn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Any) -> Any:
-        x, given = self.embed(tokens), {}
-        if self.masked:
-            mask = torch.full((tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
-            given = {"src_mask": mask, "is_causal": self.masked == "causal"}
-        for block in self.blocks:
-            x = block(x, **given)
+        x, mask = self.embed(tokens), torch.full((tokens.shape[1], tokens.shape[1]), -torch.inf).triu(1)
+        for block, (_, masked) in zip(self.blocks, self.kinds, strict=True):
+            x = block(x, src_mask=mask, is_causal=masked == "causal") if masked else block(x)
         return self.head(x)
 
 
@@ -86,14 +86,13 @@ def train(model: Any, steps: int, ranks: int = 1, data: int | None = None, **opt
     return spawn(run, ranks)[0]
 
 
-@pytest.mark.parametrize(("first", "masked", "evaluation"), [
-    (False, "", False), (True, "", False), (False, "mask", False), (True, "causal", False), (False, "causal", True),
-    (False, "", True),
-])  # fmt: skip
-def test_encoder_layers_without_dropout_train_as_in_pytorch(first: bool, masked: str, evaluation: bool) -> None:
-    """In both formats: cutting a module takes PyTorch's exporter seconds."""
+@pytest.mark.parametrize(("kinds", "evaluation"), [
+    ([(False, ""), (True, ""), (False, "mask"), (True, "causal")], False), ([(False, "causal"), (False, "")], True),
+], ids=["training", "evaluation"])  # fmt: skip
+def test_encoder_layers_without_dropout_train_as_in_pytorch(kinds: list[tuple[bool, str]], evaluation: bool) -> None:
+    """All kinds in one module, and in both formats: cutting a module takes PyTorch's exporter seconds."""
     torch.manual_seed(1)
-    net = Encoder(0.5 if evaluation else 0.0, first, masked)
+    net = Encoder(0.5 if evaluation else 0.0, *kinds)
     net = net.eval() if evaluation else net
     losses, result, _ = plain(net, 3)
     model = from_torch(net, TOKENS)
@@ -105,7 +104,7 @@ def test_encoder_layers_without_dropout_train_as_in_pytorch(first: bool, masked:
 
 def test_dropout_in_training_leaves_views_valid_in_evaluation() -> None:
     torch.manual_seed(1)
-    net = Encoder(0.5)
+    net = Encoder(0.5, (False, ""), (False, ""))
     result = plain(net.eval(), 0)[1]
     predicted = train(from_torch(net.train(), TOKENS), 0)[1]
     np.testing.assert_allclose(predicted, result, rtol=1e-5, atol=1e-5)
