@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         ArrayDataset as ArrayDataset, Dataset as Dataset, TextDataset as TextDataset, TokenDataset as TokenDataset,
         python_stdlib_folder as python_stdlib_folder,
     )  # fmt: skip
+    from fsdpx.ext.coupling.replay_buffer import ReplayBuffer as ReplayBuffer
     from fsdpx.ext.fields.dataset import FieldDataset as FieldDataset
     from fsdpx.data.loader import (
         DataLoader as DataLoader,

@@ -302,14 +302,12 @@ class Bridge:
     def _without_ghosts(self, field: Any, name: str) -> np.ndarray:
         """Return the cells of this rank's part; raise DataError if the array has another shape."""
         array, part = self._grid.without_ghosts(np.asarray(to_host(field))), self._part
-        letters = part.layout if array.ndim == len(part.layout) else part.layout.replace("c", "")
-        sizes = {letter: stop - start for letter, (start, stop) in part.ranges.items()}
-        wanted = tuple(sizes.get(letter, array.shape[i] if i < array.ndim else 0) for i, letter in enumerate(letters))
+        has_channels = "c" in part.layout and array.ndim == len(part.layout)
+        wanted = part.compute_array_shape(array.shape[part.layout.index("c")] if has_channels else -1)
         if array.shape != wanted:
-            shape = ", ".join(str(sizes.get(letter, "channels")) for letter in part.layout)
             raise DataError(
-                f"Bridge.send: {name} has shape {array.shape}, but this rank's part, in layout {part.layout!r}, is "
-                f"({shape}): give the part that the grid describes, without a dim of samples"
+                f"Bridge.send: {name} has shape {array.shape}, but this rank's part, in layout {part.layout!r}, has "
+                f"{part.local_shape} cells: give the part that the grid describes, without a dim of samples"
             )
         return array
 
@@ -317,10 +315,9 @@ class Bridge:
         """Return this rank's part of field `i`, in the layout of its grid."""
         first, layout = messages[0][2][i], messages[0][0].theirs.layout
         has_channels = first.ndim == len(layout)
-        sizes = {letter: stop - start for letter, (start, stop) in self._part.ranges.items()}
-        channels = first.shape[layout.index("c")] if has_channels and "c" in layout else 0
+        channels = first.shape[layout.index("c")] if has_channels and "c" in layout else -1
         own = self._part.layout if has_channels else self._part.layout.replace("c", "")
-        whole = np.empty([sizes.get(letter, channels) for letter in own], first.dtype)
+        whole = np.empty(self._part.compute_array_shape(channels), first.dtype)
         for overlap, _, pieces in messages:
             letters = overlap.theirs.layout if has_channels else overlap.theirs.layout.replace("c", "")
             piece = pieces[i] if i < len(pieces) else None

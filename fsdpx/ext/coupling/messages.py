@@ -47,6 +47,11 @@ class PartFacts(NamedTuple):
         """Cells of the full field along each dim, by letter."""
         return dict(zip(self.layout.replace("c", ""), self.shape, strict=True))
 
+    def compute_array_shape(self, channels: int) -> tuple[int, ...]:
+        """Return the shape of an array of this part; `channels` is -1 if it has no channels dim."""
+        sizes = {letter: stop - start for letter, (start, stop) in self.ranges.items()} | {"c": channels}
+        return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
+
     def make_index(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
         """Return the index of the cells in `ranges`, which are numbered in the full field, in an array of this part."""
         own, index = self.ranges, []

@@ -13,7 +13,10 @@ from fsdpx.core.base.name_hints import wrap_with_option_check
 from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["ChannelStatistics", "gather_channel_statistics"]
+__all__ = [
+    "ChannelStatistics", "all_gather_and_merge_moments", "compute_statistics_from_moments", "gather_channel_statistics",
+    "merge_batch_moments",
+]  # fmt: skip
 
 
 class ChannelStatistics(NamedTuple):
@@ -60,13 +63,13 @@ def gather_channel_statistics(
     found, problem = None, ""
     try:
         for batch in batches:
-            found = _merge_batch_moments(found, np.moveaxis(to_host(batch), dim, 0), skipna)
+            found = merge_batch_moments(found, np.moveaxis(to_host(batch), dim, 0), skipna)
     except (DataError, ValueError) as error:
         problem = str(error) or repr(error)
-    return _all_gather_and_merge_statistics(comm, found, problem)
+    return compute_statistics_from_moments(all_gather_and_merge_moments(comm, found, problem))
 
 
-def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
+def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
     """Merge the moments (count, mean, sum of squared deviations) of the channels of `batch`, (channels, ...), into
     `moments`, which is (3, channels), or None before the first batch."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
@@ -85,9 +88,9 @@ def _merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: 
     return new if moments is None else combine_moments(np, moments, new)
 
 
-def _all_gather_and_merge_statistics(comm: Any, moments: np.ndarray | None, error_text: str) -> ChannelStatistics:
-    """All-gather and merge the moments of all ranks, and return the mean and standard deviation. If any rank passes a
-    nonempty `error_text`, raise DataError on all ranks. Collective."""
+def all_gather_and_merge_moments(comm: Any, moments: np.ndarray | None, error_text: str) -> np.ndarray | None:
+    """All-gather the moments of all ranks, and return those of their union, or None if no rank has any. If any rank
+    passes a nonempty `error_text`, raise DataError on all ranks. Collective."""
     mine = (error_text, None if moments is None else moments.tolist())
     everyone, whole = [mine], None
     if comm is not None:
@@ -104,6 +107,11 @@ def _all_gather_and_merge_statistics(comm: Any, moments: np.ndarray | None, erro
                 f"ranks before it {whole.shape[1]}"
             )
         whole = other if whole is None else combine_moments(np, whole, other)
+    return whole
+
+
+def compute_statistics_from_moments(whole: np.ndarray | None) -> ChannelStatistics:
+    """Return the mean and standard deviation of each channel; raise DataError if a channel has no data."""
     if whole is None or not whole[0].all():
         raise DataError("gather_channel_statistics: some channel has no data on any rank")
     std = np.sqrt(whole[2] / whole[0])

@@ -78,7 +78,6 @@ def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
         output, _ = job.communicate(timeout=PATIENCE_SECONDS)
         seconds = time.monotonic() - begin
         assert job.returncode, f"the job ended well, with rank {rank} killed\n{output}"
-        assert "Traceback" not in output, output
     assert none_left(jobs)
     return rank, seconds
 

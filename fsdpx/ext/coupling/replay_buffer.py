@@ -1,0 +1,340 @@
+"""`ReplayBuffer`: a choice of the samples that a solver has sent, from which all ranks draw the same batches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.namespace import to_host
+from fsdpx.core.base.safe_files import READABLE, create_file, expanduser, make_folder, open_file, read_json, write_file
+from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.errors import CheckpointError, ConfigError, DataError
+from fsdpx.ext.coupling.messages import PartFacts, find_overlap
+from fsdpx.ext.fields.channel_statistics import (
+    ChannelStatistics,
+    all_gather_and_merge_moments,
+    compute_statistics_from_moments,
+    merge_batch_moments,
+)
+from fsdpx.ext.fields.grid import Grid
+
+__all__ = ["ReplayBatch", "ReplayBuffer"]
+
+POLICIES = ("fifo", "reservoir", "priority")
+PRIORITY_EXPONENT = 0.6
+"""Exponent of priorities in the probability to be drawn, alpha of Schaul et al. (2016)."""
+MAX_FACTS_BYTES = 1 << 30
+FACTS = "buffer.json"
+
+
+class ReplayBatch(NamedTuple):
+    """Samples drawn from a `ReplayBuffer`.
+
+    Attributes
+    ----------
+    ids : numbers of the samples, in the order in which they were added
+    fields : each field of all samples, with a leading dim of samples
+    weights : importance of each sample, at most 1, which makes up for priorities
+    """
+
+    ids: np.ndarray
+    fields: tuple[np.ndarray, ...]
+    weights: np.ndarray
+
+
+class ReplayBuffer:
+    """Keeps up to `capacity` of the samples that are added, and draws batches of them. Each rank keeps its own parts.
+
+    All ranks of the grid make the same calls in the same order. Because their random numbers begin with the same seed,
+    they keep and draw the same samples without communication.
+
+    Parameters
+    ----------
+    capacity : maximum number of samples
+    grid : the grid whose parts are added, without ghost cells
+    policy : which sample a new one replaces when the buffer is full. "fifo": the oldest. "reservoir": a random one or
+        none, so that every sample that was ever added is kept with the same probability (algorithm R of Vitter 1985).
+        "priority": the oldest; samples are drawn in proportion to their priority to the power of 0.6 (Schaul et al.
+        2016), and a new sample has the highest priority of all
+    seed : seed of the random numbers, the same on all ranks; default 0
+
+    Raises
+    ------
+    ConfigError : for a capacity below 1, an unknown policy, or a grid with ghost cells
+    """
+
+    def __init__(
+        self, capacity: int, grid: Grid, policy: Literal["fifo", "reservoir", "priority"] = "fifo", *, seed: int = 0
+    ) -> None:
+        if type(capacity) is not int or capacity < 1:
+            raise ConfigError(f"ReplayBuffer(capacity={capacity!r}): give the number of samples to keep, at least 1")
+        if policy not in POLICIES:
+            raise ConfigError(f"ReplayBuffer(policy={policy!r}): choose one of {', '.join(POLICIES)}")
+        if not isinstance(grid, Grid) or any(any(sides) for sides in grid.ghosts):
+            raise ConfigError(f"ReplayBuffer(grid={grid!r}): give an fsdpx.Grid without ghost cells")
+        self.capacity, self.policy, self._grid = capacity, policy, grid
+        self._part = PartFacts(grid.layout, grid.shape, grid.offsets, grid.local_shape)
+        self._random = np.random.default_rng(seed)
+        self._samples: list[tuple[np.ndarray, ...]] = []
+        self._ids = np.empty(0, np.int64)
+        self._priorities = np.empty(0)
+        self._count = 0
+        self._moments: list[np.ndarray | None] = []
+
+    def __len__(self) -> int:
+        """Return the number of samples in the buffer."""
+        return len(self._samples)
+
+    def add(self, *fields: Any) -> None:
+        """Add a sample, which is copied, or leave it out as the policy demands.
+
+        Parameters
+        ----------
+        fields : this rank's parts of one or more fields, in the grid's layout, with or without a channels dim; the same
+            number, dtypes and channels for all samples
+
+        Raises
+        ------
+        DataError : if an array has not the shape of this rank's part, or differs from earlier samples in dtype or
+            channels, or is not finite
+        """
+        arrays = tuple(np.array(to_host(field)) for field in fields)
+        self._require_fitting_fields(arrays)
+        self._update_moments(arrays)
+        number, self._count = self._count, self._count + 1
+        if len(self) < self.capacity:
+            self._samples.append(arrays)
+            self._ids = np.append(self._ids, number)
+            self._priorities = np.append(self._priorities, self._priorities.max(initial=0.0) or 1.0)
+            return
+        if self.policy == "reservoir":
+            slot = int(self._random.integers(number + 1))
+        else:
+            slot = int(self._ids.argmin())
+        if slot < self.capacity:
+            self._samples[slot], self._ids[slot] = arrays, number
+            self._priorities[slot] = self._priorities.max()
+
+    def sample(self, batch_size: int) -> ReplayBatch:
+        """Draw samples with replacement.
+
+        Parameters
+        ----------
+        batch_size : number of samples
+
+        Returns
+        -------
+        ReplayBatch
+            with the attributes `ids` (numbers of the samples, for `update_priorities`), `fields` (arrays with a leading
+            dim of samples) and `weights`, (batch_size,). With priorities, a weight is 1 / (samples * probability),
+            divided by the highest weight in the buffer; otherwise it is 1
+
+        Raises
+        ------
+        DataError : if the buffer is empty
+        """
+        if not self._samples:
+            raise DataError("ReplayBuffer.sample: the buffer is empty: add a sample first")
+        chances = self._priorities**PRIORITY_EXPONENT
+        chances /= chances.sum()
+        if self.policy == "priority":
+            slots = self._random.choice(len(self), batch_size, p=chances)
+            weights = chances.min() / chances[slots]
+        else:
+            slots, weights = self._random.integers(len(self), size=batch_size), np.ones(batch_size)
+        fields = zip(*(self._samples[slot] for slot in slots), strict=True)
+        return ReplayBatch(self._ids[slots], tuple(np.stack(arrays) for arrays in fields), weights)
+
+    def update_priorities(self, ids: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray) -> None:
+        """Set the priorities of samples, such as their losses. Samples that are no longer there are left out.
+
+        Parameters
+        ----------
+        ids : numbers of samples, from `sample`
+        priorities : a number above 0 for each, the same on all ranks
+
+        Raises
+        ------
+        ConfigError : if the policy is not "priority"
+        DataError : if a priority is not a finite number above 0, or the lengths differ
+        """
+        if self.policy != "priority":
+            raise ConfigError(f"ReplayBuffer.update_priorities: policy={self.policy!r} has none: use 'priority'")
+        numbers, values = np.asarray(ids), np.asarray(priorities, np.float64)
+        if numbers.shape != values.shape or not (np.isfinite(values) & (values > 0)).all():
+            raise DataError(
+                f"ReplayBuffer.update_priorities: {values.size} priorities for {numbers.size} samples: give a finite "
+                "number above 0 for each"
+            )
+        slots = {number: slot for slot, number in enumerate(self._ids.tolist())}
+        for number, value in zip(numbers.ravel().tolist(), values.ravel().tolist(), strict=True):
+            if number in slots:
+                self._priorities[slots[number]] = value
+
+    def gather_statistics(self) -> tuple[ChannelStatistics, ...]:
+        """Return the mean and standard deviation of each channel of each field, over all samples that were ever added
+        and all cells, for `nn.Standardize`. Collective over the grid.
+
+        Returns
+        -------
+        tuple of ChannelStatistics
+            computed in float64 by the rule of Chan et al. (1979), as by `gather_channel_statistics`
+
+        Raises
+        ------
+        DataError : if no sample was added
+        """
+        if not self._moments:
+            raise DataError("ReplayBuffer.gather_statistics: no sample was added")
+        return tuple(
+            compute_statistics_from_moments(all_gather_and_merge_moments(self._grid.comm, one, ""))
+            for one in self._moments
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the buffer into a folder, from which any number of ranks can load it. Collective over the grid.
+
+        Each rank writes files with its parts. A buffer that was saved there before is replaced only when the new one is
+        complete.
+
+        Parameters
+        ----------
+        path : a folder, on a file system that all ranks share
+
+        Raises
+        ------
+        CheckpointError : on all ranks, if one cannot write
+        """
+        folder, comm = expanduser(path), self._grid.comm
+        token = all_gather_plain_data(comm, os.urandom(8).hex())[0]
+        number, problem = self._find_rank(), ""
+        try:
+            make_folder(folder, private=False)
+            for i, _ in enumerate(self._list_kinds()):
+                with os.fdopen(create_file(folder / make_file_name(i, token, number), READABLE), "wb") as file:
+                    for sample in self._samples:
+                        file.write(np.ascontiguousarray(sample[i]).reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            problem = f"rank {number}: {error}"
+        moments = [all_gather_and_merge_moments(comm, one, "") for one in self._moments]
+        everyone = all_gather_plain_data(comm, (problem, tuple(self._part)))
+        if number == 0 and not any(text for text, _ in everyone):
+            problem = self._write_facts(folder, token, [part for _, part in everyone], moments)
+        texts = [text for text in all_gather_plain_data(comm, problem) if text]
+        if texts:
+            raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Replace the content by a buffer that was saved, by the same number of ranks or another one. Random numbers
+        continue where those of the saved buffer were. Collective over the grid.
+
+        Parameters
+        ----------
+        path : the folder of `save`
+
+        Raises
+        ------
+        CheckpointError : on all ranks, if the folder has no complete buffer, or one of another capacity, policy, field
+            size or layout
+        """
+        folder, problem = expanduser(path), ""
+        try:
+            facts = read_json(folder / FACTS, MAX_FACTS_BYTES, ours=False)
+            parts = [PartFacts(layout, *map(tuple, rest)) for layout, *rest in facts["parts"]]
+            ours = [self.capacity, self.policy, self._part.layout, list(self._part.shape)]
+            theirs = [facts["capacity"], facts["policy"], parts[0].layout, list(parts[0].shape)]
+            if ours != theirs:
+                raise ValueError(f"capacity, policy, layout and shape are {theirs}, but this buffer has {ours}")
+            fields = [self._read_field(folder, i, facts, parts) for i in range(len(facts["kinds"]))]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = f"rank {self._find_rank()}: {error!r}" if isinstance(error, KeyError) else f"{error}"
+        texts = [text for text in all_gather_plain_data(self._grid.comm, problem) if text]
+        if texts:
+            raise CheckpointError(f"ReplayBuffer.load({str(folder)!r}): {texts[0]}")
+        self._samples = list(zip(*fields, strict=True))
+        self._ids, self._priorities = np.array(facts["ids"], np.int64), np.array(facts["priorities"], np.float64)
+        self._count, self._random.bit_generator.state = facts["count"], facts["random"]
+        is_first = self._find_rank() == 0  # the moments of all ranks together count once
+        self._moments = [np.array(one) if is_first else None for one in facts["moments"]]
+
+    def _find_rank(self) -> int:
+        comm = self._grid.comm
+        return int(comm.Get_rank() if hasattr(comm, "Get_rank") else comm.rank)
+
+    def _list_kinds(self) -> list[tuple[str, int]]:
+        """Return the dtype and the number of channels of each field; -1 for a field without a channels dim."""
+        kinds, layout = [], self._part.layout
+        for array in self._samples[0] if self._samples else ():
+            has_channels = "c" in layout and array.ndim == len(layout)
+            kinds.append((array.dtype.name, array.shape[layout.index("c")] if has_channels else -1))
+        return kinds
+
+    def _write_facts(self, folder: Path, token: str, parts: list[Any], moments: list[np.ndarray | None]) -> str:
+        """Write the file that makes the buffer complete, and remove files of former buffers. Return what went wrong,
+        or ""."""
+        facts = {
+            "capacity": self.capacity, "policy": self.policy, "token": token, "parts": parts, "count": self._count,
+            "kinds": self._list_kinds(), "ids": self._ids.tolist(),
+            "priorities": self._priorities.tolist(), "random": self._random.bit_generator.state,
+            "moments": [None if one is None else one.tolist() for one in moments],
+        }  # fmt: skip
+        try:
+            write_file(folder / FACTS, json.dumps(facts), READABLE)
+        except OSError as error:
+            return str(error)
+        for old in folder.glob("field-*.bin"):
+            if token not in old.name:
+                with suppress(OSError):
+                    old.unlink()
+        return ""
+
+    def _read_field(self, folder: Path, i: int, facts: dict[str, Any], parts: Sequence[PartFacts]) -> np.ndarray:
+        """Return this rank's part of field `i` of all saved samples, read from the files of the ranks that saved."""
+        (name, channels), count = facts["kinds"][i], len(facts["ids"])
+        whole = np.empty((count, *self._part.compute_array_shape(channels)), np.dtype(name))
+        for rank, theirs in enumerate(parts):
+            ranges = find_overlap(rank, self._part, theirs).ranges
+            here, there = (part.make_index(ranges, channels >= 0) for part in (self._part, theirs))
+            if whole[(slice(None), *here)].size:
+                with open_file(folder / make_file_name(i, facts["token"], rank), ours=False) as file:
+                    saved = np.memmap(file, whole.dtype, "r", 0, (count, *theirs.compute_array_shape(channels)))
+                    whole[(slice(None), *here)] = saved[(slice(None), *there)]
+        return whole
+
+    def _require_fitting_fields(self, arrays: tuple[np.ndarray, ...]) -> None:
+        """Raise DataError if an array has not the shape of this rank's part, or the sample differs from others."""
+        layout = self._part.layout
+        for i, array in enumerate(arrays):
+            has_channels = "c" in layout and array.ndim == len(layout)
+            shape = self._part.compute_array_shape(array.shape[layout.index("c")] if has_channels else -1)
+            if array.shape != shape or array.dtype.kind not in "biufc":
+                raise DataError(
+                    f"ReplayBuffer.add: field {i} has shape {array.shape} and dtype {array.dtype}, but this rank's "
+                    f"part has {self._part.local_shape} cells, in layout {layout!r}: give numbers of these"
+                )
+        if not arrays:
+            raise DataError("ReplayBuffer.add: give at least one field")
+        if self._samples:
+            kinds, before = ([(a.dtype.name, a.shape) for a in sample] for sample in (arrays, self._samples[0]))
+            if kinds != before:
+                raise DataError(f"ReplayBuffer.add: a sample of {kinds}, those before it of {before}")
+
+    def _update_moments(self, arrays: tuple[np.ndarray, ...]) -> None:
+        if not self._moments:
+            self._moments = [None] * len(arrays)
+        layout = self._part.layout
+        channels = [
+            np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays
+        ]
+        self._moments = [merge_batch_moments(*pair, False) for pair in zip(self._moments, channels, strict=True)]
+
+
+def make_file_name(field: int, token: str, rank: int) -> str:
+    """Return the name of the file with a rank's part of a field. `token` differs from save to save."""
+    return f"field-{field}-{token}-{rank}.bin"

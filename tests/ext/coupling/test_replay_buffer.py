@@ -1,0 +1,164 @@
+"""Buffers of samples that lie over ranks: what they keep, what they draw, and how they are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from coupled import SHAPE, cut
+
+import fsdpx
+from fsdpx import data, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import CheckpointError, ConfigError, DataError
+
+U = np.random.default_rng(0).standard_normal((40, *SHAPE, 2)) * 3 + 5
+V = (U[..., 0] * 7).astype(np.float32)
+
+
+def rows(comm: Communicator) -> fsdpx.Grid:
+    """Of 3 ranks, the last one has no cells."""
+    own = cut(SHAPE[0], comm.size, 3)[comm.rank]
+    return fsdpx.Grid(comm, (own, SHAPE[1]), dims=(comm.size, 1), layout="yxc")
+
+
+def columns(comm: Communicator) -> fsdpx.Grid:
+    return fsdpx.Grid(comm, (SHAPE[0], cut(SHAPE[1], comm.size, 1)[comm.rank]), dims=(1, comm.size), layout="yxc")
+
+
+def filled(grid: fsdpx.Grid, policy: Any, count: int, capacity: int = 6) -> data.ReplayBuffer:
+    buffer = data.ReplayBuffer(capacity, grid, policy, seed=4)
+    for u, v in zip(U[:count], V[:count], strict=True):
+        buffer.add(grid.take_local(u), grid.take_local(v))
+    return buffer
+
+
+def check_batch(grid: fsdpx.Grid, batch: Any) -> None:
+    """Each sample has the fields of its number."""
+    for k, u, v in zip(batch.ids, *batch.fields, strict=True):
+        np.testing.assert_array_equal(u, grid.take_local(U[k]))
+        np.testing.assert_array_equal(v, grid.take_local(V[k]))
+    assert [a.dtype for a in batch.fields] == [np.float64, np.float32]
+
+
+def draw(buffer: data.ReplayBuffer, grid: fsdpx.Grid, times: int = 3) -> list[int]:
+    numbers: list[int] = []
+    for _ in range(times):
+        batch = buffer.sample(8)
+        check_batch(grid, batch)
+        numbers += batch.ids.tolist()
+    return numbers
+
+
+@pytest.mark.parametrize("policy", ["fifo", "reservoir", "priority"])
+def test_a_buffer_that_is_saved_goes_on_at_another_number_of_ranks(policy: str, tmp_path: Path) -> None:
+    def save(comm: Communicator) -> Any:
+        grid = rows(comm)
+        for count in (3, 20):  # the second one replaces the first one
+            buffer = filled(grid, policy, count)
+            draw(buffer, grid)
+            if policy == "priority":
+                buffer.update_priorities([count - 1, count - 2, 0], [9.0, 0.1, 1.0])
+            buffer.save(tmp_path / "buffer")
+        return go_on(buffer, grid)
+
+    def load(comm: Communicator) -> Any:
+        grid = columns(comm)
+        buffer = data.ReplayBuffer(6, grid, policy, seed=99)  # type: ignore[arg-type]
+        buffer.load(tmp_path / "buffer")
+        return go_on(buffer, grid)
+
+    def go_on(buffer: data.ReplayBuffer, grid: fsdpx.Grid) -> Any:
+        assert len(buffer) == 6
+        seen, before = draw(buffer, grid), buffer.gather_statistics()
+        for u, v in zip(U[20:30], V[20:30], strict=True):
+            buffer.add(grid.take_local(u), grid.take_local(v))
+        return seen, draw(buffer, grid), buffer.sample(5).weights.tolist(), before, buffer.gather_statistics()
+
+    first, *others = [*spawn(save, 3), *spawn(load, 2), *spawn(load, 1)]
+    seen, later, weights, before, after = first
+    assert (set(seen) <= set(range(14, 20))) == (policy != "reservoir")
+    assert max(later) >= 20
+    for found in others:
+        assert found[:3] == (seen, later, weights)
+        for one, other in zip((*before, *after), (*found[3], *found[4]), strict=True):
+            np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-12)
+    for count, found in ((20, before), (30, after)):
+        np.testing.assert_allclose(found[0].mean, U[:count].mean((0, 1, 2)), rtol=1e-12)
+        np.testing.assert_allclose(found[0].std, U[:count].std((0, 1, 2)), rtol=1e-12)
+        np.testing.assert_allclose(found[1].std, [V[:count].std(dtype=np.float64)], rtol=1e-12)
+    assert len(list((tmp_path / "buffer").iterdir())) == 2 * 3 + 1
+
+
+def test_a_reservoir_keeps_each_sample_with_the_same_chance() -> None:
+    def count(comm: Communicator) -> np.ndarray:
+        grid, found = fsdpx.Grid(comm, (1,), layout="x"), np.zeros(12)
+        for seed in range(600):
+            buffer = data.ReplayBuffer(4, grid, "reservoir", seed=seed)
+            for k in range(12):
+                buffer.add(np.full(1, k))
+            found[np.unique(buffer._ids)] += 1
+        return found / 600
+
+    np.testing.assert_allclose(spawn(count, 1)[0], 1 / 3, atol=0.07)
+
+
+def test_priorities_say_how_often_a_sample_is_drawn_and_what_it_weighs() -> None:
+    def run(comm: Communicator) -> None:
+        grid = fsdpx.Grid(comm, (1,), layout="x")
+        buffer = data.ReplayBuffer(3, grid, "priority")
+        for k in range(4):
+            buffer.add(np.full(1, k))  # 3 replaces 0
+        buffer.update_priorities([0, 1, 2, 3], [50.0, 1.0, 2.0, 4.0])
+        batch = buffer.sample(4000)
+        chances = np.array([1.0, 2.0, 4.0]) ** 0.6
+        chances /= chances.sum()
+        np.testing.assert_allclose(np.bincount(batch.ids, minlength=4)[1:] / 4000, chances, atol=0.03)
+        np.testing.assert_allclose(batch.weights, chances[0] / chances[batch.ids - 1], rtol=1e-12)
+        buffer.add(np.full(1, 4))  # in place of 1, with the highest priority
+        assert buffer._priorities[buffer._ids.tolist().index(4)] == 4.0
+
+    spawn(run, 1)
+
+
+def test_wrong_samples_and_folders_are_refused(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        grid = rows(comm)
+        for match, given in {
+            "capacity=0": (0, grid), "policy='lifo'": (3, grid, "lifo"), "grid=3": (3, 3),
+            "without ghost cells": (3, fsdpx.Grid(comm, (2,), ghosts=1)),
+        }.items():  # fmt: skip
+            with pytest.raises(ConfigError, match=match):
+                data.ReplayBuffer(*given)
+        buffer = data.ReplayBuffer(3, grid)
+        with pytest.raises(DataError, match="buffer is empty"):
+            buffer.sample(1)
+        with pytest.raises(DataError, match="no sample was added"):
+            buffer.gather_statistics()
+        with pytest.raises(DataError, match="field 0 has shape"):
+            buffer.add(np.zeros((99, *SHAPE)))
+        with pytest.raises(DataError, match="give at least one field"):
+            buffer.add()
+        with pytest.raises(ConfigError, match="policy='fifo' has none"):
+            buffer.update_priorities([0], [1.0])
+        buffer.add(grid.take_local(U[0]))
+        with pytest.raises(DataError, match=r"a sample of \[\('float32', .* before it of \[\('float64'"):
+            buffer.add(grid.take_local(V[0]))
+        ranked = data.ReplayBuffer(3, grid, "priority")
+        with pytest.raises(DataError, match="1 priorities for 2 samples"):
+            ranked.update_priorities([0, 1], [1.0])
+        with pytest.raises(CheckpointError, match="No such file"):
+            buffer.load(tmp_path / "nothing")
+        (tmp_path / "file").write_text("")
+        with pytest.raises(CheckpointError, match=r"ReplayBuffer\.save.*file"):
+            buffer.save(tmp_path / "file")
+        buffer.save(tmp_path / "good")
+        with pytest.raises(CheckpointError, match=r"\[3, 'fifo', 'yxc', \[9, 7\]\], but this buffer has \[3, 'prio"):
+            ranked.load(tmp_path / "good")
+        data.ReplayBuffer(3, grid).save(tmp_path / "empty")
+        buffer.load(tmp_path / "empty")
+        assert len(buffer) == 0
+
+    spawn(run, 3)
