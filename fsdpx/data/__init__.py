@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         DistributedSampler as DistributedSampler,
         BatchShard as BatchShard,
     )
+    from fsdpx.ext.fields.cell_volumes import (
+        compute_cell_volumes as compute_cell_volumes, compute_latitude_weights as compute_latitude_weights,
+    )  # fmt: skip
     from fsdpx.ext.fields.channel_statistics import (
         ChannelStatistics as ChannelStatistics,
         gather_channel_statistics as gather_channel_statistics,

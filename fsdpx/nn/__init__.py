@@ -50,6 +50,9 @@ if TYPE_CHECKING:
         PatchEmbedding as PatchEmbedding,
         ViT as ViT,
     )
+    from fsdpx.ext.fields.faces import (
+        CellsToFaces as CellsToFaces, FaceDivergence as FaceDivergence, FacesToCells as FacesToCells,
+    )  # fmt: skip
     from fsdpx.ext.fields.losses import (
         RMSE as RMSE, VRMSE as VRMSE, BandRMSE as BandRMSE, BoundaryRMSE as BoundaryRMSE,
         ConservedRMSE as ConservedRMSE, MaxError as MaxError, RelativeL2 as RelativeL2,

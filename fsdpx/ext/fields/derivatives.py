@@ -15,12 +15,14 @@ import numpy as np
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, get_rank_along, require_halo_fits_field
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.ext.fields.spacing import CellPositions, compute_stencil_weights, parse_spacing, shape_along_dim
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import Cuts
 
 __all__ = ["FieldCurl", "FieldDerivative", "FieldDivergence", "FieldGradient", "FieldLaplacian"]
 
 Row = tuple[float, ...]
+Spacing = float | Sequence[float | Sequence[float] | np.ndarray] | np.ndarray
 SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
     (1, 2): ((-1 / 2, 0, 1 / 2), ((-11 / 6, 3, -3 / 2, 1 / 3),)),
     (2, 2): ((1, -2, 1), ((2, -5, 4, -1),)),
@@ -38,11 +40,12 @@ at a wall, the weights of a one-sided stencil that begins at the wall (Fornberg 
 
 
 class StencilTap(NamedTuple):
-    """One term of a finite-difference stencil along one dim: y[out] += weight * x[cells]."""
+    """One term of a finite-difference stencil along one dim: y[out] += weight * x[cells]. Where cells differ in width,
+    `weight` has a number for each output."""
 
     out: slice
     cells: slice
-    weight: float
+    weight: float | np.ndarray
 
 
 class DerivativeTerm(NamedTuple):
@@ -64,6 +67,10 @@ def _to_tuple_unless_scalar(value: Any) -> Any:
     return value if is_one else tuple(value)
 
 
+def _is_spacing(h: Any) -> bool:
+    return isinstance(h, CellPositions) or (isinstance(h, Real) and float(h) > 0)
+
+
 def _is_permutation(dims: Any) -> bool:
     """Return whether `dims` is a tuple that contains each integer from 0 to len(dims) - 1 exactly once."""
     whole = isinstance(dims, tuple) and all(isinstance(d, Integral) for d in dims)
@@ -76,16 +83,16 @@ class _DerivativeLayer(FieldLayer):
 
     def __init__(
         self,
-        spacing: float | Sequence[float] = 1.0,
+        spacing: Spacing = 1.0,
         periodic: bool | Sequence[bool] = False,
         order: int = 2,
         along: Sequence[int] | None = None,
     ) -> None:
         if order not in (2, 4):
             raise ConfigError(f"{type(self).__name__}: order={order!r}: choose 2 or 4")
-        self.spacing, self.periodic, self.along = map(_to_tuple_unless_scalar, (spacing, periodic, along))
-        self.order = order
-        self._require_valid_per_dim("spacing", lambda h: isinstance(h, Real) and float(h) > 0, "a number above 0")
+        self.periodic, self.along = map(_to_tuple_unless_scalar, (periodic, along))
+        self.spacing, self.order = parse_spacing(self, spacing), order
+        self._require_valid_per_dim("spacing", _is_spacing, "a number above 0")
         self._require_valid_per_dim("periodic", lambda wraps: isinstance(wraps, int | np.bool_), "True or False")
         if along is not None and not _is_permutation(self.along):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
@@ -115,7 +122,8 @@ class _DerivativeLayer(FieldLayer):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             wide, out = exchange_halo(env, x[:, term.taken], (halo,)), y[:, term.given]
             for tap in taps:
-                out[_index_cells_along(d, tap.out)] += tap.weight * wide[_index_cells_along(d, tap.cells)]
+                weight = _shape_weight(env, tap.weight, x, d)
+                out[_index_cells_along(d, tap.out)] += weight * wide[_index_cells_along(d, tap.cells)]
         return y, x
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -127,7 +135,8 @@ class _DerivativeLayer(FieldLayer):
             shape[d + 2] = halo.count_needed_cells(get_rank_along(env, halo.cuts, d))
             wide = env.xp.zeros(shape, dtype=x.dtype)
             for tap in taps:
-                wide[_index_cells_along(d, tap.cells)] += tap.weight * given[_index_cells_along(d, tap.out)]
+                weight = _shape_weight(env, tap.weight, x, d)
+                wide[_index_cells_along(d, tap.cells)] += weight * given[_index_cells_along(d, tap.out)]
             dx[:, term.taken] += exchange_halo_backward(env, wide, (halo,))
         return dx, ()
 
@@ -146,8 +155,17 @@ class _DerivativeLayer(FieldLayer):
             raise ShapeError(f"{self!r}: between walls {name} must have at least {least} cells, got {cuts[-1]}")
         halo = _find_stencil_halo(d + 2, cuts, bool(periodic), scheme)
         require_halo_fits_field(halo, self.get_partition(x))
-        taps = _find_stencil_taps(halo, get_rank_along(env, cuts, d), bool(periodic), scheme)
-        return halo, [StencilTap(t.out, t.cells, t.weight * term.sign / h**term.derivative) for t in taps], d
+        rank, factor = get_rank_along(env, cuts, d), term.sign
+        if isinstance(h, CellPositions):
+            try:
+                taps = _find_stretched_taps(
+                    halo, rank, bool(periodic), scheme, h, self.get_partition(x).get_dim_name(d)
+                )
+            except ShapeError as error:
+                raise ShapeError(f"{self!r}: {error}") from None
+        else:
+            taps, factor = _find_stencil_taps(halo, rank, bool(periodic), scheme), factor / h**term.derivative
+        return halo, [StencilTap(tap.out, tap.cells, tap.weight * factor) for tap in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
         """Return an argument as one value per cell dim; raise ShapeError if it has a different number of values."""
@@ -170,7 +188,9 @@ class FieldDerivative(_DerivativeLayer):
     ----------
     coordinate : number of the cell dim, counted from 0; if `along` is given, an index into `along`
     derivative : 1 or 2; default 1
-    spacing : distance between cells: one number for all dims, or one per dim; default 1
+    spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
+        in width, an array with the positions of all values of the full field, or with the bounds of its cells, one
+        more, if values lie at their centers, as in (bounds, 0.1). A periodic dim needs the bounds
     periodic : whether the field is periodic: one bool for all dims, or one per dim. Ends of a dim that is not periodic
         are walls. Default False
     order : order of accuracy, 2 or 4; default 2
@@ -182,7 +202,7 @@ class FieldDerivative(_DerivativeLayer):
         self,
         coordinate: int,
         derivative: int = 1,
-        spacing: float | Sequence[float] = 1.0,
+        spacing: Spacing = 1.0,
         periodic: bool | Sequence[bool] = False,
         order: int = 2,
         along: Sequence[int] | None = None,
@@ -313,3 +333,27 @@ def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[
                 cells = slice(a + offset + j - first, b + offset + j - first)
                 found.append(StencilTap(slice(a - start, b - start), cells, float(weight)))
     return tuple(found)
+
+
+@lru_cache(1 << 10)
+def _find_stretched_taps(
+    halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int], spacing: CellPositions, name: str
+) -> tuple[StencilTap, ...]:
+    """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils have the
+    cells of those for equal distances, and the weights of Fornberg (1988). Raises ShapeError, with the `name` of the
+    dim, if the number of positions does not fit."""
+    start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
+    n, found = halo.cuts[-1], []
+    positions, period = spacing.find_values(n, periodic, name)
+    for a, b, offset, row in _split_cells_by_stencil(start, stop, n, periodic, scheme):
+        cells = np.arange(a, b)[:, None] + offset + np.arange(len(row))
+        points = positions[cells % n] + period * (cells // n)
+        weights = compute_stencil_weights(positions[a:b], points, scheme[0])
+        for j in range(len(row)):
+            beside = slice(a + offset + j - first, b + offset + j - first)
+            found.append(StencilTap(slice(a - start, b - start), beside, weights[:, j]))
+    return tuple(found)
+
+
+def _shape_weight(env: LayerContext, weight: float | np.ndarray, x: Array, d: int) -> Any:
+    return shape_along_dim(env, weight, x, d) if isinstance(weight, np.ndarray) else weight

@@ -87,11 +87,50 @@ def test_derivatives_are_adjoint(dims: tuple[int, ...]) -> None:
             nn.FieldGradient(0.5, periodic, order),
             nn.FieldCurl(0.5, periodic, order),
             nn.FieldLaplacian(1.0, periodic, order),
+            nn.FieldGradient([bounds(n) for n in sizes], periodic, order),
+            nn.FieldCurl((bounds(sizes[0]), *(0.5,) * (len(sizes) - 1)), periodic, order),
         ):
             x = noise(1, 6, *sizes)
             dy = noise(*run_alone(layer, {}, x, np.ones_like).y.shape, seed=1)
             ran = run_over(layer, {}, x, dy, dims, cuts_of(sizes, dims, 2))
             assert abs((ran.y * dy).sum() - (x * ran.dx).sum()) <= 1e-13 * np.linalg.norm(ran.y) * np.linalg.norm(dy)
+            alone = run_alone(layer, {}, x, lambda _, dy=dy: dy)
+            np.testing.assert_allclose(ran.y, alone.y, rtol=1e-12, atol=1e-12 * np.abs(alone.y).max())
+            np.testing.assert_allclose(ran.dx, alone.dx, rtol=1e-12, atol=1e-12 * np.abs(alone.dx).max())
+
+
+def bounds(n: int, ends: tuple[float, float] = (0.0, 1.0)) -> np.ndarray:
+    """Of cells whose widths change smoothly."""
+    at = np.linspace(0.0, 1.0, n + 1)
+    return ends[0] + (ends[1] - ends[0]) * (at + 0.1 * np.sin(2 * np.pi * at))
+
+
+def test_stretched_derivatives_are_exact_for_polynomials_and_of_their_order() -> None:
+    """Positions of values or bounds of cells, which may decrease; inside, NumPy's gradient, which has that formula."""
+    edges = bounds(12, (3.0, -1.0))
+    at = (edges[1:] + edges[:-1]) / 2
+    x = noise(1, 2, 12)
+    want = np.gradient(x, at, axis=2)[..., 1:-1]
+    for spacing in (edges, at):
+        np.testing.assert_allclose(of(nn.FieldDerivative(0, 1, (spacing,)), x)[..., 1:-1], want, rtol=1e-12, atol=1e-12)
+    for (derivative, order), degree in {(1, 2): 2, (1, 4): 4, (2, 2): 2, (2, 4): 4}.items():
+        line = np.polynomial.Polynomial(np.arange(1.0, degree + 2))
+        got = of(nn.FieldDerivative(0, derivative, (edges,), False, order), line(at)[None, None])
+        np.testing.assert_allclose(got[0, 0], line.deriv(derivative)(at), rtol=1e-9, atol=1e-9)
+        for periodic in (True, False):
+            errors = []
+            for n in (64, 128):
+                edges_n = bounds(n, (0.0, 2 * np.pi))
+                middle = (edges_n[1:] + edges_n[:-1]) / 2
+                found = of(nn.FieldDerivative(0, derivative, (edges_n,), periodic, order), np.sin(middle)[None, None])
+                errors.append(np.abs(found[0, 0] - (np.cos(middle) if derivative == 1 else -np.sin(middle))).max())
+            assert errors[0] / errors[1] > 0.8 * 2**order
+    for periodic, order in itertools.product((True, False), (2, 4)):
+        even, x = np.linspace(0.0, 6.0, 13), noise(2, 2, 12)
+        same = nn.FieldLaplacian(0.5, periodic, order)
+        np.testing.assert_allclose(
+            of(nn.FieldLaplacian((even,), periodic, order), x), of(same, x), rtol=1e-11, atol=1e-11
+        )
 
 
 def test_a_mean_is_conserved() -> None:
@@ -172,10 +211,12 @@ def test_training_with_physics_over_a_grid() -> None:
         (lambda: nn.FieldGradient(order=3), "Gradient: order=3: choose 2 or 4"),
         (lambda: nn.FieldLaplacian(0.0), "Laplacian: spacing: 0.0 is not a number above 0, for all dims or for each"),
         (lambda: nn.FieldLaplacian("a"), "Laplacian: spacing: 'a' is not a number above 0, for all dims or for each"),
-        (lambda: nn.FieldGradient([np.ones(3), 0.1]), "Gradient: spacing: an array of (3,) is not a number above 0"),
-        (lambda: nn.FieldGradient(np.ones((2, 2))), "Gradient: spacing: an array of (2,) is not a number above 0"),
+        (lambda: nn.FieldGradient([np.ones(3), 0.1]), "must be positions that increase or decrease, one for each"),
+        (lambda: nn.FieldGradient([np.ones(9), 0.1]), "spacing: the array of 9 along a dim must be positions"),
+        (lambda: nn.FieldGradient(([0.0, 1.0, np.inf],)), "spacing: [0.0, 1.0, inf] must be positions that"),
+        (lambda: nn.FieldGradient(([0.0, "1"],)), "spacing: [0.0, '1'] must be positions that increase"),
+        (lambda: nn.FieldGradient(np.ones((2, 2))), "Gradient: spacing: array([1., 1.]) must be positions"),
         (lambda: nn.FieldGradient(np.array(-1.0)), "Gradient: spacing: an array of () is not a number above 0"),
-        (lambda: nn.FieldGradient([[1.0, 2.0], 0.1]), "Gradient: spacing: [1.0, 2.0] is not a number above 0"),
         (
             lambda: nn.FieldGradient(periodic=[np.ones(3), True]),
             "Gradient: periodic: an array of (3,) is not True or False",
@@ -206,6 +247,8 @@ def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
         (nn.FieldLaplacian(order=4), (1, 1, 5), "between walls dim 2 must have at least 6 cells, got 5"),
         (nn.FieldGradient(periodic=True, order=4), (1, 1, 1), "needs fields of at least 2 cells, got 1"),
         (nn.FieldGradient((1.0, 2.0)), (1, 1, 9), "spacing is of 2 dims, and the field has 1"),
+        (nn.FieldGradient(([0, 1, 3],)), (1, 1, 4), "dim 2 has 4 cells: spacing needs 4 positions of values, or the 5"),
+        (nn.FieldGradient((range(4),), True), (1, 1, 4), "periodic dim 2 has 4 cells: spacing needs the 5 bounds"),
     ],
 )
 def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:

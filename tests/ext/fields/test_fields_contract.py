@@ -49,6 +49,13 @@ CASES = {
     "Divergence": (lambda: nn.FieldDivergence(along=(1, 0)), lambda: rows(3, 4, 5, 6)),
     "Curl": (nn.FieldCurl, lambda: rows(3, 3, 4, 5, 4)),
     "Laplacian": (lambda: nn.FieldLaplacian(2.0, True), lambda: rows(3, 2, 5, 3)),
+    "DerivativeStretched": (lambda: nn.FieldDerivative(0, 1, ([0, 1, 3, 4, 6, 7, 9],), True), lambda: rows(3, 2, 6)),
+    "CellsToFaces": (lambda: nn.CellsToFaces(1, 1, [0, 1, 3, 4]), lambda: rows(3, 2, 4, 3)),
+    "FacesToCells": (lambda: nn.FacesToCells(0, faces="high"), lambda: rows(3, 2, 4, 3)),
+    "FaceDivergence": (
+        lambda: nn.FaceDivergence(2, ([0, 1, 3, 4, 6], 0.5), "low", ("zeros", "circular"), (1, 0)),
+        lambda: rows(3, 2, 4, 3),
+    ),
     "MatchMean": (nn.MatchMean, lambda: (rows(3, 2, 5), rows(3, 2, 5) + 1.0)),
     "Pad": (lambda: nn.Pad(((2, 0), (-1, 3)), "reflect"), lambda: rows(3, 2, 4, 5)),
     "FNOPlain": (lambda: nn.FNO(2, 3, (2, 2), 4, 1, 5, 3, 2, False), lambda: rows(3, 2, 4, 4)),

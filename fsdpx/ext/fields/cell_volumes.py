@@ -1,0 +1,100 @@
+"""Weights of cells that differ in size, for losses and metrics: volumes, and areas on a sphere by latitude."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.grid import Grid
+
+__all__ = ["compute_cell_volumes", "compute_latitude_weights"]
+
+Numbers = Sequence[float] | np.ndarray
+
+
+def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.ndarray:
+    """Return the volume of each cell: the product of its widths along all dims. Communicates nothing.
+
+    Parameters
+    ----------
+    widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
+        width of all cells, for which `grid` is needed. In place of a width, any weight along that dim may stand, such
+        as those of `compute_latitude_weights`
+    grid : the grid whose part of the field is computed; default None: the full field
+
+    Returns
+    -------
+    numpy.ndarray
+        float64, (*cells), such as `weights=` of losses takes
+
+    Raises
+    ------
+    ConfigError : if widths are not finite numbers >= 0, or do not fit the grid
+    """
+    each = [_to_finite_array("compute_cell_volumes: widths", one) for one in widths]
+    if grid is not None and len(each) != len(grid.shape):
+        raise ConfigError(f"compute_cell_volumes: {len(each)} widths, and a grid of {len(grid.shape)} dims")
+    found = []
+    for d, one in enumerate(each):
+        n = one.size if grid is None else grid.shape[d]
+        if one.ndim > 1 or (one.ndim == 1 and one.size != n) or (one.ndim == 0 and grid is None):
+            wanted = (
+                "an array with the width of each cell" if grid is None else f"one width, or one for each of {n} cells"
+            )
+            raise ConfigError(f"compute_cell_volumes: widths[{d}] has shape {one.shape}: give {wanted}")
+        if (one < 0).any():
+            raise ConfigError(f"compute_cell_volumes: widths[{d}] has numbers below 0")
+        along = np.broadcast_to(one, (n,))
+        found.append(along if grid is None else along[grid.offsets[d] : grid.offsets[d] + grid.local_shape[d]])
+    return np.array(reduce(np.multiply.outer, found))
+
+
+def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) -> np.ndarray:
+    """Return the weight of each latitude in means over a sphere: the difference of the sines of the bounds of its
+    cells, divided by the mean of these differences (WeatherBench 2, Rasp et al. 2024).
+
+    Parameters
+    ----------
+    latitudes : latitudes of the cells of the full field in degrees, which increase or decrease
+    bounds : the bounds of these cells in degrees, one more than latitudes, for a field that does not reach from pole to
+        pole; default None: the poles, and the middle between neighboring latitudes
+
+    Returns
+    -------
+    numpy.ndarray
+        float64, one number per latitude, with mean 1
+
+    Raises
+    ------
+    ConfigError : if latitudes or bounds do not increase or decrease throughout, or are beyond the poles
+    """
+    at = _to_finite_array("compute_latitude_weights: latitudes", latitudes)
+    if at.ndim != 1 or at.size < 1:
+        raise ConfigError(f"compute_latitude_weights: latitudes of shape {at.shape}: give one number per latitude")
+    pole = 90.0 if at[-1] >= at[0] else -90.0
+    between = [-pole, *(at[1:] + at[:-1]) / 2, pole] if bounds is None else bounds
+    ends = _to_finite_array("compute_latitude_weights: bounds", between)
+    if ends.shape != (at.size + 1,):
+        raise ConfigError(
+            f"compute_latitude_weights: bounds of shape {ends.shape}: {at.size} latitudes have {at.size + 1}"
+        )
+    for name, values in (("latitudes", at), ("bounds", ends)):
+        steps = np.diff(values)
+        if np.abs(values).max() > 90.0 or not ((steps > 0).all() or (steps < 0).all()):
+            raise ConfigError(f"compute_latitude_weights: {name} must increase or decrease between -90 and 90 degrees")
+    sizes = np.abs(np.diff(np.sin(np.deg2rad(ends))))
+    return np.asarray(sizes / sizes.mean())
+
+
+def _to_finite_array(name: str, values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if not np.isfinite(array).all():
+        raise ConfigError(f"{name} must be finite numbers")
+    return array

@@ -1,0 +1,181 @@
+"""Values on cells and on faces: means, differences and divergences, over any parts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import GRIDS, cuts_of, env_of, run_alone, run_over
+
+from fsdpx import nn
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.testing import assert_close
+
+SIZES = {2: (7, 5), 3: (4, 5, 6)}
+KINDS: list[tuple[str, Any]] = [
+    ("all", "zeros"), ("all", ("replicate", 2.0)), ("low", "circular"), ("high", "circular"), ("low", "zeros"),
+    ("high", (1.5, "replicate")),
+]  # fmt: skip
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def bounds_of(n: int) -> np.ndarray:
+    return np.cumsum([1.0, *np.random.default_rng(n).uniform(0.2, 2.0, n)])
+
+
+def padded(x: np.ndarray, dim: int, mode: Any) -> np.ndarray:
+    """With one value more at each end."""
+    if mode == "circular":
+        return np.concatenate([x.take([-1], dim), x, x.take([0], dim)], dim)
+    ends = []
+    for cell, side in zip((0, -1), mode if isinstance(mode, tuple) else (mode, mode), strict=True):
+        end = x.take([cell], dim)
+        ends.append(end if side == "replicate" else np.full_like(end, 0.0 if side == "zeros" else side))
+    return np.concatenate([ends[0], x, ends[1]], dim)
+
+
+def to_faces(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces: str, mode: Any) -> np.ndarray:
+    """The formulas in NumPy. Walls have beyond them a cell like that beside them."""
+    shape = [-1 if i == dim else 1 for i in range(x.ndim)]
+    h = np.pad(widths, 1, "wrap" if mode == "circular" else "edge").reshape(shape)
+    wide, n = padded(x, dim, mode), x.shape[dim]
+    lower, upper = (range(n + 1), range(1, n + 2))
+    a, b, ha, hb = wide.take(lower, dim), wide.take(upper, dim), h.take(lower, dim), h.take(upper, dim)
+    found = (b - a) / ((ha + hb) / 2) if derivative else (ha * a + hb * b) / (ha + hb)
+    return found.take({"all": range(n + 1), "low": range(n), "high": range(1, n + 1)}[faces], dim)
+
+
+def to_cells(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces: str, mode: Any) -> np.ndarray:
+    wide = padded(x, dim, mode)
+    many = x.shape[dim]
+    wide = wide.take({"all": range(1, many + 1), "low": range(1, many + 2), "high": range(many + 1)}[faces], dim)
+    n = wide.shape[dim] - 1
+    a, b = wide.take(range(n), dim), wide.take(range(1, n + 1), dim)
+    return (b - a) / widths.reshape([-1 if i == dim else 1 for i in range(x.ndim)]) if derivative else (a + b) / 2
+
+
+@pytest.mark.parametrize("dims", [*GRIDS, (1, 4)], ids=str)
+def test_moves_are_their_formulas_over_any_parts(dims: tuple[int, ...]) -> None:
+    """Also where a rank has no cells; values and gradients; each move and its gradient are adjoint."""
+    for number, (faces, mode) in enumerate(KINDS):
+        for derivative, stretched in itertools.product((0, 1), (False, True)):
+            dim = (number + derivative) % len(dims)
+            sizes = SIZES[len(dims)]
+            n = sizes[dim]
+            bounds = bounds_of(n) if stretched else 0.5 * np.arange(n + 1)
+            given = {"derivative": derivative, "spacing": bounds if stretched else 0.5, "faces": faces}
+            many = (*sizes[:dim], n + 1, *sizes[dim + 1 :]) if faces == "all" else sizes
+            for layer, formula, shape in (
+                (nn.CellsToFaces(dim, padding_mode=mode, **given), to_faces, sizes),
+                (nn.FacesToCells(dim, padding_mode=mode, **given), to_cells, many),
+            ):
+                x = normal(2, 3, *shape)
+                want = run_alone(layer, {}, x, lambda y: normal(*y.shape, seed=1))
+                exact = formula(x, dim + 2, np.diff(bounds), derivative, faces, mode)
+                np.testing.assert_allclose(want.y, exact, rtol=1e-13, atol=1e-13)
+                dy, fixed = normal(*exact.shape, seed=1), layer.forward(env_of(None), {}, np.zeros_like(x))[0]
+                for seed in range(2):
+                    ran = run_over(layer, {}, x, dy, dims, cuts_of(shape, dims, seed))
+                    assert_close({"y": ran.y, "dx": ran.dx}, {"y": want.y, "dx": want.dx}, 1e-12)
+                    y = ran.y - fixed
+                    apart = (y * dy).sum() - (x * ran.dx).sum()
+                    assert abs(apart) <= 1e-13 * np.linalg.norm(y) * np.linalg.norm(dy)
+
+
+@pytest.mark.parametrize(("faces", "mode"), [KINDS[i] for i in (0, 2, 3, 4)] + [("high", "zeros")])
+def test_they_are_adjoint_under_the_widths(faces: str, mode: str) -> None:
+    """<FacesToCells(F), c> with widths = <F, CellsToFaces(c)> with distances of centers; derivatives with a minus."""
+    bounds, n = bounds_of(9), 9
+    h = np.pad(np.diff(bounds), 1, "wrap" if mode == "circular" else "edge")
+    between = ((h[1:] + h[:-1]) / 2)[{"all": slice(None), "low": slice(n), "high": slice(1, None)}[faces]]
+    cells, flux = normal(1, 1, n), normal(1, 1, len(between), seed=1)
+    for derivative in (0, 1):
+        on_faces = nn.CellsToFaces(0, derivative, bounds, faces, mode).forward(env_of(None), {}, cells)[0]
+        on_cells = nn.FacesToCells(0, derivative, bounds, faces, mode).forward(env_of(None), {}, flux)[0]
+        one, other = (on_cells * cells * np.diff(bounds)).sum(), (flux * on_faces * between).sum()
+        assert one == pytest.approx(-other if derivative else other, rel=1e-13, abs=1e-13)
+
+
+@pytest.mark.parametrize("dims", [(1, 1), (2, 2), (1, 5)], ids=str)
+def test_divergence_of_fluxes(dims: tuple[int, int]) -> None:
+    """Of several vectors in one array, and, on walls, of one array for each dim; nothing is lost in a closed box."""
+    y, x = bounds_of(7), bounds_of(5)
+    flux = normal(2, 4, 7, 5)
+    layer = nn.FaceDivergence(2, (y, x), "low", ("zeros", "circular"), along=(1, 0))
+    want = to_cells(flux[:, ::2], 3, np.diff(x), 1, "low", "circular")
+    want = want + to_cells(flux[:, 1::2], 2, np.diff(y), 1, "low", "zeros")
+    dy = normal(*want.shape, seed=1)
+    alone = run_alone(layer, {}, flux, lambda _: dy)
+    np.testing.assert_allclose(alone.y, want, rtol=1e-12, atol=1e-13)
+    u, v = normal(2, 3, 7, 6, seed=2), normal(2, 3, 8, 5, seed=3)
+    u[..., [0, -1]] = v[:, :, [0, -1]] = 0
+    box = nn.FaceDivergence(2, [y, x], along=(1, 0))
+    out = box.forward(env_of(None), {}, (u, v))[0]  # type: ignore[arg-type]
+    both = to_cells(u, 3, np.diff(x), 1, "all", 0.0) + to_cells(v, 2, np.diff(y), 1, "all", 0.0)
+    np.testing.assert_allclose(out, both, rtol=1e-12, atol=1e-13)
+    assert abs((out * np.multiply.outer(np.diff(y), np.diff(x))).sum((2, 3))).max() < 1e-13
+    from fsdpx.ext.fields.over_parts import partition_model
+
+    for seed in range(2):
+        parts = cuts_of((7, 5), dims, seed)
+        made, outputs = partition_model(layer, parts)
+        assert outputs == parts
+        found = run_over(_AsLayer(layer), {}, flux, dy, dims, parts)
+        assert_close({"y": found.y, "dx": found.dx}, {"y": alone.y, "dx": alone.dx}, 1e-12)
+        assert made.n_inputs == 1
+
+
+class _AsLayer:
+    """A container, converted by the function that converts a model."""
+
+    def __init__(self, model: nn.Layer) -> None:
+        self.model = model
+
+    def specs(self) -> dict[str, Any]:
+        return {}
+
+    def shard_over_ranks(self, request: Any) -> Any:
+        from fsdpx.ext.fields.over_parts import partition_model
+        from fsdpx.nn.layer import ShardedLayer
+
+        return ShardedLayer(*partition_model(self.model, request.kinds[0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.CellsToFaces(3), "CellsToFaces: dim=3: give the number of a cell dim, 0 to 2"),
+        (lambda: nn.CellsToFaces(0, 2), "derivative=2: choose 0, the mean, or 1, the difference"),
+        (lambda: nn.FacesToCells(0, faces="right"), "faces='right': choose one of all, low, high"),
+        (lambda: nn.FacesToCells(0, padding_mode="circular"), "as many faces as cells: choose faces='low' or 'high'"),
+        (lambda: nn.FacesToCells(0, spacing=0.0), "spacing=0.0 is not a number above 0, or the bounds of the cells"),
+        (lambda: nn.FacesToCells(0, spacing=[0.0, 1.0, 0.5]), "must be positions that increase or decrease"),
+        (lambda: nn.FaceDivergence(2, along=(1, 1)), "along=(1, 1): name each dim of cells once"),
+        (lambda: nn.FaceDivergence(2, (1.0,)), "spacing is of 1 dims, and dims=2"),
+        (lambda: nn.FaceDivergence(4), "dims=4: a field has 1 to 3 dims of cells"),
+    ],
+)
+def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        (nn.CellsToFaces(1), (1, 1, 5), "wants (samples, channels, *cells) of 2 to 3 dims, got (1, 1, 5)"),
+        (nn.FacesToCells(0), (1, 1, 1), "dim 2 has 1 faces, and no cell between them"),
+        (nn.CellsToFaces(0, spacing=[0, 1, 3]), (1, 1, 5), "dim 2 has 5 cells: spacing needs their 6 bounds, got 3"),
+        (nn.FaceDivergence(2, faces="low"), (1, 3, 4, 4), "FaceDivergence wants (samples, a multiple of 2, *cells)"),
+    ],
+)
+def test_inputs_that_do_not_fit(layer: nn.Layer, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        layer.forward(env_of(None), {}, normal(*shape))
+    assert message in str(error.value)
