@@ -103,7 +103,7 @@ def test_halos_go_to_neighbors() -> None:
 
 
 def test_grids_are_searched() -> None:
-    options = OPTIONS | {"domain": "any", "microbatches": 1}
+    options = OPTIONS | {"domain": "any", "microbatches": 1, "recompute": None}
     found = fsdpx.plan(unet(), batch=fields(1, 256, 256), ranks=4, machine="laptop", **options)
     tried = {one.options.get("domain") for one in found.candidates}
     assert {(4, 1), (1, 4), (2, 2)} <= tried
@@ -165,7 +165,7 @@ def test_what_is_no_field_is_named() -> None:
 
 
 def test_the_command_line_names_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan unet2d --ranks 2 --machine laptop --field 64,64 --strategy fsdp --microbatches 1 --most 4".split()
+    words = "plan unet2d --ranks 2 --machine laptop --field 32,32 --strategy fsdp --microbatches 1 --most 2".split()
     assert main(words) == 0
     assert re.search(r"^fsdp \+ domain 2x1 .* yes ", capsys.readouterr().out, re.MULTILINE)
     assert main("plan gpt-tiny --ranks 2 --machine laptop --domain 2,1".split()) == 2
@@ -182,7 +182,7 @@ def test_a_model_of_ones_own_is_cut_over_a_grid(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = "plan own_fields:make --ranks 4 --machine laptop --most 4".split()
+    words = "plan own_fields:make --ranks 4 --machine laptop --most 4 --strategy ddp --microbatches 1".split()
     assert main([*words, "--batch", "1x2x64x64", "--domain", "2,2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
     assert {one["options"]["domain"] for one in found} == {"(2, 2)"}

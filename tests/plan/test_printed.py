@@ -37,10 +37,10 @@ def plans() -> list[Plan]:
     """With long labels, long options and much that does not fit."""
     field = (FIELD, ((8, 2, 16, 16), "float32"))
     many: Any = {"machine": "a100-dgx-200g", "codecs": ("bf16", "int8"), "most": 20}
+    fields: Any = {"machine": "ethernet-10g", "domain": "any", "microbatches": 2, "most": 15}
     return [
         fsdpx.plan(gpt(), batch=(X, X), ranks=4, memory="900KiB", **many),
-        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=2, machine="ethernet-10g", domain="any", most=15),
-        fsdpx.plan(gpt(), batch=(X, X), ranks=4, machine="ethernet-10g", memory="900KiB", most=20),
+        fsdpx.plan(nn.UNet(3, 2, 2, 8, 1), batch=field, ranks=2, **fields),
     ]
 
 
@@ -87,7 +87,7 @@ def test_the_answer_stands_first(plans: list[Plan]) -> None:
 
 
 def test_what_does_not_fit_is_marked(plans: list[Plan]) -> None:
-    plan = plans[2]
+    plan = plans[0]
     assert plan.large
     text = str(plan)
     scaling = text[text.index("on other numbers of ranks") :].split("\n\n")[0].splitlines()[3:]

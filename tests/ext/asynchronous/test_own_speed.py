@@ -400,7 +400,7 @@ def test_ranks_make_different_numbers_of_steps_and_have_one_model(world: Communi
     with make(world, strategy) as trainer:
         rows = mine(trainer)
         first = trainer.evaluate(X[rows], Y[rows])
-        found = train(trainer, 10 + 5 * world.rank)
+        found = train(trainer, 6 + 2 * world.rank)
         assert len(set(world.all_gather_object(found))) == 1
         last = trainer.evaluate(X[rows], Y[rows])
         assert last < first

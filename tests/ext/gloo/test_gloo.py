@@ -147,16 +147,18 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
 @pytest.mark.parametrize(
     ("ranks", "more", "chosen", "least"),
     [
-        (2, "ext/gpu/test_relay.py", "", 11),
-        (3, "core/comm/test_node.py", "", 50),
-        (4, "core/engine/test_world.py", "contract or mesh", 10),
+        (3, ["core/comm/test_node.py"], "", 50),
+        (4, ["ext/gpu/test_relay.py", "core/engine/test_world.py"], "contract or mesh or relay", 11),
     ],
-    ids=["2", "3", "4"],
+    ids=["3", "4"],
 )
-def test_contract_and_training_without_mpi(ranks: int, more: str, chosen: str, least: int, tmp_path: Path) -> None:
+def test_contract_and_training_without_mpi(
+    ranks: int, more: list[str], chosen: str, least: int, tmp_path: Path
+) -> None:
     """What ranks of MPI pass: the contract over messages, and on one number of ranks each what stands on it: windows of
-    machines with one and two ranks, training on a mesh of any two axes. chosen: for -k. least: tests that pass."""
-    files = ["ext/gloo/test_gloo.py", more]
+    machines with one and two ranks, arrays of a GPU through the host, training on a mesh of any two axes. chosen: for
+    -k. least: tests that pass."""
+    files = ["ext/gloo/test_gloo.py", *more]
     words = ["-m", "world", "-k", chosen, "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
     done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))
     assert done.returncode == 0, done.stdout + done.stderr

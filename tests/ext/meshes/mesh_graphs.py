@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import fsdpx
-from fsdpx import spawn
+from fsdpx import nn, optim, spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import Mesh, connect_axes
@@ -128,3 +128,24 @@ def run_layer(
 
 def slope_of(shape: Sequence[int]) -> np.ndarray:
     return np.cos(np.arange(float(np.prod(shape)))).reshape(shape)
+
+
+def make_net() -> nn.Layer:
+    return nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu")
+
+
+def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
+    """Losses of five steps, the prediction and the parameters before and after."""
+    partition = make_partition(comm, graph, way)
+    trainer = make_net().as_distributed(
+        loss=loss, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=partition
+    )
+    x, t = make_batches(graph)
+    before = trainer.parameters()
+    losses = [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
+    return losses, partition.gather(trainer.predict(partition.take_local(x[0, 0]))), before, trainer.parameters()
+
+
+def make_batches(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(7)
+    return rng.standard_normal((5, 2, graph.nodes, 3)), rng.standard_normal((5, 2, graph.nodes, 2))

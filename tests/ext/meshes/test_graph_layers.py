@@ -7,7 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_graphs import RANKS, WAYS, Graph, Ran, draw_parameters, env_of, make_partition, run_layer, slope_of
+from mesh_graphs import (
+    RANKS,
+    WAYS,
+    Graph,
+    Ran,
+    draw_parameters,
+    env_of,
+    make_batches,
+    make_net,
+    make_partition,
+    run_layer,
+    slope_of,
+    train,
+)
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -56,7 +69,7 @@ LAYERS: dict[str, Callable[[], nn.Layer]] = {
     "conv mean": lambda: nn.GraphConv(3, 2, "mean", bias=False),
     "gat": lambda: nn.GATConv(3, 4, heads=2),
     "gat average": lambda: nn.GATConv(3, 4, 3, concat=False, negative_slope=0.1, bias=False),
-    "net": lambda: nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu"),
+    "net": make_net,
     "net of edges": lambda: nn.MeshGraphNet(
         3, 3, 2, 6, 2, residual="edges", how="mean", hidden_layers=1, recompute_hidden=False, activation="tanh"
     ),
@@ -224,23 +237,6 @@ def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks: i
 
     a, b, *squares = np.sum(spawn(one, ranks), axis=0)
     assert abs(a - b) <= 1e-13 * np.sqrt(np.prod(squares))
-
-
-def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
-    """Losses of five steps, the prediction and the parameters before and after."""
-    partition = make_partition(comm, graph, way)
-    trainer = LAYERS["net"]().as_distributed(
-        loss=loss, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=partition
-    )
-    x, t = make_batches(graph)
-    before = trainer.parameters()
-    losses = [trainer.step(partition.take_local(a), partition.take_local(b)) for a, b in zip(x, t, strict=True)]
-    return losses, partition.gather(trainer.predict(partition.take_local(x[0, 0]))), before, trainer.parameters()
-
-
-def make_batches(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(7)
-    return rng.standard_normal((5, 2, graph.nodes, 3)), rng.standard_normal((5, 2, graph.nodes, 2))
 
 
 def test_five_steps_are_those_of_pytorch() -> None:

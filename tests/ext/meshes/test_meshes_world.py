@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mesh_graphs import Graph, make_partition
-from test_graph_layers import train
+from mesh_graphs import Graph, make_partition, train
 
 from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
