@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, Literal, NamedTuple, Self
@@ -390,9 +391,11 @@ def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: 
 
     def announce_end() -> None:
         for receiver in receivers:
-            receiver.start_closing()
+            receiver.start_closing(is_ending=True)
         for sender in senders:
             sender.send_end()
+        # until MPI_Finalize, messages may still arrive in the buffers of these, which Python would free before
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, senders, receivers)))
 
     if not isinstance(comm, LocalCommunicator):
         atexit.register(announce_end)

@@ -28,7 +28,8 @@ sending. There are three ways to send:
    Until TAKE arrives, a sender rank copies nothing, so a snapshot that nobody takes costs one test of a message.
 
 The last header of each sender rank is END, and the last control message of each receiver rank is CLOSED. Each rank
-sends them when it closes the bridge, and then discards what arrives until it has the other side's END and CLOSED."""
+sends them when it closes the bridge, and then discards what arrives until it has the other side's END and CLOSED. A
+rank whose script ends without that says so in its CLOSED, so that the other side does not wait for it."""
 
 from __future__ import annotations
 
@@ -151,6 +152,7 @@ class Sender:
         self._number = self._shipped = 0
         self._kept: tuple[int, dict[int, np.ndarray]] | None = None
         self._is_asked, self._taken, self._noticed_at = False, -1, 0
+        self._has_ended_receiver = False
 
     def send(self, make_body: MakeBody) -> None:
         """Send a snapshot, or leave it out, as the way to send demands; after the receivers have closed the stream, do
@@ -190,9 +192,10 @@ class Sender:
             self._out.send(rank, END, self._number, 0, 0)
 
     def is_closed(self) -> bool:
-        """Advance the stream, and return whether all receivers have closed it and no message is under way."""
+        """Advance the stream, and return whether all receivers have closed it and no message is under way, except to
+        ranks whose script has ended."""
         self.has_closed_receiver()
-        return not self._control and self._out.is_complete()
+        return not self._control and (self._out.is_complete() or self._has_ended_receiver)
 
     def _note_control_message(self, rank: int, kind: int, value: int) -> None:
         if kind == RECEIVED:
@@ -203,6 +206,7 @@ class Sender:
             self._taken, self._noticed_at = value, self._number - 1
         else:
             del self._control[rank]
+            self._has_ended_receiver |= bool(value)
 
     def _answer_request(self, number: int, make_body: MakeBody) -> None:
         """Answer the requests of the receivers that have arrived. Never waits."""
@@ -367,11 +371,12 @@ class Receiver:
                 return ReceivedBodies(number, {rank: body for rank, body in bodies.items() if body is not None})
         return None
 
-    def start_closing(self) -> None:
-        """Tell the senders that this rank receives no more."""
+    def start_closing(self, is_ending: bool = False) -> None:
+        """Tell the senders that this rank takes no more snapshots. `is_ending`: the script ends, so that this rank does
+        not even receive what is under way."""
         if self._choice is not None:
             self._choice.cancel()
-        self._send_control(CLOSED, 0)
+        self._send_control(CLOSED, int(is_ending))
 
     def is_closed(self) -> bool:
         """Discard what arrives, and return whether all senders have closed the stream."""
