@@ -35,7 +35,7 @@ _FOUND: dict[tuple[Any, ...], Any] = {}
 def from_rank_0(world: Communicator, make: Callable[..., Any], *arguments: Any) -> Any:
     """What rank 0 alone computes to compare with, told to all: the cores are its own meanwhile. It computes it once for
     each function of a module and its arguments."""
-    key, found, failure = (make.__qualname__, *arguments), None, None
+    key, found, failure = (make.__module__, make.__qualname__, *arguments), None, None
     if key in _FOUND:
         return _FOUND[key]
     if world.rank == 0:
