@@ -330,6 +330,8 @@ def _run_node_on_shapes(
         raise
     if not hasattr(y, "dtype"):
         return y, f"returns {type(y).__name__} where an array is needed", None
+    if not y.shape:
+        return y, RETURNS_NUMBER, None
     if any(part.dtype.kind in "iub" for part in x):
         words = resolve_input_takes(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
         odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
@@ -342,6 +344,10 @@ def _run_node_on_shapes(
 
 
 TAKES = 'a layer that takes whole numbers says so in its class, takes = "indices"'
+RETURNS_NUMBER = (
+    "returns a single number, such as its loss: return predictions with one row per sample (models of transformers do "
+    "so without labels), and give distribute the loss as loss=..."
+)
 CALLS_NUMPY = (
     "calls numpy itself: use env.xp, which is numpy, cupy or, when shapes are followed through the model before "
     "anything is computed, arrays without data"

@@ -229,9 +229,10 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
     if output is None and hasattr(result, "logits"):
         output = "logits"
     if isinstance(output, str):
-        names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
+        names = _list_output_names(result)
         if output not in names:
-            raise ConfigError(f"{caller}: forward gives no {output!r}; there are {', '.join(map(str, names))}")
+            there = f"there are {', '.join(map(str, names))}" if names else f"it gives {type(result).__name__}"
+            raise ConfigError(f"{caller}: forward gives no {output!r}; {there}")
         result = result[output] if isinstance(result, Mapping) else getattr(result, output)
     elif output is not None:
         result = result[output]
@@ -240,6 +241,15 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
             f"{caller}: forward gives {type(result).__name__}, and a layer gives one tensor: say which, output=..."
         )
     return result
+
+
+def _list_output_names(result: Any) -> list[Any]:
+    """Return the values of `output` that select something from the result of a module's `forward`."""
+    if isinstance(result, Mapping):
+        return list(result)
+    if type(result) in (tuple, list):
+        return list(range(len(result)))
+    return [] if isinstance(result, torch.Tensor) else [name for name in dir(result) if not name.startswith("_")]
 
 
 OVER_FIELDS = {

@@ -588,6 +588,44 @@ def test_what_a_module_may_not_do_is_named(what: str) -> None:
     assert ERRORS[what] in str(caught.value)
 
 
+class WithLoss(tnn.Module):
+    """As models of transformers: with labels, the loss comes too."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.lin = what, tnn.Linear(4, 4)
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        y = self.lin(x)
+        loss = y.square().mean()
+        return {"tensor": loss, "dict": {"loss": loss, "scores": y}, "tuple": (loss, y)}[self.what]
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), tnn.MSELoss(), nn.CrossEntropyLoss(), tnn.CrossEntropyLoss()])
+def test_a_module_that_returns_its_loss_is_told_what_to_return(loss: Any) -> None:
+    x = np.ones((3, 4), np.float32)
+    y = x if "MSE" in repr(loss) else np.zeros(3, np.int64)
+    named = TorchModule(WithLoss("dict"), inputs=("x", "labels"), output="loss")
+    for model, given in (
+        (WithLoss("tensor"), x),
+        (from_torch(WithLoss("dict"), output="loss"), x),
+        (from_torch(WithLoss("tuple"), x, output=0), x),
+        (tnn.Sequential(tnn.Linear(4, 4), WithLoss("tensor")), x),
+        (named, (x, x)),
+    ):
+        trainer = fsdpx.distribute(model, loss=loss, optimizer=optim.SGD(lr=0.1))
+        for call in (trainer.step, trainer.evaluate):
+            with pytest.raises(ConfigError, match=r"returns a single number, such as its loss: .* as loss=") as caught:
+                call(given, y)
+        assert ("layer '1'" in str(caught.value)) is isinstance(model, tnn.Sequential)
+    for what, said in (("tensor", "it gives Tensor"), ("dict", "there are loss, scores"), ("tuple", "there are 0, 1")):
+        trainer = fsdpx.distribute(
+            from_torch(WithLoss(what), output="other"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)
+        )
+        with pytest.raises(ConfigError, match=f"forward gives no 'other'; {said}"):
+            trainer.step(x, x)
+
+
 def test_a_module_that_fsdp_gathers_whole_is_said_on_rank_0() -> None:
     def warn_of(net: Any, **options: Any) -> list[str]:
         given = {"strategy": "fsdp", "group_bytes": 64, **options}
