@@ -2,9 +2,11 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_examples import ROOT, run, start
 
@@ -55,3 +57,23 @@ def test_ghost_cells_and_walls_are_what_a_network_learns_with() -> None:
     assert [word for word in shown if not word[0].isdigit()] == [word for word in wanted if not word[0].isdigit()]
     assert float(shown[1].rstrip(",")) < 1e-7
     assert float(shown[-1]) < 0.02
+
+
+def test_a_solver_in_fortran_sends_its_field_to_a_trainer(tmp_path: Path) -> None:
+    """The same heat and losses on 1 and 3 solver ranks, and the heat of NumPy."""
+    compiler = shutil.which("gfortran")
+    if compiler is None:
+        pytest.skip("no gfortran")
+    folder, library = ROOT / "docs" / "solvers", str(tmp_path / "heat.so")
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", library, str(folder / "heat.f90")], check=True)
+    shown = [start(ranks, str(folder / "fortran_heat.py"), library) for ranks in (2, 4)]
+    assert [done.returncode for done in shown] == [0, 0], shown
+    one, other = (done.stdout for done in shown)
+    assert one == other
+    u = np.sin(np.arange(16)[:, None]) * np.cos(np.arange(12)) + 1
+    for _ in range(30):
+        wide = np.pad(u, 1, mode="edge")
+        u = u + 0.2 * (wide[:-2, 1:-1] + wide[2:, 1:-1] + wide[1:-1, :-2] + wide[1:-1, 2:] - 4 * u)
+    words = one.split()
+    assert float(words[1].rstrip(";")) == pytest.approx(u.sum(), abs=1e-4)
+    assert float(words[-3]) < 1e-3 * float(words[3])
