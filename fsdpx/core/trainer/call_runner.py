@@ -165,19 +165,21 @@ class CallRunner(ABC):
     Attributes
     ----------
     last_update : record of the last update; None before the first update
+    ignored_position : path of the loaded checkpoint if it has a position in the data and no loader was given; else ""
     loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or of tokens or cells if
         the loss counts these
     background_save : the background save in progress, or None
     closed : True once the trainer is closed and can no longer be used
     """
 
-    __slots__ = ("background_save", "closed", "last_update", "loss_weight", "session")
+    __slots__ = ("background_save", "closed", "ignored_position", "last_update", "loss_weight", "session")
     fixed = False
     """True if the set of ranks never changes, so that each call runs exactly once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.last_update: LastUpdate | None = None
+        self.ignored_position: str | PathLike[str] = ""
         self.loss_weight = 0.0
         self.background_save: BackgroundSave | None = None
         self.closed = False
@@ -449,6 +451,7 @@ class CallRunner(ABC):
         scalars = self.run_call(REPLACES_STATE, "load", load_on_training_ranks)
         if loader is not None and not self.is_training:
             loader.load_state_dict(scalars.data)
+        self.ignored_position = path if loader is None and scalars.data is not None else ""
         return scalars
 
     def wait_for_background_save(self) -> None:

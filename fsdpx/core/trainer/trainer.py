@@ -514,7 +514,8 @@ class Trainer:
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : a `data.DataLoader`, which is set to its saved position
+        loader : a `data.DataLoader`, which is set to its saved position. Without it, the first step warns if the
+            checkpoint has one
         convert : True: round or widen numbers that were saved in another format
         verify : True: first check the digests of all bytes; each rank checks a part of them
 
@@ -652,7 +653,18 @@ class Trainer:
         loss = self._placement.sync_policy.get_loss(results)
         self._call_runner.last_update = LastUpdate.from_loss_and_scale(loss, results[SCALE])
         self._session.finish_update(results[MEAN], results[SCALE])
+        if self._call_runner.ignored_position:
+            self._warn_of_ignored_position()
         return loss
+
+    def _warn_of_ignored_position(self) -> None:
+        """Warn on rank 0 that training continues from a checkpoint, but its data do not."""
+        path, self._call_runner.ignored_position = self._call_runner.ignored_position, ""
+        if self._placement.axes.world.rank == 0:
+            warn(
+                f"{path} has the position of a loader in the data, and load was given no loader, so the data begin "
+                "anew: load(path, loader=loader) continues where they were",
+            )
 
     def _warn_of_skipped_update(self, loss: float) -> None:
         """Warn on rank 0 if the loss of a skipped step is NaN or Inf. Of consecutive losses that are NaN or Inf, only

@@ -180,6 +180,29 @@ def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     assert begun + together(3, 3, 8) == whole
 
 
+def test_data_that_begin_anew_after_a_load_are_said_once_at_the_first_step(tmp_path: Path) -> None:
+    def save(comm: Communicator) -> None:
+        trainer = build(comm, "ddp 2", reproducible_chunks=4)
+        trainer.save(tmp_path / "with", loader=loader(trainer))
+        trainer.save(tmp_path / "without")
+
+    def go_on(comm: Communicator, name: str, takes: bool, again: bool = False) -> None:
+        trainer = build(comm, "ddp 2", reproducible_chunks=4)
+        trainer.load(tmp_path / name, loader=loader(trainer) if takes else None)
+        steps(trainer, "wide", 0, 0 if again else 2)  # without a step, as for an evaluation, nothing is said
+        if again:
+            trainer.load(tmp_path / name, loader=loader(trainer))
+            steps(trainer, "wide", 0, 1)
+
+    spawn(save, 2)
+    spawn(go_on, 2, "with", True)
+    spawn(go_on, 2, "without", False)
+    spawn(go_on, 2, "with", False, True)
+    with pytest.warns(RuntimeWarning, match=r"with has the position .*: load\(path, loader=loader\) continues") as said:
+        spawn(go_on, 2, "with", False)
+    assert len(said) == 1
+
+
 def test_what_keeps_a_run_from_going_on(tmp_path: Path) -> None:
     def body(comm: Communicator) -> None:
         trainer = build(comm, "one", reproducible_chunks=4)
