@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         Container as Container,
         Residual as Residual,
     )
+    from fsdpx.ext.fields.channel_dropout import Dropout1d as Dropout1d, Dropout2d as Dropout2d, Dropout3d as Dropout3d
+    from fsdpx.ext.fields.channel_norm import ChannelLayerNorm as ChannelLayerNorm
     from fsdpx.ext.fields.conv import Conv1d as Conv1d, Conv2d as Conv2d, Conv3d as Conv3d
     from fsdpx.ext.meshes.aggregate import (
         Aggregate as Aggregate, EdgeFeatures as EdgeFeatures, GatherNodes as GatherNodes,
@@ -82,15 +84,18 @@ if TYPE_CHECKING:
     from fsdpx.ext.fields.normalize import Destandardize as Destandardize, Standardize as Standardize
     from fsdpx.ext.fields.pad import Pad as Pad
     from fsdpx.ext.fields.physics import MatchMean as MatchMean, PhysicsLoss as PhysicsLoss
+    from fsdpx.ext.fields.pixel_shuffle import PixelShuffle as PixelShuffle, PixelUnshuffle as PixelUnshuffle
     from fsdpx.ext.fields.pool import (
         AdaptiveAvgPool1d as AdaptiveAvgPool1d, AdaptiveAvgPool2d as AdaptiveAvgPool2d,
         AdaptiveAvgPool3d as AdaptiveAvgPool3d, AvgPool1d as AvgPool1d, AvgPool2d as AvgPool2d, AvgPool3d as AvgPool3d,
         MaxPool1d as MaxPool1d, MaxPool2d as MaxPool2d, MaxPool3d as MaxPool3d,
     )  # fmt: skip
+    from fsdpx.nn.rectifiers import ELU as ELU, LeakyReLU as LeakyReLU, Softplus as Softplus
     from fsdpx.ext.fields.resample import (
         ConvTranspose1d as ConvTranspose1d, ConvTranspose2d as ConvTranspose2d, ConvTranspose3d as ConvTranspose3d,
         Upsample as Upsample,
     )  # fmt: skip
+    from fsdpx.nn.robust_losses import HuberLoss as HuberLoss, L1Loss as L1Loss, SmoothL1Loss as SmoothL1Loss
     from fsdpx.ext.fields.rollout import Rollout as Rollout
     from fsdpx.nn.shape import (
         Add as Add, Concat as Concat, FirstToken as FirstToken, Flatten as Flatten, Multiply as Multiply,

@@ -2,7 +2,9 @@
 is total / weight."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,10 @@ __all__ = [
     "CellWeights",
     "CrossEntropyLoss",
     "Loss",
+    "LossSum",
     "MSELoss",
     "TensorParallelModel",
+    "WeightedElementwiseLoss",
     "compute_masked_error",
     "require_target_shape",
 ]
@@ -33,6 +37,10 @@ class Loss(ABC):
 
     The division happens only once, for the whole global batch. So a rank or microbatch may have weight 0, because it
     has no samples or because all of them are ignored. A subclass defines `forward`, `backward` and `validate`.
+
+    Losses can be multiplied by numbers and added: the value of `0.5 * nn.MSELoss() + nn.L1Loss()` is 0.5 times the mean
+    squared error plus the mean absolute error. If the weight of a term varies from sample to sample, as with
+    `ignore_index` or `skipna`, the sum averages that term over each sample first, and then over samples.
 
     Parameters
     ----------
@@ -48,6 +56,10 @@ class Loss(ABC):
     acts_on: str = "sample"
     """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
     acts on positions works with sharded sequences, because totals and weights of parts along dim 1 add up."""
+    counts: str = "unknown"
+    """What the weight is: "elements", the number of elements of y; "samples", a number that is proportional to the
+    number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
+    __array_ufunc__ = None  # so that NumPy leaves `numpy.float64(2) * loss` to `__rmul__`
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)
@@ -116,6 +128,14 @@ class Loss(ABC):
         """
         return self
 
+    def __add__(self, other: "Loss") -> "LossSum":
+        return LossSum([(1.0, self), (1.0, other)]) if isinstance(other, Loss) else NotImplemented
+
+    def __mul__(self, factor: float) -> "LossSum":
+        return LossSum([(float(factor), self)]) if isinstance(factor, Real) else NotImplemented
+
+    __rmul__ = __mul__
+
     def __repr__(self) -> str:
         return format_constructor(self)
 
@@ -173,6 +193,7 @@ class _Elementwise(Loss):
     number of elements."""
 
     acts_on = "position"
+    counts = "elements"
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         require_target_shape(self, tuple(shape), target, "a target of the output's shape")
@@ -236,7 +257,46 @@ def compute_masked_error(
     return apart, target, w
 
 
-class MSELoss(_Elementwise):
+class WeightedElementwiseLoss(_Elementwise):
+    """Base class for sums over elements of a function of y - target, with optional weights. Subclasses define
+    `compute_errors` and `compute_slopes`."""
+
+    weights: CellWeights | None = None
+    skipna = False
+
+    def __init__(self, weights: Any = None, skipna: bool = False) -> None:
+        self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
+        self.skipna = bool(skipna)
+        self.acts_on = "position" if weights is None else "sample"
+        self.counts = "unknown" if skipna else "elements" if weights is None else "samples"
+
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
+        errors = self.compute_errors(env.xp, apart)
+        total = float((errors if w is None else w * errors).sum(dtype=np.float64))
+        weight = float(y.size) if w is None else float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64))
+        return total, weight, (apart, w, y.dtype)
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        apart, w, dtype = saved
+        slopes = self.compute_slopes(env.xp, apart) * seed
+        return (slopes if w is None else w * slopes).astype(dtype, copy=False)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        super().validate(shape, target)
+        if self.weights is not None:
+            self.weights.require_broadcastable(self, tuple(shape))
+
+    def compute_errors(self, xp: Any, apart: Array) -> Array:
+        """Return the error of each element, given y - target."""
+        raise NotImplementedError
+
+    def compute_slopes(self, xp: Any, apart: Array) -> Array:
+        """Return the derivative of each element's error with respect to y."""
+        raise NotImplementedError
+
+
+class MSELoss(WeightedElementwiseLoss):
     """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements
     or, with the option `weights`, the sum of the weights of the elements.
 
@@ -246,31 +306,23 @@ class MSELoss(_Elementwise):
     """
 
     kernel_names = ("squared_error", "squared_error_backward")
-    weights: CellWeights | None = None
-    skipna = False
-
-    def __init__(self, weights: Any = None, skipna: bool = False) -> None:
-        self.weights = None if weights is None else CellWeights("MSELoss", weights)
-        self.skipna = bool(skipna)
-        self.acts_on = "position" if weights is None else "sample"
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)
         if self.weights is None and not self.skipna:
             return kernels.squared_error(env.xp, y, target), float(y.size), (y, target)
-        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
-        total = float((w * apart * apart).sum(dtype=np.float64))
-        return total, float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64)), (w * apart,)
+        return super().forward(env, y, target)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        if len(saved) == 1:
-            return saved[0] * (2.0 * seed)
-        return kernels.squared_error_backward(env.xp, *saved, 2.0 * seed)
+        if len(saved) == 2:
+            return kernels.squared_error_backward(env.xp, *saved, 2.0 * seed)
+        return super().backward(env, saved, seed)
 
-    def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        super().validate(shape, target)
-        if self.weights is not None:
-            self.weights.require_broadcastable(self, tuple(shape))
+    def compute_errors(self, xp: Any, apart: Array) -> Array:
+        return apart * apart
+
+    def compute_slopes(self, xp: Any, apart: Array) -> Array:
+        return apart * 2.0
 
 
 class BCEWithLogitsLoss(_Elementwise):
@@ -295,6 +347,95 @@ class BCEWithLogitsLoss(_Elementwise):
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         return kernels.binary_entropy_backward(env.xp, *saved, seed)
+
+
+class LossSum(Loss):
+    """Weighted sum of losses, which the operators `+` and `*` make: `0.5 * nn.MSELoss() + nn.L1Loss()`.
+
+    The mean loss is the sum of factor times mean loss of each term. If the weight of a term is not proportional to the
+    number of samples, the term is averaged over each sample first, and then over samples. Otherwise the sum would
+    depend on how a batch is split over ranks and microbatches.
+
+    Parameters
+    ----------
+    terms : pairs of a factor, a finite number, and a loss
+    """
+
+    def __init__(self, terms: Sequence[tuple[float, Loss]]) -> None:
+        found: list[tuple[float, Loss]] = []
+        for factor, loss in terms:
+            if not np.isfinite(factor):
+                raise ConfigError(f"a factor of a sum of losses must be finite, got {factor!r} for {loss!r}")
+            inside = loss.terms if isinstance(loss, LossSum) else [(1.0, loss)]
+            found += [(float(factor) * f, one) for f, one in inside]
+        self.terms: tuple[tuple[float, Loss], ...] = tuple(found)
+        self._factors = [factor for factor, _ in found]
+        self.kernel_names = tuple(dict.fromkeys(name for _, loss in found for name in loss.kernel_names))
+        self._shares_weight = all(loss.counts == "elements" for _, loss in found)
+        self.acts_on = "position" if self._shares_weight else "sample"
+        self.counts = "elements" if self._shares_weight else "samples"
+
+    def __repr__(self) -> str:
+        return " + ".join(repr(loss) if factor == 1 else f"{factor!r} * {loss!r}" for factor, loss in self.terms)
+
+    def bind_partition(self, parts: FieldPartition) -> Loss:
+        return LossSum([(factor, loss.bind_partition(parts)) for factor, loss in self.terms])
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        for _, loss in self.terms:
+            loss.validate(shape, target)
+
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        if self._shares_weight:
+            each = [loss.forward(env, y, target) for _, loss in self.terms]
+            pairs = list(zip(self._factors, each, strict=True))
+            total = sum(factor * float(error) for factor, (error, *_) in pairs)
+            return total, each[0][1], [[(factor, saved)] for factor, (*_, saved) in pairs]
+        n = target.shape[0]
+        pieces = [
+            (term, rows, self.terms[term][1].forward(env, _map_arrays(lambda a, r=rows: a[r], y), target[rows]))
+            for term, (_, loss) in enumerate(self.terms)
+            for rows in _list_row_slices(loss, n)
+        ]
+        weights = self._all_reduce_weights(env, [found[1] for *_, found in pieces])
+        total, counted = 0.0, np.zeros(n, np.bool_)
+        kept: list[list[tuple[float, Any]]] = [[] for _ in self.terms]
+        for (term, rows, found), weight in zip(pieces, weights, strict=True):
+            share = self._factors[term] * (rows.stop - rows.start) / weight if weight > 0 else 0.0
+            counted[rows] |= weight > 0
+            total += share * float(found[0])
+            kept[term].append((share, found[2]))
+        return total, float(counted.sum()) / env.mesh.parts.size, kept
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        dy: Any = None
+        for (_, loss), pieces in zip(self.terms, saved, strict=True):
+            found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
+            one = found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
+            dy = one if dy is None else _map_arrays(lambda a, b: a + b, dy, one)
+        return dy
+
+    def _all_reduce_weights(self, env: LayerContext, weights: Sequence[float]) -> list[float]:
+        """Return the weights, summed over the ranks that hold parts of the same samples. Collective over these ranks
+        if there are several."""
+        if env.mesh.parts.size == 1:
+            return [float(weight) for weight in weights]
+        sums = env.xp.asarray(np.array([float(weight) for weight in weights]))
+        env.mesh.parts.all_reduce(sums, "sum", what=repr(self)).wait()
+        return [float(weight) for weight in sums]
+
+
+def _list_row_slices(loss: Loss, n: int) -> list[slice]:
+    """Return the slices of n samples on which a term of a sum is computed: all samples at once if its weight is
+    proportional to their number, else each sample by itself."""
+    return [slice(0, n)] if loss.counts != "unknown" or n == 0 else [slice(i, i + 1) for i in range(n)]
+
+
+def _map_arrays(function: Callable[..., Any], *values: Any) -> Any:
+    """Apply `function` to arrays, or to the arrays of tuples one by one: a model may have several outputs."""
+    if isinstance(values[0], tuple):
+        return tuple(function(*arrays) for arrays in zip(*values, strict=True))
+    return function(*values)
 
 
 def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:

@@ -15,6 +15,9 @@ CASES = [
     (nn.CrossEntropyLoss(), LABELS),
     (nn.CrossEntropyLoss(label_smoothing=0.2), LABELS),
     (nn.MSELoss(), normal(6, 5, seed=2)),
+    (nn.L1Loss(), normal(6, 5, seed=2)),
+    (nn.HuberLoss(0.5), normal(6, 5, seed=2)),
+    (nn.SmoothL1Loss(0.5), normal(6, 5, seed=2)),
     (nn.BCEWithLogitsLoss(), normal(6, 5, seed=2) > 0),
 ]
 

@@ -32,6 +32,9 @@ PAIRS = {
     "silu": (nn.SiLU(), tnn.SiLU, (4, 6)),
     "tanh": (nn.Tanh(), tnn.Tanh, (4, 6)),
     "sigmoid": (nn.Sigmoid(), tnn.Sigmoid, (4, 6)),
+    "leaky relu": (nn.LeakyReLU(), tnn.LeakyReLU, (4, 6)),
+    "elu": (nn.ELU(1.5), lambda: tnn.ELU(1.5), (4, 6)),
+    "softplus": (nn.Softplus(3.0, 2.0), lambda: tnn.Softplus(3.0, 2.0), (4, 6)),
     "softmax": (nn.Softmax(1), lambda: tnn.Softmax(1), (4, 6, 3)),
     "flatten": (nn.Flatten(), tnn.Flatten, (3, 2, 4)),
     "flatten from 2": (nn.Flatten(2), flatten_from_2, (3, 2, 4, 2)),
@@ -217,6 +220,9 @@ LOSSES = {
         lambda: tnn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=1),
     ),
     "mse": (nn.MSELoss(), tnn.MSELoss),
+    "l1": (nn.L1Loss(), tnn.L1Loss),
+    "huber": (nn.HuberLoss(0.7), lambda: tnn.HuberLoss(delta=0.7)),
+    "smooth l1": (nn.SmoothL1Loss(0.7), lambda: tnn.SmoothL1Loss(beta=0.7)),
     "bce": (nn.BCEWithLogitsLoss(), tnn.BCEWithLogitsLoss),
 }
 

@@ -90,6 +90,7 @@ _EQUIVALENTS = {
     "nn.BCEWithLogitsLoss, without the sigmoid before it": "BCELoss",
     "nn.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm",
     "nn.InstanceNorm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d",
+    "nn.ChannelLayerNorm": "LayerNorm2d",
     "nn.MultiHeadAttention": "MultiheadAttention",
     "nn.TransformerBlock": "TransformerEncoderLayer",
     "a torch.nn.Module, which distribute accepts unchanged": "LSTM GRU RNN",

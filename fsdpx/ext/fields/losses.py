@@ -29,6 +29,7 @@ class _FieldLoss(Loss):
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
         self.skipna = bool(skipna)
+        self.counts = "unknown" if skipna else "samples"
 
     def bind_partition(self, parts: FieldPartition) -> Loss:
         return bind_partition(self, parts)

@@ -66,6 +66,7 @@ class PhysicsLoss(Loss):
             raise ConfigError(f"PhysicsLoss: {residual!r} must have one input, one output and no parameters")
         self.loss, self.residual, self.weight = loss, residual, float(weight)
         self.kernel_names = (*loss.kernel_names, *list_kernels(residual))
+        self.counts = "unknown" if loss.counts == "unknown" else "samples"
 
     def bind_partition(self, parts: FieldPartition) -> Loss:
         return PhysicsLoss(self.loss.bind_partition(parts), partition_model(self.residual, parts)[0], self.weight)

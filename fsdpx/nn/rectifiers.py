@@ -1,0 +1,80 @@
+"""Variants of ReLU: LeakyReLU, ELU and Softplus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.core.array import kernels
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
+
+__all__ = ["ELU", "LeakyReLU", "Softplus"]
+
+
+class LeakyReLU(Layer):
+    """Leaky rectified linear unit (Maas et al. 2013): x where x > 0, and negative_slope x elsewhere.
+
+    Parameters
+    ----------
+    negative_slope : factor for elements that are not positive; default 0.01
+    """
+
+    acts_on = "element"
+
+    def __init__(self, negative_slope: float = 0.01) -> None:
+        self.negative_slope = float(negative_slope)
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return env.xp.where(x > 0, x, x * self.negative_slope), (x,)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return env.xp.where(saved[0] > 0, dy, dy * self.negative_slope), ()
+
+
+class ELU(Layer):
+    """Exponential linear unit (Clevert et al. 2016): x where x > 0, and alpha (exp(x) - 1) elsewhere.
+
+    Parameters
+    ----------
+    alpha : the result tends to -alpha for large negative x; default 1
+    """
+
+    acts_on = "element"
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        self.alpha = float(alpha)
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        xp = env.xp
+        return xp.where(x > 0, x, xp.expm1(xp.minimum(x, 0)) * self.alpha), (x,)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        xp, (x,) = env.xp, saved
+        return xp.where(x > 0, dy, dy * (xp.exp(xp.minimum(x, 0)) * self.alpha)), ()
+
+
+class Softplus(Layer):
+    """Smooth form of ReLU whose results are positive: log(1 + exp(beta x)) / beta of each element.
+
+    Parameters
+    ----------
+    beta : sharpness; the larger, the closer to ReLU; default 1
+    threshold : where beta x is above it, the result is x, as in PyTorch; default 20
+    """
+
+    acts_on = "element"
+    kernel_names = ("sigmoid",)
+
+    def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
+        if not beta > 0:
+            raise ConfigError(f"Softplus: beta must be above 0, got {beta!r}")
+        self.beta, self.threshold = float(beta), float(threshold)
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        xp, steep = env.xp, x * self.beta
+        y = (xp.maximum(steep, 0) + xp.log1p(xp.exp(-xp.abs(steep)))) * (1.0 / self.beta)
+        return xp.where(steep > self.threshold, x, y), (x,)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        steep = saved[0] * self.beta
+        return env.xp.where(steep > self.threshold, dy, dy * kernels.sigmoid(env.xp, steep)), ()

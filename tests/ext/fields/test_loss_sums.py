@@ -1,0 +1,193 @@
+"""Weighted sums of losses: values, parts of fields, batches split in any way, metrics and how they print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import GRIDS, demand_loss_of_whole, env_of, grid_at, part, place_of, random_cuts
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.testing import LossContract
+
+CELLS = 7, 6
+SUMS: dict[str, nn.Loss] = {
+    "elements": 0.5 * nn.MSELoss() + nn.L1Loss(),
+    "fields": nn.RelativeL2() + 2 * nn.VRMSE() + 0.1 * nn.HuberLoss(0.5),
+    "nested": 3 * (nn.MaxError() + 0.5 * nn.MSELoss()) + nn.PhysicsLoss(nn.L1Loss(), nn.FieldLaplacian()),
+    "missing": nn.RMSE(skipna=True) + 0.5 * nn.L1Loss(skipna=True),
+}
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def fields(name: str, samples: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and targets; more is missing from some targets than from others."""
+    y, target = noise(samples, 3, *CELLS), noise(samples, 3, *CELLS, seed=1) + 2
+    if name == "missing":
+        target[0, :, :3] = np.nan
+        target[1, 0] = np.nan
+        target[2] = np.nan
+    return y, target
+
+
+def by_hand(name: str, y: np.ndarray, target: np.ndarray) -> float:
+    """The mean of each term, one by one."""
+    if name == "missing":  # samples of which nothing is known do not count
+        one = nn.RMSE(skipna=True), nn.L1Loss(skipna=True)
+        known = [s for s in range(len(y)) if not np.isnan(target[s]).all()]
+        values = [[mean(loss, y[s : s + 1], target[s : s + 1]) for loss in one] for s in known]
+        return float(np.mean([a + 0.5 * b for a, b in values]))
+    return sum(factor * mean(loss, y, target) for factor, loss in SUMS[name].terms)  # type: ignore[attr-defined]
+
+
+def mean(loss: nn.Loss, y: np.ndarray, target: np.ndarray) -> float:
+    total, weight, _ = loss.forward(env_of(None), y, target)
+    return total / weight
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_the_sum_of_the_means_on_any_parts(name: str) -> None:
+    y, target = fields(name)
+    assert mean(SUMS[name], y, target) == pytest.approx(by_hand(name, y, target), rel=1e-12)
+    for dims in [dims for dims in GRIDS if len(dims) == 2]:
+        demand_loss_of_whole(SUMS[name], y, target, dims, 3, 1e-10, 1e-14)
+
+
+class TestContract(LossContract):
+    """Each of them."""
+
+    loss: nn.Loss
+    name: str
+
+    @pytest.fixture(params=SUMS, autouse=True)
+    def case(self, request: Any) -> None:
+        self.name = request.param
+
+    def make(self) -> nn.Loss:
+        return SUMS[self.name]
+
+    def outputs(self) -> np.ndarray:
+        return fields(self.name)[0]
+
+    def target(self) -> np.ndarray:
+        return fields(self.name)[1]
+
+    def test_repr_shows_the_configuration(self) -> None:
+        """What `test_how_sums_print` shows for all."""
+
+    def test_arguments_are_not_modified(self) -> None:
+        y, target = fields(self.name)
+        self._backward((y,), target, 0.5)
+        np.testing.assert_array_equal(y, fields(self.name)[0])
+        np.testing.assert_array_equal(target, fields(self.name)[1])
+
+
+def test_how_sums_print() -> None:
+    assert repr(SUMS["elements"]) == "0.5 * MSELoss() + L1Loss()"
+    assert repr(SUMS["nested"]) == "3.0 * MaxError() + 1.5 * MSELoss() + " + repr(
+        nn.PhysicsLoss(nn.L1Loss(), nn.FieldLaplacian())
+    )
+    assert repr(np.float64(2) * nn.MSELoss()) == repr(nn.MSELoss() * 2) == "2.0 * MSELoss()"
+    assert (SUMS["elements"].acts_on, SUMS["fields"].acts_on) == ("position", "sample")
+
+
+def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> Any:
+    """Losses, the parameters and two metrics of three steps on four samples."""
+    x, target = fields(name)
+    if dims is not None:
+        cuts, place = random_cuts(CELLS, dims), place_of(comm.rank, dims)
+        options["domain"] = grid_at(comm, dims, cuts, layout="cyx")
+        x, target = (part(a, cuts, place) for a in (x, target))
+    elif comm.size == 2 and "mesh" not in options:  # three samples and one
+        x, target = (a[:3] if comm.rank == 0 else a[3:] for a in (x, target))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
+    trainer = net.as_distributed(
+        loss=SUMS[name], optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", **options
+    )
+    found = [trainer.step(x, target) for _ in range(3)]
+    metrics = {"sum": SUMS[name], "twice": 2 * SUMS[name]}
+    history = trainer.fit([(x, target)], validation=[(x, target)], metrics=metrics, progress=False)
+    return found, history.validation[-1][1], {n: values[-1][1] for n, values in history.metrics.items()}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_does_not_depend_on_how_samples_are_split(name: str) -> None:
+    """Over ranks, microbatches, stages of a pipeline and parts of fields; as a metric it is the validation loss."""
+    ((want, last, metrics),) = spawn(lambda comm: losses(comm, name), 1)
+    assert metrics == pytest.approx({"sum": last, "twice": 2 * last}, rel=1e-12)
+    runs = [
+        spawn(lambda comm: losses(comm, name, microbatches=4), 1),
+        spawn(lambda comm: losses(comm, name), 2),
+        spawn(lambda comm: losses(comm, name, mesh=fsdpx.Mesh(pipe=2), microbatches=2), 2),
+        spawn(lambda comm: losses(comm, name, dims=(2, 2), microbatches=2), 4),
+    ]
+    for found in runs:
+        for got, validation, values in found:
+            np.testing.assert_allclose(got, want, rtol=1e-12)
+            assert validation == pytest.approx(last, rel=1e-12)
+            assert values == pytest.approx(metrics, rel=1e-12)
+
+
+def test_labels_that_are_ignored_leave_each_sample_its_share() -> None:
+    """Classes of tokens, of which one sample has fewer, beside PyTorch."""
+    torch = pytest.importorskip("torch")
+    y, labels = noise(3, 4, 5), np.array([[1, 2, 0, 4], [-100, 3, -100, -100], [0, 0, -100, 1]])
+    loss = nn.CrossEntropyLoss() + 0.5 * nn.CrossEntropyLoss(label_smoothing=0.1)
+    total, weight, saved = loss.forward(env_of(None), y, labels)
+    there = torch.tensor(y, requires_grad=True)
+    terms = [
+        factor * torch.nn.functional.cross_entropy(there[s], torch.tensor(labels[s]), label_smoothing=smoothing)
+        for s in range(3)
+        for factor, smoothing in ((1.0, 0.0), (0.5, 0.1))
+    ]
+    want = sum(terms) / 3
+    want.backward()
+    assert total / weight == pytest.approx(want.item(), rel=1e-12)
+    np.testing.assert_allclose(loss.backward(env_of(None), saved, 1 / weight), there.grad.numpy(), rtol=1e-11)
+
+
+class OfTwo(nn.Loss):
+    """Compares the sum of two outputs."""
+
+    def forward(self, env: Any, y: Any, target: np.ndarray) -> tuple[float, float, Any]:
+        return nn.MSELoss().forward(env, y[0] + y[1], target)
+
+    def backward(self, env: Any, saved: Any, seed: float) -> Any:
+        return (nn.MSELoss().backward(env, saved, seed),) * 2
+
+    def validate(self, shape: Any, target: np.ndarray) -> None:
+        nn.MSELoss().validate(shape[0], target)
+
+
+def test_losses_of_several_outputs_add_up() -> None:
+    y, target = (noise(3, 4), noise(3, 4, seed=1)), noise(3, 4, seed=2)
+    loss = OfTwo() + 2 * OfTwo()
+    loss.validate(((3, 4), (3, 4)), target)
+    total, weight, saved = loss.forward(env_of(None), y, target)
+    one, elements, _ = nn.MSELoss().forward(env_of(None), y[0] + y[1], target)
+    assert total / weight == pytest.approx(3 * one / elements, rel=1e-12)
+    for dy in loss.backward(env_of(None), saved, 1 / weight):
+        np.testing.assert_allclose(dy, 6 * (y[0] + y[1] - target) / elements, rtol=1e-12)
+
+
+def test_what_cannot_be_added() -> None:
+    for call in (lambda: nn.MSELoss() + 1, lambda: nn.MSELoss() * "2", lambda: nn.MSELoss() * nn.L1Loss()):
+        with pytest.raises(TypeError, match=r"unsupported operand|can't multiply"):
+            call()
+    with pytest.raises(ConfigError, match=r"must be finite, got nan for MSELoss\(\)"):
+        float("nan") * nn.MSELoss()
+    with pytest.raises(DataError, match=r"L1Loss\(\) wants a target of the output's shape"):
+        (nn.L1Loss() + nn.MSELoss()).validate((2, 3), np.zeros((3, 2)))
+    for call, text in (
+        (lambda: nn.HuberLoss(0), "HuberLoss: delta must be above 0, got 0"),
+        (lambda: nn.SmoothL1Loss(-1), "SmoothL1Loss: beta must be at least 0, got -1"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            call()

@@ -1,0 +1,161 @@
+"""Layers that surrogates of solvers use: over parts of any sizes as on the whole field, and as PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import cuts_of, env_of, grid_at, part, place_of, run_alone, run_over, whole
+from setting import parameters
+
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.testing import assert_close
+
+GRIDS = {1: [(1,), (3,), (5,)], 2: [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], 3: [(1, 1, 1), (1, 2, 2), (5, 1, 1)]}
+"""Ranks along each dim of cells, by the number of dims."""
+LAYERS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...]]] = {
+    "leaky": (lambda: nn.LeakyReLU(0.2), (2, 5, 7)),
+    "elu": (nn.ELU, (2, 9)),
+    "softplus": (nn.Softplus, (2, 9)),
+    "norm": (lambda: nn.ChannelLayerNorm(3), (3, 7, 5)),
+    "shuffle": (lambda: nn.PixelShuffle(2), (8, 5, 3)),
+    "shuffle of lines": (lambda: nn.PixelShuffle(3), (6, 7)),
+    "unshuffle": (lambda: nn.PixelUnshuffle(3), (2, 9, 12)),
+    "unshuffle of volumes": (lambda: nn.PixelUnshuffle(2), (2, 6, 4, 8)),
+    "dropout1": (lambda: nn.Dropout1d(0.4), (6, 9)),
+    "dropout2": (lambda: nn.Dropout2d(0.4), (6, 5, 4)),
+    "dropout3": (lambda: nn.Dropout3d(0.4), (6, 5, 2, 3)),
+}
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def shaken(layer: nn.Layer) -> dict[str, np.ndarray]:
+    """Parameters away from zeros and ones."""
+    return {name: a + 0.3 * noise(*a.shape, seed=5) for name, a in parameters(layer).items()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_over_parts_are_those_of_the_whole(name: str) -> None:
+    """Results and all gradients; even, uneven and empty parts on 1 to 5 ranks."""
+    make, (channels, *cells) = LAYERS[name]
+    layer, x = make(), noise(2, channels, *cells)
+    p, dy = shaken(layer), lambda y: noise(*y.shape, seed=1)
+    alone = run_alone(layer, p, x, dy)
+    for k, dims in enumerate(GRIDS[len(cells)]):
+        for seed in (0, k + 1):
+            ran = run_over(layer, p, x, dy(alone.y), dims, cuts_of(cells, dims, seed))
+            want = {"y": alone.y, "dx": alone.dx, **alone.g}
+            assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, want, 1e-12)
+
+
+def network() -> nn.Layer:
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.ChannelLayerNorm(8), nn.LeakyReLU(), nn.PixelUnshuffle(2), nn.Dropout2d(0.2),
+        nn.Conv2d(32, 8, 1), nn.ELU(), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3, padding=1), nn.Softplus(),
+    )  # fmt: skip
+
+
+NETWORKS: dict[str, Callable[[], nn.Layer]] = {"elements, norms and blocks of cells": network}
+
+
+def losses_of_five_steps(comm: Communicator, make: Callable[[], nn.Layer], dims: Any, parts: FieldPartition) -> Any:
+    grid = grid_at(comm, dims, parts.cuts, layout="cyx")
+    trainer = make().as_distributed(
+        loss=0.5 * nn.MSELoss() + nn.L1Loss() + nn.RelativeL2(), optimizer=optim.SGD(lr=0.01, momentum=0.9),
+        comm=comm, domain=grid, precision="float64", microbatches=2,
+    )  # fmt: skip
+    x = part(noise(5, 2, 2, *parts.shape), parts.cuts, place_of(comm.rank, dims), 3)
+    return [trainer.step(u, u * u) for u in x], trainer.parameters(), trainer.predict(x[0])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_parts_train_as_the_whole_does(name: str) -> None:
+    """Five steps of two microbatches with a sum of losses."""
+    alone = FieldPartition.on_one_rank((8, 12))
+    ((losses, values, y),) = spawn(lambda comm: losses_of_five_steps(comm, NETWORKS[name], (1, 1), alone), 1)
+    for dims, seed in (((2, 1), 1), ((1, 3), 2), ((2, 2), 3), ((1, 5), 4)):
+        parts = cuts_of((8, 12), dims, seed)
+        found = spawn(
+            lambda comm, d=dims, q=parts: losses_of_five_steps(comm, NETWORKS[name], d, q), int(np.prod(dims))
+        )
+        for got, mine, _ in found:
+            np.testing.assert_allclose(got, losses, rtol=1e-12)
+            assert_close(mine, values, 1e-11)
+        assert_close({"y": whole([f[2] for f in found], parts, dims)}, {"y": y}, 1e-11)
+
+
+def test_a_channel_is_dropped_in_all_cells_or_in_none() -> None:
+    y, _ = nn.Dropout2d(0.5).forward(env_of(None), {}, np.ones((40, 50, 2, 3)))
+    assert ((y == 0).all((2, 3)) | (y == 2).all((2, 3))).all()
+    assert 0.45 < (y == 0).mean() < 0.55
+    assert (nn.Dropout1d(1.0).forward(env_of(None), {}, np.ones((2, 3, 4)))[0] == 0).all()
+    x = np.ones((2, 3, 4))
+    assert nn.Dropout1d(0.5).forward(env_of(None, training=False), {}, x)[0] is x
+
+
+def torch_norm(torch: Any) -> Any:
+    """LayerNorm over channels, as torchvision has it."""
+
+    class LayerNorm2d(torch.nn.LayerNorm):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+    return LayerNorm2d(3, eps=1e-6)
+
+
+THEIRS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Layer], tuple[int, ...]]] = {
+    "norm": (torch_norm, lambda: nn.ChannelLayerNorm(3), (3, 4, 5)),
+    "shuffle": (lambda torch: torch.nn.PixelShuffle(3), lambda: nn.PixelShuffle(3), (18, 4, 5)),
+    "unshuffle": (lambda torch: torch.nn.PixelUnshuffle(3), lambda: nn.PixelUnshuffle(3), (2, 6, 9)),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_layers_are_those_of_pytorch(name: str) -> None:
+    """Results, gradients, and names and shapes of parameters."""
+    torch = pytest.importorskip("torch")
+    theirs, make, shape = THEIRS[name]
+    module, layer, x = theirs(torch).double(), make(), torch.tensor(noise(2, *shape), requires_grad=True)
+    with torch.no_grad():
+        for tensor in module.parameters():
+            tensor += 0.3 * torch.tensor(noise(*tensor.shape, seed=5))
+    y = module(x)
+    y.backward(torch.tensor(noise(*y.shape, seed=1)))
+    trainer = layer.as_distributed(optimizer=optim.SGD(lr=0.1), precision="float64")
+    trainer.load_parameters(module.state_dict())
+    p = trainer.parameters()
+    ran = run_alone(layer, p, x.detach().numpy(), lambda y: noise(*y.shape, seed=1))
+    rename = {alias: name for alias, name in type(layer).aliases.items() if name}
+    want = {"y": y.detach().numpy(), "dx": x.grad.numpy()}
+    want |= {rename.get(n, n): t.grad.numpy().reshape(p[rename.get(n, n)].shape) for n, t in module.named_parameters()}
+    assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, want, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nn.PixelShuffle(0), ConfigError, "PixelShuffle: upscale_factor must be a whole number >= 1, got 0"),
+        (lambda: nn.Dropout2d(2), ConfigError, "Dropout2d: p must be between 0 and 1, got 2"),
+        (lambda: nn.Softplus(0.0), ConfigError, "Softplus: beta must be above 0, got 0.0"),
+        (lambda: run(nn.PixelShuffle(2), 3, 4, 4), ShapeError, r"with a multiple of 4 channels .* got \(2, 3, 4, 4\)"),
+        (lambda: run(nn.PixelUnshuffle(2), 3, 4, 5), ShapeError, "the field has 5 cells along dim 3, .* multiple of 2"),
+        (lambda: run(nn.PixelUnshuffle(2), 3), ShapeError, "with 1 to 3 dims of cells"),
+        (lambda: run(nn.ChannelLayerNorm(4), 3, 2), ShapeError, r"wants \(samples, 4, \*cells\), got \(2, 3, 2\)"),
+        (lambda: run(nn.Dropout2d(), 3, 2), ShapeError, r"\(samples, channels, height, width\), got \(2, 3, 2\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def run(layer: nn.Layer, *shape: int) -> None:
+    layer.forward(env_of(None), parameters(layer), noise(2, *shape))
