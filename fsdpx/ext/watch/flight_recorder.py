@@ -67,9 +67,10 @@ class FlightRecorder(Observer):
     thread : id of the thread that runs the program, whose stack the watchdog reads
     serial : number of actions begun so far
     calls : number of collective calls begun so far
+    used_at : when a collective call or a program last began, in seconds of `time.perf_counter`
     """
 
-    __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out")
+    __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out", "used_at")
 
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
@@ -84,13 +85,13 @@ class FlightRecorder(Observer):
         finally:
             os.close(file)
         self._at, self.serial, self.ended, self.thread, self.calls = _START, 0, 0, 0, 0
-        self._before = b""
+        self._before, self.used_at = b"", 0.0
         clock = time.time() - time.perf_counter()
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, encode_truncated_utf8(host, 64))
 
     def on_collective_call(self, call: str) -> None:
         """Record that the collective call named `call` begins."""
-        self.calls += 1
+        self.calls, self.used_at = self.calls + 1, time.perf_counter()
         kept, before = encode_truncated_utf8(call, 56), self._before
         _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
         self._before = kept
@@ -101,7 +102,7 @@ class FlightRecorder(Observer):
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
         """Record which program (the list of actions of a step) begins, and at which step."""
-        self.thread = threading.get_ident()
+        self.thread, self.used_at = threading.get_ident(), time.perf_counter()
         _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_truncated_utf8(program.kind, 24))
 
     def on_action_begin(self, action: str, now: float) -> None:

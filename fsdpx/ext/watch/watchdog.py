@@ -61,6 +61,8 @@ UNHEARD_SECONDS = 3.0
 """Time after which the next rank reports why the job ends, if the rank before it has not ended the job."""
 MAX_STACK_LINES = 12
 """Number of lines of a stack that are recorded."""
+_running: list[Watchdog] = []
+"""The watchdogs of this process, one for each communicator that is watched."""
 _PREFIX = "fsdpx-flight-"
 _OWN = f"{Path(__file__).parents[2]}{os.sep}"
 _PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
@@ -189,6 +191,13 @@ class Watchdog:
         return self.folder / f"rank-{rank:05}.flight"
 
     def _run_watch_loop(self) -> None:
+        _running.append(self)
+        try:
+            self._poll_until_stopped()
+        finally:
+            _running.remove(self)
+
+    def _poll_until_stopped(self) -> None:
         before: Any = None
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._poll_seconds):
@@ -227,15 +236,27 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Print which ranks are waiting where, if a wait is overdue that began after the last report, at time `last`.
-        Return the time of the newest report."""
-        now, heads = time.time(), [read_record(place, whole=False) for place in self._local_record_paths]
-        if not report.is_wait_overdue([flight for flight in heads if flight is not None], last, now):
+        """Print which ranks are waiting where, if a wait is overdue that began after the last report, at time `last`,
+        and no better informed watchdog of this process prints it. Return the time of the newest report."""
+        now, first = time.time(), report.FIRST_REPORT_SECONDS
+        better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
+        grace = 2 * self._poll_seconds if better else 0.0  # the others poll at other times
+        if not self._is_wait_overdue(last, now - grace) or any(one._is_wait_overdue(0.0, now) for one in better):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
         ranks = len(flights) if comm is None else comm.size
         flush_and_write_stderr(report.format_wait_report(flights, ranks, self.timeout, now, self.host))
         return now
+
+    def _is_wait_overdue(self, last: float, now: float) -> bool:
+        heads = [read_record(place, whole=False) for place in self._local_record_paths]
+        return report.is_wait_overdue([flight for flight in heads if flight is not None], last, now)
+
+    def _list_better_informed(self) -> list[Watchdog]:
+        """Return the other watchdogs of this process on whose communicators the watched thread has begun a call or a
+        program later. They know more about its wait, so they report it."""
+        own = self.record
+        return [one for one in [*_running] if one.record.thread == own.thread and one.record.used_at > own.used_at]
 
     def _end_job_if_hung(self, waited_seconds: float, what: str) -> None:
         """End the job if this rank, which has waited for `what` for `waited_seconds`, is waiting in vain."""
@@ -265,7 +286,10 @@ class Watchdog:
             return
         self._hung_since = min(self._hung_since, now)
         lower = sum(f.rank < self.rank and f.since > 0 and not self._is_watchdog_silent(f) for f in flights.values())
-        if now - self._hung_since < UNHEARD_SECONDS * min(lower if gone or calls else lower + self._host_number, 4):
+        turn = UNHEARD_SECONDS * min(lower if gone or calls else lower + self._host_number, 4)
+        if better := self._list_better_informed():
+            turn += 2 * self._poll_seconds if all(one._hung_since == math.inf for one in better) else UNHEARD_SECONDS
+        if now - self._hung_since < turn:
             return
         if gone is not None:
             self._end_job_or_kill_ended_rank(gone, what)
@@ -359,7 +383,9 @@ class Watchdog:
         self._print_and_abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
     def _print_and_abort_job(self, code: int, text: str) -> None:
-        """Print `text`, and end all ranks with status `code`."""
+        """Print `text`, and end all ranks with status `code`. Other watchdogs of this process say nothing more."""
+        for other in [one for one in [*_running] if one is not self]:
+            other._stop.set()
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
             _rename_and_remove_folder(self.folder)

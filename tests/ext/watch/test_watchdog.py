@@ -74,6 +74,23 @@ def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
     ), done.err
 
 
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_a_process_with_two_watchdogs_reports_once(tmp_path, place):
+    """`init` has a watchdog, and so has the trainer on a part of its ranks, which knows the actions."""
+    two = TRAINER.replace("comm = fsdpx.init()", "comm = fsdpx.init().split(0)") + "import fsdpx.ext.watch.report\n"
+    two += AT.format(rank=1, what="time.sleep(60)") if place == "inside" else ""
+    two += "def outside(step):\n    if step == 1: fsdpx.ext.watch.report.FIRST_REPORT_SECONDS = 0.5\n"
+    two += "    if step == 1 and comm.rank == 1: time.sleep(60)\n" if place == "outside" else ""
+    done = job(tmp_path, two + STEPS, FSDPX_TIMEOUT=str(TIMEOUT))
+    assert done.status == 124, done.err
+    assert done.err.count("still waiting after 0.5 s") == 1, done.err
+    assert done.err.count("no rank has made progress for 2 s") == 1, done.err
+    waits = "outside any action for all_gather of the batch" if place == "outside" else f"in action {WAITS}"
+    assert f"ranks 0, 2 wait {waits}" in done.err
+    assert "after UPDATE0" in done.err if place == "outside" else "in action B0.0" in done.err
+    assert "in call 1, distribute" not in done.err
+
+
 def test_a_report_that_is_not_heard_is_made_again(tmp_path):
     """The rank whose turn it is is on the other side of a network that is cut: its end of the job comes never."""
     deaf = "from fsdpx.ext.watch.watchdog import Watchdog\n"
