@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fsdpx.core.comm.mesh import Mesh as Mesh
     from fsdpx.core.comm.init import spawn as spawn
     from fsdpx.core.base.config import (
-        ElasticConfig as ElasticConfig,
         Precision as Precision,
         Sharding as Sharding,
         TraceConfig as TraceConfig,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from fsdpx.ext.coupling.bridge import Bridge as Bridge
     from fsdpx.ext.fields.grid import Grid as Grid
     from fsdpx.ext.meshes.partition import Partition as Partition
+    from fsdpx.ext.elastic.config import ElasticConfig as ElasticConfig
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig
     from fsdpx.ext.observe.folder import RunFolder as RunFolder
     from fsdpx.optim.average import EMA as EMA, SWA as SWA

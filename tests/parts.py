@@ -5,7 +5,9 @@
 "imports" counts files of an extension that files of the core import: at run time, lazily or for types. "core" counts
 lines of the core that use an extension's words, "spine" those of the files that every step goes through, and "branch"
 those of the spine with a branch. A word that the core shares with an extension ("field" of a dataclass) is left out of
-its list.
+its list, and `OTHER_SENSES` has the places where a word of the list means something else.
+
+    python tests/parts.py half     # prints the lines of the spine that are counted for an extension
 """
 
 import ast
@@ -26,12 +28,32 @@ WORDS = {
     "ext/compression": r"\b(codecs?|compress(ed|ion)|Int8|TopK|topk|PowerSGD|error feedback)\b",
     "ext/asynchronous": r"\b(pace\w*|own speed|Gossip|gossip|DiLoCo|diloco|local_sgd|asynchronous)\b",
     "core/array/shapes": r"\b(imaginary|holds_no_data|imagined|shape-only|ShapeArray|note)\b",
-    "ext/observe": r"\b(record(er|ing)|trace[sd]?|tracer|chrome|clock)\b",
-    "ext/half": r"\b(halves|half|bf16|bfloat16|float16|16.bit|rounded|Rounded|wire)\b",
+    "ext/observe": r"\b(record(er|ing)|trace[sd]?|tracer|chrome)\b",
+    "ext/half": r"\b(halves|half|bf16|bfloat16|float16|16.bit|rounded|Rounded)\b",
     "ext/elastic": r"\b(elastic\w*|survivors?|survive\w*)\b",
     "ext/gpu": r"\b(gpus?|GPUs?|cuda|CUDA|cupy|CuPy|nccl|NCCL|streams?|device_map|on_gpu)\b",
 }
-"""Words by which a line of the core is seen to be about an extension."""
+"""Words by which a line of the core is seen to be about an extension. Two that stood here are the core's own: `clock`,
+the observer of `core/engine/clock.py` that every engine has, and `wire`, the dtype in which a communicator sends
+summands and the engine parameters."""
+OTHER_SENSES = {
+    # what ranks say of a call, "records" as a verb, and measurements that are kept on disk
+    "ext/offload": r"CallRecord|call records|these records|first_error\(records|enumerate\(records|records (the|which)|"
+    r"checks and records|(cached on|read them from|result is stored on) disk",
+    # imports of the interface that the core has for codecs, and its table of codecs by page
+    "ext/compression": r"from fsdpx\.core\.compression.*|CodecRules|CodecRoute|codecs\.",
+    # a traceback; the layers that a composition calls; what a codec keeps of past gradients
+    "ext/observe": r"trace: (object|TracebackType)|error, trace\)|trace: ComposeTrace|self\.tracing.*|trace = Compose|"
+    r"trace\.(inputs|steps|ties|get)|\"trace\"(: LedgerKind| if kept)",
+    # communicators transfer and add 16-bit numbers, and kernels convert them, without the extension; one of two parts;
+    # rounded to a multiple, or in the dtype of an array
+    "ext/half": r"^core/comm/.*|kernels\.half import.*|(half|halves) (of|as|the size)|the half that|halves, I|"
+    r"(each|other|one|first|second|both|input-gradient|weight-gradient) (half|halves)|rounded (up|which|so)|"
+    r"(correctly|first|are|not) rounded",
+    # the callback of `generate` for each token
+    "ext/gpu": r"\bstream(:| :|,)",
+}
+"""Where a word of an extension's list means something else in the core, in a line that begins with its place."""
 SPINE = (
     *("core/state", "core/engine", "core/trainer", "core/program", "optim", "nn/layer.py", "nn/container.py"),
     *("nn/linearize.py", *(f"core/comm/{name}.py" for name in ("calls", "communicator", "backend", "mesh"))),
@@ -91,9 +113,15 @@ def is_spine(file: Path) -> bool:
     return any(inner == name or inner.startswith((f"{name}/", f"{name}_", f"{name}.py")) for name in SPINE)
 
 
-def leaks(files: list[Path], words: str) -> list[str]:
-    """The lines of these files that use one of an extension's words."""
-    return [line for file in files for line in file.read_text().splitlines() if re.search(words, line)]
+def leaks(files: list[Path], part: str) -> list[tuple[str, str]]:
+    """The lines of these files that use one of an extension's words in its sense, each with its place."""
+    other, found = re.compile(OTHER_SENSES.get(part, "(?!)")), []
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            where = f"{file.relative_to(PACKAGE)}:{number}"
+            if re.search(WORDS[part], other.sub("", f"{where}: {line}").removeprefix(where)):
+                found.append((where, line))
+    return found
 
 
 def imports(file: Path) -> set[str]:
@@ -129,6 +157,11 @@ def loaded_files(program: str) -> list[str]:
 
 def main() -> None:
     files = sorted(PACKAGE.rglob("*.py"))
+    for part in (part for part in WORDS if part.split("/")[-1] in sys.argv[1:]):
+        spine = [file for file in files if is_core(part_of(file)) and is_spine(file)]
+        print(*(f"{where}: {line.strip()}" for where, line in leaks(spine, part)), sep="\n")
+    if sys.argv[1:]:
+        return
     count = {file: len(file.read_text().splitlines()) for file in files}
     core = [file for file in files if is_core(part_of(file))]
     lines, number, arrows = Counter[str](), Counter[str](), Counter[str]()
@@ -145,8 +178,8 @@ def main() -> None:
     for part in sorted(lines, key=lambda part: (not is_core(part), -lines[part])):
         row = f"{part:24}{lines[part]:8,}{number[part]:7}{arrows[part] or '':>9}"
         if part in WORDS:
-            inside = leaks(spine, WORDS[part])
-            row += f"{len(leaks(core, WORDS[part])):7}{len(inside):7}{sum(map(bool, map(BRANCH.search, inside))):8}"
+            inside = [line for _, line in leaks(spine, part)]
+            row += f"{len(leaks(core, part)):7}{len(inside):7}{sum(map(bool, map(BRANCH.search, inside))):8}"
         print(row)
     total = sum(count[file] for file in core)
     print(f"\ncore {total:,} lines in {len(core)} files; all {sum(count.values()):,} in {len(files)}")

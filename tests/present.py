@@ -1,5 +1,6 @@
 """Which extensions are there: a test that needs one which is not is skipped by its name."""
 
+import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,11 +20,19 @@ def package_of(name: str) -> str:
     return f"fsdpx.{name}" if name in BESIDE else f"fsdpx.ext.{name}"
 
 
+def named_by_the_core() -> list[str]:
+    """Extensions whose modules are imported by name only when they are used, even if their own tests are not there."""
+    package = TESTS.parent / "fsdpx"
+    tables = "core/base/extensions.py", "__init__.py", "nn/__init__.py"
+    texts = [(package / table).read_text() for table in tables]
+    return re.findall(r"\bfsdpx\.ext\.(\w+)", "".join(texts))
+
+
 @cache
 def absent() -> dict[str, str]:
     """Extensions without files, and those that import such a one as soon as they are imported: name -> what is not
     there."""
-    names = [*BESIDE, *(path.name for path in (TESTS / "ext").glob("[a-z]*"))]
+    names = {*BESIDE, *(path.name for path in (TESTS / "ext").glob("[a-z]*")), *named_by_the_core()}
     found = {name: find_spec(package_of(name)) for name in names}
     # a folder that holds old .pyc alone is not there
     homes = {name: Path(spec.origin).parent for name, spec in found.items() if spec is not None and spec.origin}

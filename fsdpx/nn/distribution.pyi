@@ -7,7 +7,7 @@ if TYPE_CHECKING:  # lets mypy check the modules in the order in which they are 
     from os import PathLike
     from typing import Any, Unpack
 
-    from fsdpx.core.base.config import ElasticConfig, Precision, Sharding
+    from fsdpx.core.base.config import Precision, Sharding
     from fsdpx.core.base.option_names import (
         ForeignModule,
         PrecisionName,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # lets mypy check the modules in the order in which they are 
     from fsdpx.core.state.storage import StorageLevelChoice
     from fsdpx.core.state.sync_policy import SyncChoice
     from fsdpx.core.state.units import Stages
+    from fsdpx.core.trainer.call_runner import CallRunnerChoice
     from fsdpx.core.trainer.recipe import RuntimeOptions
     from fsdpx.core.trainer.trainer import Trainer
     from fsdpx.nn.layer import Layer
@@ -50,7 +51,7 @@ def as_distributed(
     recompute: int | str | None = None,
     tensor_plan: Mapping[str, Any] | None = None,
     sequence: SequenceMode | None = None,
-    elastic: bool | ElasticConfig = False,
+    elastic: bool | CallRunnerChoice = False,
     average: Average | None = None,
     offload: StorageLevelChoice | None = None,
     domain: Domain | None = None,

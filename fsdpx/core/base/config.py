@@ -1,4 +1,4 @@
-"""User options as dataclasses: sharding strategies, precision, traces, and elastic training.
+"""User options as dataclasses: sharding strategies, precision, and traces.
 
 A sharding strategy consists of the widths of two mesh axes, and of how long full parameters and full gradients are
 kept. The familiar strategy names are presets of these values (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al.,
@@ -22,7 +22,7 @@ from fsdpx.core.base.option_names import DtypeName
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS", "PRESETS_BY_MEMORY", "ElasticConfig", "Lifetime", "Precision", "Sharding", "TraceConfig",
+    "PRESETS", "PRESETS_BY_MEMORY", "Lifetime", "Precision", "Sharding", "TraceConfig",
     "convert_fields_to_python_numbers", "get_config_or_make_from_folder", "normalize_half_name", "parse_byte_count",
     "resolve_precision", "resolve_sharding", "to_python_number",
 ]  # fmt: skip
@@ -332,56 +332,5 @@ def resolve_precision(choice: str | Precision | None) -> Precision:
     return PRECISIONS[name]
 
 
-@dataclass(frozen=True)
-class ElasticConfig:
-    """Options of elastic training, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True uses the
-    default of every option.
-
-    Parameters
-    ----------
-    copies : number of other ranks that keep a copy of each rank's state, in addition to data-parallel replicas; the run
-        survives the simultaneous failure of any `copies` ranks
-    every : number of steps between two copies, and so the maximum number of steps to repeat after a failure (default:
-        chosen such that copying takes about 1 % of the time)
-    ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks stand by
-    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the
-        next step on
-    """
-
-    copies: int = 1
-    every: int | None = None
-    ranks: int | None = None
-    resize: str | PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        convert_fields_to_python_numbers(self)
-        for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
-            value = getattr(self, name)
-            if not (value is None and name != "copies") and (type(value) is not int or value < least):
-                raise ConfigError(f"ElasticConfig({name}={value!r}): a whole number, {least} or more")
-
-    @classmethod
-    def from_argument(cls, choice: Any) -> ElasticConfig | None:
-        """Convert the argument `elastic=` to an `ElasticConfig`, or to None.
-
-        Parameters
-        ----------
-        choice : True (all defaults), False, None, or an `ElasticConfig`
-
-        Returns
-        -------
-        ElasticConfig, or None for a run that is not elastic
-
-        Raises
-        ------
-        ConfigError : `choice` is none of these
-        """
-        if isinstance(choice, cls):
-            return choice
-        if isinstance(choice, bool) or choice is None:
-            return cls() if choice else None
-        raise ConfigError(f"elastic={choice!r}: True, False or fsdpx.ElasticConfig(...)")
-
-
-for _kind in (ElasticConfig, Precision, Sharding):
+for _kind in (Precision, Sharding):
     wrap_constructor_with_option_check(_kind)

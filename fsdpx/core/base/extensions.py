@@ -42,7 +42,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "offload": "fsdpx.ext.offload.verbs:VERBS",
     },
     "planner": {"auto": "fsdpx.plan.auto:fill_in_fastest_configuration"},
-    "ranks": {"elastic": "fsdpx.ext.elastic.call_runner:ElasticRunner"},
+    "ranks": {"elastic": "fsdpx.ext.elastic.config:ElasticConfig"},
     "layer": {"moe": "fsdpx.ext.moe.moe:MoE"},
     "library": {"torch": "fsdpx.ext.interop.torch:adapt_torch"},
     "observer": {
@@ -78,7 +78,7 @@ strategy : a function that makes a `SyncChoice` for ranks that do not perform ev
 verbs : the table of verbs to which the module adds its own verbs on import, so that tools can read programs of other
     runs
 planner : a strategy that chooses all other options: a function of a recipe, a communicator and the given options
-ranks : the runner of a trainer's calls if the set of ranks may change
+ranks : a `CallRunnerChoice` for ranks that may change, with its defaults when it is called without arguments
 layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
 library : another library, by its import name: a function that converts a model and a loss of that library to layers
 observer : an observer that is created on request: "watchdog" watches the ranks of a communicator, unless

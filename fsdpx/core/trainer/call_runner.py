@@ -11,7 +11,7 @@ from functools import partial, wraps
 from inspect import Parameter, signature
 from os import PathLike
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from fsdpx.core.engine.run import GradientScale
 from fsdpx.core.state.placement import Placement
 from fsdpx.core.state.step_inputs import StepInputs
 from fsdpx.core.trainer import batch as batches
+from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.core.trainer.session import Session
 from fsdpx.errors import ConfigError, RankLost
 
@@ -41,6 +42,7 @@ __all__ = [
     "STEP",
     "WAIT",
     "CallRunner",
+    "CallRunnerChoice",
     "FixedRanks",
     "LastUpdate",
     "raise_argument_errors_on_all_ranks",
@@ -56,7 +58,7 @@ replaces the trainer's state; KEEPS_FOR_LATER keeps something for a later call; 
 rank makes, even one that does not train."""
 
 SAVE, WAIT = "save", "wait_for_background_save"
-"""Names of calls for which an elastic call runner does extra work."""
+"""Names of calls that save in the background. A call runner may treat them differently from others."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -137,7 +139,7 @@ class LastUpdate:
     Attributes
     ----------
     loss : global mean loss
-    norm : global gradient norm; nan unless the step needs it for clipping, a dynamic loss scale, or elastic ranks
+    norm : global gradient norm; nan if the step does not need it
     lr : learning rate
     skipped : True if the update was skipped
     """
@@ -211,7 +213,7 @@ class CallRunner(ABC):
 
     @property
     def is_training(self) -> bool:
-        """True if this rank trains; False on an idle rank of an elastic job."""
+        """True if this rank trains; False on an idle rank."""
         return True
 
     @property
@@ -237,7 +239,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        object : the result of `function`; with elastic ranks every rank gets the result of the training ranks
+        object : the result of `function`, on idle ranks too
         """
 
     @abstractmethod
@@ -261,9 +263,9 @@ class CallRunner(ABC):
         """
 
     @abstractmethod
-    def all_gather_output_if_elastic(self, output: Any) -> Any:
-        """Return the model's output for the samples that the caller passed. With elastic ranks, each rank passes the
-        global batch but computes only a part of it, so the output is gathered. Collective.
+    def all_gather_output_of_caller(self, output: Any) -> Any:
+        """Return the model's output for the samples that the caller passed. If each rank passes the global batch but
+        computes only a part of it, the output is gathered. Collective.
 
         Parameters
         ----------
@@ -271,7 +273,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        array or tuple : `output` itself on fixed ranks; with elastic ranks the output for the full global batch
+        array or tuple : the output for the samples that this rank passed
         """
 
     @abstractmethod
@@ -341,7 +343,7 @@ class CallRunner(ABC):
 
     def raising_errors_on_all_ranks(self, call: str) -> AbstractContextManager[None]:
         """Return a context manager for checks of arguments: if a check fails on one rank, all ranks raise the error,
-        as in `batch.raising_errors_on_all_ranks`. With elastic ranks, or if each rank steps at its own speed, the
+        as in `batch.raising_errors_on_all_ranks`. If ranks may change, or if each rank steps at its own speed, the
         context manager does nothing.
 
         Parameters
@@ -355,8 +357,8 @@ class CallRunner(ABC):
         )
 
     def agree_on_arguments(self, call: str, arguments: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks if ranks pass different arguments. Collective, but does nothing with elastic
-        ranks or if each rank steps at its own speed.
+        """Raise ConfigError on all ranks if ranks pass different arguments. Collective, but does nothing if ranks may
+        change or if each rank steps at its own speed.
 
         Parameters
         ----------
@@ -510,6 +512,26 @@ def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]
         engine.record_outside_program(activity, begin, count.nbytes)
 
 
+class CallRunnerChoice(ABC):
+    """Base class of the option `elastic`, for trainers whose ranks may change.
+
+    Attributes
+    ----------
+    excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
+        with this one
+    """
+
+    excluded: ClassVar[str] = "nothing"
+
+    @abstractmethod
+    def open_world(self, comm: Any) -> Communicator:
+        """Open the communicator of all ranks of the trainer. `comm` is the argument of `distribute`. Collective."""
+
+    @abstractmethod
+    def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
+        """Return the call runner of a trainer with these options, on the communicator of `open_world`. Collective."""
+
+
 class FixedRanks(CallRunner):
     """The call runner of a trainer whose ranks never change: all ranks that called `fsdpx.distribute` take part in
     each call."""
@@ -532,7 +554,7 @@ class FixedRanks(CallRunner):
         self.require_open(kind)
         return self.session.agree_on_batch_and_split(x, y, kind, training)
 
-    def all_gather_output_if_elastic(self, output: Any) -> Any:
+    def all_gather_output_of_caller(self, output: Any) -> Any:
         return output
 
     def run_on_rank0(self, call: str, function: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_argument_check
-from fsdpx.core.base.config import PRESETS, ElasticConfig, Precision, Sharding
+from fsdpx.core.base.config import PRESETS, Precision, Sharding
 from fsdpx.core.base.extensions import find_extension, load_extension
 from fsdpx.core.base.name_hints import require_known_options
 from fsdpx.core.base.option_names import ForeignModule, PrecisionName, RuntimeArgs, ScheduleName, SequenceMode, Strategy
@@ -22,10 +22,10 @@ from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import comparing_arguments, record_script_rank_and_size
-from fsdpx.core.comm.init import adopt_communicator, find_message_backend, open_survivor_communicator
+from fsdpx.core.comm.init import adopt_communicator, find_message_backend
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
-from fsdpx.core.comm.watched import detach_watchdog, report_call_to_watchdog, start_watching_axes
+from fsdpx.core.comm.watched import report_call_to_watchdog, start_watching_axes
 from fsdpx.core.compression import Choice, list_codec_names
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.program import SCHEDULES
@@ -36,10 +36,10 @@ from fsdpx.core.state.tuning import Tuning
 from fsdpx.core.state.units import Stages
 from fsdpx.core.trainer.assemble import assemble_session
 from fsdpx.core.trainer.batch import agree_on_call, raising_errors_on_all_ranks
-from fsdpx.core.trainer.call_runner import FixedRanks
+from fsdpx.core.trainer.call_runner import CallRunnerChoice, FixedRanks
 from fsdpx.core.trainer.given_values import broadcast_foreign_values, release_foreign_values
 from fsdpx.core.trainer.initialize import default_communicator
-from fsdpx.core.trainer.option_rules import ELASTIC, ChoiceContext, require_compatible_options
+from fsdpx.core.trainer.option_rules import ChoiceContext, require_compatible_options
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, RuntimeOptions, TrainingChoices, adapt_foreign_model
 from fsdpx.core.trainer.session import Session
 from fsdpx.core.trainer.trainer import Trainer
@@ -73,7 +73,7 @@ def distribute(
     recompute: int | str | None = None,
     tensor_plan: Mapping[str, Any] | None = None,
     sequence: SequenceMode | None = None,
-    elastic: bool | ElasticConfig = False,
+    elastic: bool | CallRunnerChoice = False,
     average: Average | None = None,
     offload: StorageLevelChoice | None = None,
     domain: Domain | None = None,
@@ -130,7 +130,7 @@ def distribute(
 
     Returns
     -------
-    Trainer : with `elastic`, every rank passes the full global batch, and `trainer.call_runner` is an `ElasticRunner`
+    Trainer : with `elastic`, every rank passes the full global batch
 
     Raises
     ------
@@ -141,14 +141,14 @@ def distribute(
     defaults.require_valid_intracomm(comm)
     before = _find_open_communicator(comm)
     with nullcontext() if before is None else raising_errors_on_all_ranks(before, "distribute"):
-        choice, plan = ElasticConfig.from_argument(elastic), _find_planner(strategy)
+        choice, plan = _parse_elastic(elastic), _find_planner(strategy)
         chosen = _merge_runtime_options(runtime, others)
     asked = {name: value for name in PLAN_OPTIONS if (value := others.pop(name, None)) is not None}
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
     with comparing_arguments(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
         where = chosen["backend"], chosen["device"], chosen["device_map"]
-        world: Any = _open_world_and_agree_on_arguments(comm, before, *where, choice is not None, words)
+        world: Any = _open_world_and_agree_on_arguments(comm, before, *where, choice, words)
     with nullcontext() if choice is not None else raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
         options["model"], options["loss"] = adapt_foreign_model(model, loss)
@@ -156,7 +156,7 @@ def distribute(
         distribution = DistributionChoices(**_select_options(DistributionChoices, options))
         recipe = Recipe(training, distribution, RuntimeOptions(**chosen))
     recipe = _apply_plan(recipe, world, plan, asked)
-    return _make_trainer(recipe, world) if choice is None else _make_elastic_trainer(recipe, world, choice)
+    return _make_trainer(recipe, world, choice)
 
 
 for _name, _values in (("strategies", PRESETS), ("codecs", list_codec_names()), ("schedules", SCHEDULES)):
@@ -172,6 +172,15 @@ OPTIONS = [*signature(distribute).parameters][:-1] + [field.name for field in fi
 def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `options` that are fields of `recipe_part`, a dataclass such as `TrainingChoices`."""
     return {field.name: options[field.name] for field in fields(recipe_part) if field.name in options}
+
+
+def _parse_elastic(elastic: Any) -> CallRunnerChoice | None:
+    """Return the value of the option `elastic`; None if it is not used."""
+    if isinstance(elastic, CallRunnerChoice):
+        return elastic
+    if isinstance(elastic, bool) or elastic is None:
+        return load_extension("ranks", "elastic")() if elastic else None
+    raise ConfigError(f"elastic={elastic!r}: True, False or fsdpx.ElasticConfig(...)")
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
@@ -193,8 +202,11 @@ def _apply_plan(
     return recipe
 
 
-def _make_trainer(recipe: Recipe, world: Communicator) -> Trainer:
-    """Return a trainer for ranks that stay the same during the whole run. Collective."""
+def _make_trainer(recipe: Recipe, world: Any, choice: CallRunnerChoice | None) -> Trainer:
+    """Return a trainer. Without a `choice`, its ranks stay the same during the whole run. Collective."""
+    if choice is not None:
+        require_compatible_options(choice.excluded, ChoiceContext(recipe))
+        return _end_all_ranks_on_exception(Trainer(choice.make_call_runner(recipe, world)), world)
     has_values = load_device(recipe.runtime.device).holds_data
     if has_values:
         broadcast_foreign_values(recipe.training.model, world)
@@ -248,24 +260,13 @@ def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
     return trainer
 
 
-def _make_elastic_trainer(recipe: Recipe, world: Any, choice: ElasticConfig) -> Trainer:
-    """Return a trainer whose ranks may die, leave and join during training. Collective."""
-    run_calls = load_extension("ranks", "elastic")
-    require_compatible_options(ELASTIC, ChoiceContext(recipe))
-    trainer = Trainer(run_calls(recipe, world, choice))
-    if (opened := defaults.get_default()) is not None:
-        # a watchdog over all ranks that were started would end the job when one of them dies
-        detach_watchdog(opened.comm)
-    return _end_all_ranks_on_exception(trainer, world)
-
-
 def _open_world_and_agree_on_arguments(
     comm: Any,
     open_comm: Communicator | None,
     backend: str | None,
     device: str,
     device_map: DeviceMap,
-    elastic: bool,
+    choice: CallRunnerChoice | None,
     arguments: Mapping[str, str],
 ) -> Any:
     """Return the communicator of the trainer's ranks, once all of them have called `distribute` with the same
@@ -278,10 +279,10 @@ def _open_world_and_agree_on_arguments(
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")
         agree_on_call(open_comm, words, arguments)
-    world: Any = open_survivor_communicator(comm) if elastic else _adopt_or_open_comm(comm, backend, device, device_map)
+    world: Any = choice.open_world(comm) if choice else _adopt_or_open_comm(comm, backend, device, device_map)
     if (carrier := find_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(carrier, carrier)
-    if not elastic and world is not open_comm:
+    if choice is None and world is not open_comm:
         report_call_to_watchdog(world, "distribute")
         agree_on_call(world, words)
     return world

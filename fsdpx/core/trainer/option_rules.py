@@ -24,7 +24,6 @@ from fsdpx.optim.optimizer import needs_full_parameters
 
 __all__ = [
     "CHUNKS",
-    "ELASTIC",
     "EXCLUSIONS",
     "SPACE",
     "STAGES",
@@ -139,17 +138,8 @@ def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
     )
 
 
-ELASTIC = "elastic training"
 CHUNKS, STAGES, SPACE = "`reproducible_chunks`", "`stages`", Domain.excluded
 EXCLUSIONS: list[ExcludedPair] = [
-    ExcludedPair(ELASTIC, "`backend`", lambda c:
-        "" if c.get_option("backend") in (None, "mpi") else f"backend={c.get_option('backend')!r}: ",
-        "elastic ranks use MPI messages only", "leave backend out"),
-    ExcludedPair(ELASTIC, "`offload`",
-        make_condition_finder("offload: ", lambda c: c.get_option("offload") is not None),
-        "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
-    ExcludedPair(ELASTIC, "`trace`", make_condition_finder("trace: ", lambda c: c.get_option("trace") is not None),
-        "elastic ranks come and go, but a trace needs fixed ranks", "leave trace or elastic out"),
     ExcludedPair(CHUNKS, "a collective layer, such as BatchNorm",
         make_collective_layer_finder("layer {path!r} "),
         "takes statistics over the global batch, so chunks cannot be computed one by one",
@@ -162,8 +152,6 @@ EXCLUSIONS: list[ExcludedPair] = [
         "splits the batch by samples, but each rank has a part of every sample", "leave reproducible_chunks out"),
     ExcludedPair(SPACE, "a `tensor` axis", make_wide_axis_finder("tensor", "a tensor axis of {width} ranks "),
         "splits matrices, but field layers have none to split", "use these ranks as further parts of the grid"),
-    ExcludedPair(ELASTIC, "`domain`", make_condition_finder("domain: ", lambda c: c.get_option("domain") is not None),
-        "the solver decides which rank has which part of a field, so the ranks cannot change", "leave elastic out"),
     ExcludedPair(STAGES, "`costs`",
         make_condition_finder("stages and costs: ", lambda c: c.get_option("costs") is not None),
         "stages sets how the model is split, but costs computes the split", "give only one of them"),
@@ -186,9 +174,10 @@ def is_collective_layer(layer: Layer) -> bool:
 
 def format_exclusion_lists() -> str:
     """Return, as Markdown, the pairs of options that cannot be combined, with one list per option and including the
-    pairs that strategies add. Leave out a remedy if it only says not to use an option."""
-    for name in list_extensions("strategy"):
-        load_extension("strategy", name)
+    pairs that extensions add. Leave out a remedy if it only says not to use an option."""
+    for kind in ("strategy", "ranks"):
+        for name in list_extensions(kind):
+            load_extension(kind, name)
     lists: dict[str, list[str]] = {}
     for row in EXCLUSIONS:
         is_omission = row.remedy.startswith("leave ") and row.remedy.endswith(" out")
@@ -196,7 +185,7 @@ def format_exclusion_lists() -> str:
         lists.setdefault(row.choice, []).append(f"- {row.other}: {text}" if text else f"- {row.other}")
     return "\n\n".join(
         f"**{choice[0].upper()}{choice[1:]}** cannot be combined with\n\n" + "\n".join(items)
-        for choice, items in lists.items()
+        for choice, items in sorted(lists.items())
     )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import numpy as np
 
 from fsdpx.core.trainer.option_rules import (
-    ELASTIC,
     EXCLUSIONS,
     SPACE,
     ChoiceContext,
@@ -94,12 +93,6 @@ EXCLUSIONS += (
         "parameters that several ranks update are float32 or float64", "use precision='bf16'"),
     ExcludedPair(OWN, "`Precision(param=)` and `Precision(reduce=)`", _find_message_format,
         "sets a message format, but no messages are sent", "leave it out"),
-    ExcludedPair(ELASTIC, LOCAL, lambda c:
-        "" if c.sync_choice.excluded != LOCAL else f"strategy={c.get_option('strategy')!r}: ",
-        "elastic ranks take every step together", "leave elastic out, or choose 'hybrid'"),
-    ExcludedPair(ELASTIC, OWN, lambda c:
-        "" if c.sync_choice.excluded != OWN else f"strategy {c.get_option('strategy')!r}: ",
-        "elastic ranks take every step together", "leave elastic out"),
     ExcludedPair(SPACE, LOCAL, _make_sync_choice_finder(LOCAL),
         "lets replicas train independently, but the parts of a field belong to one replica", "choose 'fsdp'"),
     ExcludedPair(SPACE, OWN, _make_sync_choice_finder(OWN),

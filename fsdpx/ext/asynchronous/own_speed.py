@@ -201,7 +201,7 @@ class OwnSpeed(SyncChoice):
 
     @property
     def message_prefix(self) -> str:
-        return f"strategy {self!r}: "
+        return f"strategy={self!r}: "
 
     def make_policy(self, placement: Placement) -> SyncPolicy:
         return OwnSpeedPolicy(placement, self)

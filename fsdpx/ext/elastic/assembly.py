@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.base.config import ElasticConfig, Sharding
+from fsdpx.core.base.config import Sharding
 from fsdpx.core.checkpoint.local_shards import iterate_local_shards, iterate_reads_and_zero_missing
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars, restore_scalars
 from fsdpx.core.comm.backend import FakeCommunicator
@@ -26,6 +26,7 @@ from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.core.trainer.session import Commit, Session
 from fsdpx.errors import CommError, ConfigError, MeshError, StateLost
+from fsdpx.ext.elastic.config import ElasticConfig
 from fsdpx.ext.elastic.copies import StateCopies, StateGeneration
 from fsdpx.ext.elastic.reshard import (
     ShardDescriptor,

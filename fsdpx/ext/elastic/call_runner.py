@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.core.base.config import ElasticConfig
 from fsdpx.core.checkpoint.atomic_commit import run_on_rank0
 from fsdpx.core.checkpoint.scalars import RunScalars, restore_scalars
 from fsdpx.core.comm.communicator import Communicator, ReduceOp, SurvivorCommunicator
@@ -32,6 +31,7 @@ from fsdpx.core.trainer.call_runner import (
 )
 from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
+from fsdpx.ext.elastic.config import ElasticConfig
 from fsdpx.ext.elastic.coordinator import Coordinator, Recovery
 
 __all__ = ["BatchPair", "ElasticRunner", "RecentBatches", "iterate_arrays", "take_samples_of_rank"]
@@ -198,7 +198,7 @@ class ElasticRunner(CallRunner):
         also = f" of the whole batch number {self._batch_checksum:08x}"
         return self.session.agree_on_batch_and_split(mine, target[0] if target else None, kind, training, also)
 
-    def all_gather_output_if_elastic(self, output: Any) -> Any:
+    def all_gather_output_of_caller(self, output: Any) -> Any:
         host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
         parts = self.placement.axes.data.all_gather_data(host)
         if isinstance(host, tuple):

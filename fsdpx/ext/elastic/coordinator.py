@@ -15,7 +15,6 @@ import numpy as np
 
 from fsdpx import errors
 from fsdpx.core.base import environment
-from fsdpx.core.base.config import ElasticConfig
 from fsdpx.core.base.safe_files import read_file
 from fsdpx.core.checkpoint.scalars import RunScalars, collect_scalars
 from fsdpx.core.comm.communicator import SurvivorCommunicator
@@ -33,6 +32,7 @@ from fsdpx.ext.elastic.assembly import (
     recv_value,
     send_value_to_ranks,
 )  # fmt: skip
+from fsdpx.ext.elastic.config import ElasticConfig
 from fsdpx.ext.elastic.copies import StateGeneration
 from fsdpx.ext.elastic.reshard import (
     drain_or_keep_transfers,

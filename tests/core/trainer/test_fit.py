@@ -18,7 +18,7 @@ from metric_rows import rows_of
 from models import CASES, make, part
 from present import needs
 
-from fsdpx import CheckpointConfig, ElasticConfig, Mesh, data, nn, optim, spawn
+from fsdpx import CheckpointConfig, Mesh, data, nn, optim, spawn
 from fsdpx.core.base import environment, messages
 from fsdpx.core.comm import Communicator
 from fsdpx.core.engine.warmup import run_warm_up_calls
@@ -133,7 +133,7 @@ def test_metrics_of_an_elastic_trainer() -> None:
         )  # fmt: skip
         return found.metrics["s"], bits(trainer)
 
-    for (elastic, weights), (plain, same) in zip(ranks(2, run, elastic=ElasticConfig()), ranks(2, run), strict=True):
+    for (elastic, weights), (plain, same) in zip(ranks(2, run, elastic=True), ranks(2, run), strict=True):
         assert weights == same
         np.testing.assert_allclose(elastic, plain, rtol=1e-14)  # an elastic trainer adds up all samples on each rank
 

@@ -280,7 +280,7 @@ def test_a_rank_that_acts_and_returns_is_not_missed() -> None:
     spawn(run, 2, timeout=30)
 
 
-PREFIX = r"strategy AsyncSGD\(staleness=0, by_staleness=False\): "
+PREFIX = r"strategy=AsyncSGD\(staleness=0, by_staleness=False\): "
 
 
 @pytest.mark.parametrize(
@@ -320,11 +320,11 @@ def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(comm: Any, options:
     [
         (
             "async",
-            r"strategy AsyncSGD\(staleness=None, .*\): the pipe axis of 2 ranks needs ranks that step together",
+            r"strategy=AsyncSGD\(staleness=None, .*\): the pipe axis of 2 ranks needs ranks that step together",
         ),
         (
             "gossip",
-            r"strategy GossipSGD\(sync_every=1\): the pipe axis of 2 ranks needs ranks that step together",
+            r"strategy=GossipSGD\(sync_every=1\): the pipe axis of 2 ranks needs ranks that step together",
         ),
     ],
 )

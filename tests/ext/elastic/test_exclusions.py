@@ -9,26 +9,25 @@ import pytest
 from fsdpx import OffloadConfig, RuntimeOptions, nn, optim
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.trainer.option_rules import (
-    ELASTIC,
     EXCLUSIONS,
     ChoiceContext,
-    ExcludedPair,
     format_exclusion_lists,
     require_compatible_options,
 )
 from fsdpx.core.trainer.recipe import DistributionChoices, Recipe, TrainingChoices
 from fsdpx.errors import ConfigError
-from fsdpx.ext.asynchronous.exclusions import LOCAL, OWN
+from fsdpx.ext.elastic.exclusions import ELASTIC
 from fsdpx.ext.fields.grid import Grid
 
-BESIDE = {
-    "`backend`": (RuntimeOptions(backend="gloo"), DistributionChoices()),
-    "`offload`": (RuntimeOptions(), DistributionChoices(offload=OffloadConfig("x"))),
-    "`trace`": (RuntimeOptions(trace="x"), DistributionChoices()),
-    "`domain`": (RuntimeOptions(), DistributionChoices(domain=Grid(make_single_rank_communicator(), (4,)))),
-    LOCAL: (RuntimeOptions(), DistributionChoices("diloco")),
-    OWN: (RuntimeOptions(), DistributionChoices("async")),
-}
+OTHER_TRAINING = "local or asynchronous training"
+BESIDE = [
+    ("`backend`", RuntimeOptions(backend="gloo"), DistributionChoices()),
+    ("`offload`", RuntimeOptions(), DistributionChoices(offload=OffloadConfig("x"))),
+    ("`trace`", RuntimeOptions(trace="x"), DistributionChoices()),
+    ("`domain`", RuntimeOptions(), DistributionChoices(domain=Grid(make_single_rank_communicator(), (4,)))),
+    (OTHER_TRAINING, RuntimeOptions(), DistributionChoices("diloco")),
+    (OTHER_TRAINING, RuntimeOptions(), DistributionChoices("async")),
+]
 
 PAGE = Path(__file__).parents[3] / "docs/sharp-bits.md"
 
@@ -43,13 +42,14 @@ def test_no_pair_stands_twice() -> None:
     assert len(pairs) == len(set(pairs))
 
 
-@pytest.mark.parametrize("row", [row for row in EXCLUSIONS if row.choice == ELASTIC], ids=lambda row: row.other)
-def test_an_error_says_why_and_what_to_do(row: ExcludedPair) -> None:
-    machinery, distribution = BESIDE[row.other]
-    recipe = Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW()), distribution, machinery)
-    with pytest.raises(ConfigError) as caught:
-        require_compatible_options(ELASTIC, ChoiceContext(recipe))
-    assert str(caught.value).endswith(f": {row.why}; {row.remedy}")
+def test_an_error_says_why_and_what_to_do() -> None:
+    rows = {row.other: row for row in EXCLUSIONS if row.choice == ELASTIC}
+    assert rows.keys() == {other for other, *_ in BESIDE}
+    for other, machinery, distribution in BESIDE:
+        recipe = Recipe(TrainingChoices(nn.Linear(2, 2), nn.MSELoss(), optim.AdamW()), distribution, machinery)
+        with pytest.raises(ConfigError) as caught:
+            require_compatible_options(ELASTIC, ChoiceContext(recipe))
+        assert str(caught.value).endswith(f": {rows[other].why}; {rows[other].remedy}")
 
 
 def test_what_goes_together_is_taken() -> None:

@@ -1,0 +1,65 @@
+"""`ElasticConfig`, the option `elastic`: how many copies of its state a rank has, and how many ranks train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, ClassVar
+
+from fsdpx.core.base.config import convert_fields_to_python_numbers
+from fsdpx.core.base.extensions import import_extension_module
+from fsdpx.core.base.name_hints import wrap_constructor_with_option_check
+from fsdpx.core.comm.communicator import SurvivorCommunicator
+from fsdpx.core.comm.default_communicator import get_default
+from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.watched import detach_watchdog
+from fsdpx.core.trainer.call_runner import CallRunner, CallRunnerChoice
+from fsdpx.core.trainer.recipe import Recipe
+from fsdpx.errors import ConfigError
+from fsdpx.ext.elastic.exclusions import ELASTIC
+
+__all__ = ["ElasticConfig"]
+
+
+@wrap_constructor_with_option_check
+@dataclass(frozen=True)
+class ElasticConfig(CallRunnerChoice):
+    """Options of elastic training, passed as `distribute(..., elastic=ElasticConfig(...))`. elastic=True uses the
+    default of every option.
+
+    Parameters
+    ----------
+    copies : number of other ranks that keep a copy of each rank's state, in addition to data-parallel replicas; the run
+        survives the simultaneous failure of any `copies` ranks
+    every : number of steps between two copies, and so the maximum number of steps to repeat after a failure (default:
+        chosen such that copying takes about 1 % of the time)
+    ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks stand by
+    resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the
+        next step on
+    """
+
+    excluded: ClassVar[str] = ELASTIC
+
+    copies: int = 1
+    every: int | None = None
+    ranks: int | None = None
+    resize: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        convert_fields_to_python_numbers(self)
+        for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
+            value = getattr(self, name)
+            if not (value is None and name != "copies") and (type(value) is not int or value < least):
+                raise ConfigError(f"ElasticConfig({name}={value!r}): a whole number, {least} or more")
+
+    def open_world(self, comm: Any) -> SurvivorCommunicator:
+        return open_survivor_communicator(comm)
+
+    def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
+        # imported here, because the runner reads these options
+        module = import_extension_module("fsdpx.ext.elastic.call_runner", "elastic training")
+        runner: CallRunner = module.ElasticRunner(recipe, world, self)
+        if (opened := get_default()) is not None:
+            # a watchdog over all ranks that were started would end the job when one of them dies
+            detach_watchdog(opened.comm)
+        return runner
