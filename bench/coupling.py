@@ -52,7 +52,7 @@ def solve(comm: Any, bridge: Any, u: np.ndarray, args: argparse.Namespace) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for name, default in {"solvers": 2, "side": 256, "steps": 100, "rounds": 9, "slower": 20, "work": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()

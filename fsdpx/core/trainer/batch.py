@@ -21,9 +21,8 @@ from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.desync_check import agree_on_settings, format_calls_by_rank
 from fsdpx.core.comm.mesh import AXES_OF_ONE_REPLICA, MeshAxes
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.state.step_inputs import Microbatch, list_targets
+from fsdpx.core.state.step_inputs import Microbatch
 from fsdpx.errors import DataError, DesyncError, FsdpxError, warn
-from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.gradient_accumulation import convert_input
 
 __all__ = [
@@ -453,8 +452,9 @@ def split_into_microbatches(
         microbatches = sums.count_microbatches(microbatches)
     own_microbatches: list[Microbatch | None] = []
     for a, b in pairwise(bounds):
-        targets = [one[a:b] for one in list_targets(batch.target)]
-        target = unwrap_single(targets) if targets else None
+        target = batch.target  # an array, a tuple of arrays or None, see `Microbatch`
+        if target is not None:
+            target = tuple(one[a:b] for one in target) if isinstance(target, tuple) else target[a:b]
         own_microbatches.append(Microbatch(tuple(array[a:b] for array in batch.inputs), target, batch.row + a))
     return own_microbatches + [None] * (microbatches - len(own_microbatches))
 

@@ -493,6 +493,11 @@ if is_present("fields"):
 
     FAMILIES += window_references.FAMILIES
     KERNELS |= window_references.KERNELS
+if is_present("meshes"):
+    import segment_references
+
+    FAMILIES += segment_references.FAMILIES
+    KERNELS |= segment_references.KERNELS
 
 
 def cases(family: Callable[..., Cases], x: Any, dy: Any, dtype: Any) -> Iterator[tuple[str, Case]]:
