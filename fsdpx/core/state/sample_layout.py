@@ -50,8 +50,8 @@ class SampleLayout(Protocol):
         """Return a warning if the model's inputs look wrongly split over ranks; "" if no mistake is found. May be
         collective."""
 
-    def compute_full_input_shape(self, shape: Shape) -> Shape:
-        """Return the shape of an unsplit input, given the shape of this rank's part."""
+    def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
+        """Return the shape of the unsplit input number `index`, given the shape of this rank's part."""
 
     def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         """Return the shape of this rank's part of each output, given the shapes of the unsplit outputs."""
@@ -109,7 +109,7 @@ class CompleteSamples:
     def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
         return ""
 
-    def compute_full_input_shape(self, shape: Shape) -> Shape:
+    def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
         return shape
 
     def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
@@ -171,9 +171,9 @@ class Domain(ABC):
 
     @property
     @abstractmethod
-    def joined_partition(self) -> FieldPartition | None:
-        """The partition of the inputs if a single process held complete samples; None if that process can run the
-        model unchanged."""
+    def joined_partition(self) -> tuple[FieldPartition, ...] | None:
+        """The partitions of the inputs, one for all or one for each, if a single process held complete samples; None if
+        that process can run the model unchanged."""
 
     @abstractmethod
     def take_local(self, array: Any) -> Any:
@@ -191,9 +191,9 @@ class Domain(ABC):
         return None
 
     @abstractmethod
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, Sequence[Kind]]:
+    def shard_model(self, model: Layer, parts: Sequence[FieldPartition] | None = None) -> tuple[Layer, Sequence[Kind]]:
         """Return the model that each rank runs on its part of a sample, and how each of its outputs is distributed over
-        the ranks. `parts` is the partition of the inputs; None: the partition of this domain.
+        the ranks. `parts` are the partitions of the inputs, one for all or one for each; None: those of this domain.
 
         Raise ConfigError for layers that cannot work on a part of a sample."""
 
@@ -228,7 +228,7 @@ class UnshardedDomain(Domain):
             )
         return None
 
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, Sequence[Kind]]:
+    def shard_model(self, model: Layer, parts: Sequence[FieldPartition] | None = None) -> tuple[Layer, Sequence[Kind]]:
         return model, [Replicated()] * model.n_outputs
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> SampleLayout:

@@ -371,7 +371,8 @@ class Session:
         place, key = self.placement, _get_shapes_and_dtypes(inputs)
         shapes = self._output_shapes.get(key)
         if shapes is None:
-            given = [ShapeArray(place.sample_layout.compute_full_input_shape(a.shape), a.dtype) for a in inputs]
+            layout = place.sample_layout
+            given = [ShapeArray(layout.compute_full_input_shape(a.shape, i), a.dtype) for i, a in enumerate(inputs)]
             outputs = output_shapes(self.model, given, place.formats.compute, make_single_rank_axes())
             if place.axes.tensor.size > 1:  # check that the tensor axis can split all dimensions
                 largest = batches.make_shape_only_microbatch(place, inputs, (inputs[0].shape[0],), 1)

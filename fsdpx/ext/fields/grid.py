@@ -21,9 +21,10 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
 from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
-from fsdpx.ext.fields.over_parts import partition_model_of_fields
+from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
 from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.fields.staggered import find_face_cuts, find_shared_face_ghosts, list_face_partitions
 from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import Loss
@@ -95,6 +96,10 @@ class Grid(Domain):
     _source: Grid | None = None
     """For a grid made by `with_partition`, the grid that owns the communicator. This reference keeps the communicator
     open."""
+    _inputs: tuple[Grid, ...] = ()
+    """Grids of the inputs of a model, if they differ."""
+    _cells: Grid | None = None
+    """For a grid of faces, the grid of the cells between them."""
 
     def __init__(
         self,
@@ -204,6 +209,7 @@ class Grid(Domain):
         """
         made = copy(self)
         made._comm, made._free, made.coords = None, None, _unravel_rank(rank % prod(self.dims), self.dims)
+        made._inputs = tuple(grid.as_rank(rank) for grid in self._inputs)
         return made
 
     def with_partition(self, parts: FieldPartition) -> Grid:
@@ -219,11 +225,75 @@ class Grid(Domain):
             on the same communicator, without ghost cells
         """
         made = copy(self)
+        made._inputs, made._cells = (), None
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
         made._own = [None] * len(self._own)  # the parts of other ensemble members are unknown on this rank
         for number, rank in enumerate(self._ranks):
             made._own[rank] = parts.local_shape(_unravel_rank(number, self.dims))
         made._source = self
+        return made
+
+    def faces(self, dim: str, shared: bool = False) -> Grid:
+        """Return the grid of a staggered field, with values on the faces across a dim of this grid's cells.
+
+        n cells have n + 1 faces. Each rank has the low face of each of its cells, and the last rank with cells also the
+        last face. Along a periodic dim there are n faces, divided as the cells are.
+
+        Parameters
+        ----------
+        dim : letter of the dim in the layout, such as "x"
+        shared : whether arrays of all ranks have both faces of each cell, so that neighboring ranks have the face
+            between them twice. The face above a rank's last cell is then a ghost cell, which must be filled before each
+            call, and which results do not have. Default False
+
+        Returns
+        -------
+        Grid
+            on the same communicator, with the ghost cells of this grid; as `domain=`, for models whose inputs all lie
+            on these faces, or as an argument of `with_inputs`
+
+        Raises
+        ------
+        ConfigError : if the layout has no such dim
+        """
+        if not isinstance(dim, str) or len(dim) != 1 or dim not in self._dim_letters:
+            raise ConfigError(f"Grid.faces: dim={dim!r}: choose one of {', '.join(self._dim_letters)}")
+        d, cuts, sides = self._dim_letters.index(dim), list(self.parts.cuts), list(self._sides)
+        if not self.periods[d]:
+            cuts[d] = find_face_cuts(cuts[d])
+        if shared:
+            sides[d] = find_shared_face_ghosts(self.parts.cuts[d], cuts[d], sides[d])
+        made = self.with_partition(self.parts.with_cuts(tuple(cuts)))
+        made._sides, made._cells = tuple(sides), self._cells or self
+        return made
+
+    def with_inputs(self, *grids: Grid) -> Grid:
+        """Return this grid for a model whose inputs lie on different grids, such as faces and cells, or fine and coarse
+        cells.
+
+        Parameters
+        ----------
+        grids : the grid of each input of the model that is a field, in the order of the inputs; on the same ranks and
+            with the same layout as this one
+
+        Returns
+        -------
+        Grid
+            as `domain=`. Outputs as large as one of the inputs, or as the cells or faces of this grid, are divided over
+            the ranks as these are
+
+        Raises
+        ------
+        ConfigError : if a grid has other ranks or another layout
+        """
+        for i, grid in enumerate(grids):
+            ours, theirs = ((one.dims, one._ranks, one.layout) for one in (self, grid))
+            if ours != theirs:
+                raise ConfigError(
+                    f"Grid.with_inputs: {grid} of input {i} has other ranks or another layout than {self}"
+                )
+        made = copy(self)
+        made._inputs, made._source = grids, self
         return made
 
     @property
@@ -254,6 +324,9 @@ class Grid(Domain):
         """
         if len(shape) < len(self.layout):  # an array with too few dims for a field is not partitioned
             return tuple(shape)
+        for grid in self._inputs:
+            if self._with_cell_sizes(grid.shape, shape) == tuple(shape):
+                return grid.local_array_shape(shape, ghosts)
         return self._with_cell_sizes(
             _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape
         )
@@ -262,7 +335,8 @@ class Grid(Domain):
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghost_widths(sides)))) for sides in self._sides]
         # ranks compare this text, so it must be the same on all of them
         ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""
-        return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts})"
+        inputs = f", inputs={self._inputs!r}" if self._inputs else ""
+        return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts}{inputs})"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -291,19 +365,28 @@ class Grid(Domain):
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
     @property
-    def joined_partition(self) -> FieldPartition | None:
-        """Partition that the model's input would have if one process held the full field, with ghost cells only
-        outside the domain; None if the grid has no ghost cells."""
-        return self.input_partition.join_on_one_rank() if self.input_partition.ghosts else None
+    def input_partitions(self) -> tuple[FieldPartition, ...]:
+        """Partitions of the model's inputs that are fields: one for all, or one for each."""
+        return tuple(grid.input_partition for grid in self._inputs) or (self.input_partition,)
 
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, tuple[Kind, ...]]:
+    @property
+    def joined_partition(self) -> tuple[FieldPartition, ...] | None:
+        """Partitions that the model's inputs would have if one process held the full fields, with ghost cells only
+        outside the domain; None if the grid has no ghost cells."""
+        if not any(parts.ghosts for parts in self.input_partitions):
+            return None
+        return tuple(parts.join_on_one_rank() for parts in self.input_partitions)
+
+    def shard_model(
+        self, model: Layer, parts: Sequence[FieldPartition] | None = None
+    ) -> tuple[Layer, tuple[Kind, ...]]:
         """Return the model that each rank runs on its part of the field, and how each output is distributed over the
         ranks. Communicates nothing.
 
         Parameters
         ----------
         model : model of the full field
-        parts : partition of the model's inputs; default None: `input_partition`
+        parts : partitions of the model's inputs; default None: `input_partitions`
 
         Returns
         -------
@@ -315,8 +398,13 @@ class Grid(Domain):
         ------
         ConfigError : if a layer cannot run on a part of the field; the message has its path
         """
-        made = partition_model_of_fields(model, self.input_partition if parts is None else parts)
+        made = self._partition_model(model) if parts is None else partition_model_of_fields(model, parts)
         return made.model, made.outputs
+
+    def _partition_model(self, model: Layer) -> PartitionedModel:
+        return partition_model_of_fields(
+            model, self.input_partitions, list_face_partitions((self._cells or self).parts)
+        )
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
         """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
@@ -331,7 +419,7 @@ class Grid(Domain):
         FieldSamples
         """
         mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
-        made = partition_model_of_fields(model, self.input_partition)
+        made = self._partition_model(model)
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
@@ -493,10 +581,16 @@ class Grid(Domain):
         -------
         array
         """
-        if not self._has_cells(array, _count_cells_with_ghosts(self.local_shape, self.ghosts)):
+        return self._strip_ghosts(array, self.input_partition)
+
+    def _strip_ghosts(self, array: Any, parts: FieldPartition) -> Any:
+        """Return a view of an array of this rank without the ghost cells that the partition `parts` of a field gives
+        it; an array that has no ghost cells is returned unchanged."""
+        cells, ghosts = parts.local_shape(self.coords), self._get_ghosts_of(parts)
+        if not self._has_cells(array, _count_cells_with_ghosts(cells, ghosts)):
             return array
         index = [slice(None)] * array.ndim
-        for dim, n, (low, _) in zip(self._find_cell_dims(array.ndim), self.local_shape, self.ghosts, strict=True):
+        for dim, n, (low, _) in zip(self._find_cell_dims(array.ndim), cells, ghosts, strict=True):
             index[dim] = slice(low, low + n)
         return array[tuple(index)]
 
@@ -520,7 +614,7 @@ class Grid(Domain):
         """
         cells, letters = parts.local_shape(self.coords), self.layout
         if parts.ghosts:
-            cells = _count_cells_with_ghosts(cells, self.ghosts)
+            cells = _count_cells_with_ghosts(cells, self._get_ghosts_of(parts))
         if array.ndim > len(letters) + 1 or not self._has_cells(array, cells):
             wanted = ", ".join(map(str, self._with_cell_sizes(cells, ["channels"] * len(letters))))
             ghosts = ", with ghost cells" if parts.ghosts else ""
@@ -575,6 +669,11 @@ class Grid(Domain):
         bool
         """
         return np.ndim(array) > len(self.layout)
+
+    def _get_ghosts_of(self, parts: FieldPartition) -> tuple[GhostWidths, ...]:
+        """Return the widths (before, after) of the ghost cells that this rank's part of a field has along each dim."""
+        found = tuple(sides[r] for sides, r in zip(parts.ghosts, self.coords, strict=False))
+        return found or ((0, 0),) * len(self.dims)
 
     @property
     def _dim_letters(self) -> str:
@@ -631,13 +730,16 @@ class Grid(Domain):
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
-        more = [shape[dim] - n for dim, n in zip(dims, cells, strict=True)]
-        if not any(more) or not set(more) <= {0, 1}:
+        more = {letter: shape[dim] - n for letter, dim, n in zip(self._dim_letters, dims, cells, strict=True)}
+        along = [letter for letter, one in more.items() if one]
+        if not along or not set(more.values()) <= {0, 1}:
             return ""
-        along = ", ".join(letter for letter, one in zip(self._dim_letters, more, strict=True) if one)
+        made = "".join(f".faces({letter!r})" for letter in along)
         return (
-            f". One value more along {along} is what a staggered field has, with values on the faces of cells: "
-            "interpolate them to the centers, as (v[1:] + v[:-1]) / 2, or leave out the last face"
+            f". One value more along {', '.join(along)} is what a staggered field has, with values on the faces of "
+            f"cells: pass domain=grid{made}, or grid.with_inputs(...) with the grid of each input. On a grid of faces, "
+            "each rank has the low face of each of its cells, and the last one the last face as well; if every rank "
+            f"has both faces of its cells, pass grid.faces({along[0]!r}, shared=True)"
         )
 
 
@@ -707,7 +809,8 @@ class FieldSamples:
             for array, kind in zip(inputs, self.input_kinds, strict=True)
             if not isinstance(kind, FieldPartition)
         ]
-        mine = digest_part_ends(grid.local_shape, grid.ghosts, x), scalars
+        parts = next(kind for kind in self.input_kinds if isinstance(kind, FieldPartition))
+        mine = digest_part_ends(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x), scalars
         everyone = self.axes.uncounted_world.all_gather_data(mine)
         ends, numbers = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
         if odd := next((r for r, found in zip(groups.own_ranks, numbers, strict=True) if found != numbers[0]), 0):
@@ -719,12 +822,13 @@ class FieldSamples:
         shared = find_overlaps(grid.dims, letters, grid.periods, ends)
         return make_overlap_warning(shared) if shared else self.padding_mistake
 
-    def compute_full_input_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         """Return the shape of the full field, including ghost cells outside the domain, given the shape of this rank's
-        part."""
-        if len(shape) <= 2:  # scalars
+        part of input number `index`."""
+        kind = self.input_kinds[index]
+        if not isinstance(kind, FieldPartition):
             return shape
-        joined = self.grid.input_partition.join_on_one_rank()
+        joined = kind.join_on_one_rank()
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
@@ -741,9 +845,9 @@ class FieldSamples:
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
-        batched, inputs = self.has_sample_dim(arrays), self.grid.input_partition
+        batched = self.has_sample_dim(arrays)
         return [
-            self.grid.to_model_layout(a, inputs, text)
+            self.grid.to_model_layout(a, kind, text)
             if isinstance(kind, FieldPartition)
             else _to_model_scalars(a, text, batched)
             for a, text, kind in zip(arrays, called, self.input_kinds, strict=True)
@@ -780,7 +884,10 @@ class FieldSamples:
 
     def take_local_target(self, y: Any, index: int) -> Any:
         """Return this rank's part of the target, which is `y` without its ghost cells."""
-        return self.grid.without_ghosts(y) if self.output_kinds[index] == self.grid.parts else y
+        for parts in (*self.input_kinds, self.grid.input_partition):
+            if isinstance(parts, FieldPartition) and parts.without_ghosts() == self.output_kinds[index]:
+                return self.grid._strip_ghosts(y, parts)
+        return y
 
     def bind_loss(self, loss: Loss) -> Loss:
         return bind_loss_to_outputs(loss, self.output_kinds)

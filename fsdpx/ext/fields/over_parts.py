@@ -46,31 +46,41 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 
     `parts` is the partition of the input; an output with the same number of cells gets the same partition. Raises
     ConfigError with the path of the first layer that cannot run on a part, or if the output is not one field."""
-    made, _, kinds = partition_model_of_fields(model, parts)
+    made, _, kinds = partition_model_of_fields(model, (parts,))
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
         raise ConfigError(f"domain=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
     return made, kinds[0]
 
 
-def partition_model_of_fields(model: Layer, parts: FieldPartition) -> PartitionedModel:
-    """Convert a model as `partition_model` does. It may have several inputs and outputs, which are fields or
-    scalars."""
-    takes = isinstance(model, Container) or _can_take_ghosts(model)
-    frame = RepartitionField(parts, parts.without_ghosts()) if parts.ghosts and not takes else None
+def partition_model_of_fields(
+    model: Layer, parts: Sequence[FieldPartition], known: Sequence[FieldPartition] = ()
+) -> PartitionedModel:
+    """Convert a model as `partition_model` does. It may have several inputs and outputs, which are fields or scalars.
+
+    `parts` are the partitions of the inputs that are fields, one for all or one for each. An output with as many cells
+    as one of them, or else as one of the partitions `known`, gets that partition."""
     scalars = find_scalar_inputs(model)
-    inputs = tuple(Replicated() if scalar else parts for scalar in scalars)
-    kinds: Sequence[Kind] = inputs if frame is None else [parts.without_ghosts()] * len(inputs)
+    fields = scalars.count(False)
+    if len(parts) not in (1, fields):
+        raise ConfigError(f"domain=: grid.with_inputs has {len(parts)} grids, and the model reads {fields} fields")
+    takes = isinstance(model, Container) or _can_take_ghosts(model)
+    frame = RepartitionField(parts[0], parts[0].without_ghosts()) if parts[0].ghosts and not takes else None
+    each = iter(parts if len(parts) == fields else [parts[0]] * fields)
+    inputs = tuple(Replicated() if scalar else next(each) for scalar in scalars)
+    kinds: Sequence[Kind] = inputs if frame is None else [parts[0].without_ghosts()] * len(inputs)
     functions = (_require_no_mixed_inputs, _plan_ghost_drops, _plan_redistributions)
     made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
     if frame is not None:
         made = WithInputOutput(made, frame, None)
-    wanted = parts.without_ghosts()
+    wanted: dict[tuple[int, ...], FieldPartition] = {}
+    for one in (*parts, *known):
+        wanted.setdefault(one.shape, one.without_ghosts())
+    outputs = tuple(wanted.get(kind.shape, kind) if isinstance(kind, FieldPartition) else kind for kind in kinds)
     shifts = {
-        i: RepartitionField(kind, wanted)
-        for i, kind in enumerate(kinds)
-        if isinstance(kind, FieldPartition) and kind != wanted and kind.shape == wanted.shape
+        i: RepartitionField(kind, output)
+        for i, (kind, output) in enumerate(zip(kinds, outputs, strict=True))
+        if kind != output and isinstance(kind, FieldPartition) and isinstance(output, FieldPartition)
     }
-    outputs = tuple(wanted if i in shifts else kind for i, kind in enumerate(kinds))
     return PartitionedModel(_shift_outputs(made, shifts), inputs, outputs)
 
 

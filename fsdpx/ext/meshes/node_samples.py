@@ -80,7 +80,7 @@ class NodeSamples:
     def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
         return ""
 
-    def compute_full_input_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         return (shape[0], self.partition.total_nodes, *shape[2:])
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:

@@ -325,18 +325,20 @@ class Partition(Domain):
         return self.graph.nodes, self._local_rows
 
     @property
-    def joined_partition(self) -> FieldPartition | None:
+    def joined_partition(self) -> tuple[FieldPartition]:
         whole = LocalGraph.with_sizes_only(self.total_nodes, self.total_edges, self.edge_feature_count)
-        return MeshPartition(((0, self.total_nodes),), graph=whole)
+        return (MeshPartition(((0, self.total_nodes),), graph=whole),)
 
-    def shard_model(self, model: Layer, parts: FieldPartition | None = None) -> tuple[Layer, tuple[FieldPartition]]:
+    def shard_model(
+        self, model: Layer, parts: Sequence[FieldPartition] | None = None
+    ) -> tuple[Layer, tuple[FieldPartition]]:
         """Return the model that each rank runs on its part of the mesh, and the distribution of the model's only
         output. Communicates nothing.
 
         Parameters
         ----------
         model : model of the whole mesh
-        parts : distribution of the model's inputs; default None: that of this partition
+        parts : one distribution, of all inputs of the model; default None: that of this partition
 
         Returns
         -------
@@ -347,7 +349,7 @@ class Partition(Domain):
         ------
         ConfigError : if a layer cannot run on a part of a mesh, or the model does not return values of nodes
         """
-        inputs = [self.partition if parts is None else parts] * len(list_input_names(model))
+        inputs = [self.partition if parts is None else parts[0]] * len(list_input_names(model))
         made, kinds = ShardingWalk(1, None, {}).shard_layer(model, "", inputs)
         (kind,) = kinds if len(kinds) == 1 else (None,)
         if not isinstance(kind, MeshPartition) or kind.kind != "nodes":

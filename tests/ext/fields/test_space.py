@@ -385,7 +385,7 @@ def grid_of(comm: Communicator) -> Any:
             lambda c: (
                 nn.Conv2d(2, 2, 1).as_distributed(comm=c, domain=grid_of(c)).predict(np.zeros((4, 6 + c.rank, 2)))
             ),
-            "One value more along x is what a staggered field has, with values on the faces of cells: interpolate them",
+            "One value more along x is what a staggered field has, with values on the faces of cells: pass ",
         ),
         (lambda c: grid_of(c).gather(np.ones((4, 6 + c.rank, 1))), "along x is what a staggered field has"),
         (lambda c: grid_of(c).take_local(np.ones((5, 12))), "One value more along y is what a staggered field has"),

@@ -1,0 +1,38 @@
+"""Partitions of the values on cell faces, next to the partition of the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from fsdpx.ext.fields.halo import make_output_cuts
+from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths
+
+__all__ = ["find_face_cuts", "find_shared_face_ghosts", "list_face_partitions"]
+
+
+def find_face_cuts(cuts: Cuts) -> Cuts:
+    """Return how the n + 1 faces across a dim of n cells are divided over the ranks: each rank has the low faces of its
+    cells, and the last rank with cells also the last face."""
+    return make_output_cuts(cuts, cuts, cuts[-1] + 1)
+
+
+def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:
+    """Return the widths of ghost cells of arrays that have both faces of each cell: the high face of the last cell,
+    which the next rank owns, is one ghost more.
+
+    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` the ghosts of cells. Behind the
+    last cells of the field there are ranks without cells, whose only face is the last one, below their part."""
+    found = []
+    for rank, (low, high) in enumerate(sides):
+        lacks = cuts[rank + 1] - cuts[rank] + 1 - (faces[rank + 1] - faces[rank])
+        behind = faces[rank] > cuts[-1]
+        found.append((low + lacks * behind, high + lacks * (not behind)))
+    return tuple(found)
+
+
+def list_face_partitions(parts: FieldPartition) -> list[FieldPartition]:
+    """Return the partition of the cells, followed by those of the faces across one or more dims."""
+    both = [(cuts, find_face_cuts(cuts)) for cuts in parts.cuts]
+    found = [parts.with_cuts(cuts) for cuts in product(*both)]
+    return sorted(found, key=lambda one: sum(one.shape))

@@ -1,0 +1,169 @@
+"""Staggered fields, with one value per face, as inputs and outputs of models over any parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from grids import grid_at, place_of, random_cuts
+from staggered_flow import NX, NY, OPTIONS, U_NEXT, V_NEXT, P, U, V, flow_model, trained
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.testing import assert_close
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return spawn(lambda comm: trained(comm, (1, 1), ((0, NY), (0, NX))), 1)[0]
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (5, 1), (1, 5)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_flow_on_faces_is_that_of_one_process(alone: Any, dims: tuple[int, int], shared: bool) -> None:
+    """On uneven parts, some of them empty, and with the faces between ranks once or twice."""
+    losses, values, predicted = alone
+    assert losses[-1] < losses[0]
+    assert [one.shape for one in predicted] == [U.shape, V.shape]
+    even = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip((NY, NX), dims, strict=True))
+    behind = tuple((0, n) if d == 1 else (0, n - 1, *(n,) * (d - 1)) for n, d in zip((NY, NX), dims, strict=True))
+    for cuts in (even, random_cuts((NY, NX), dims), behind):
+        for got, found, mine in spawn(lambda comm, c=cuts: trained(comm, dims, c, shared), int(np.prod(dims))):
+            np.testing.assert_allclose(got, losses, rtol=1e-12)
+            assert_close(found, values, 1e-12)
+            for one, other in zip(mine, predicted, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_one_process_is_the_plain_model(alone: Any) -> None:
+    """Without a grid, on complete fields (samples, channels, *cells); the loss is that of NumPy."""
+    trainer = flow_model().as_distributed(**OPTIONS)
+    given = tuple(a[None, None] for a in (U, V, P))
+    u, v = trainer.predict(given)
+    first = trainer.step(given, (U_NEXT[None, None], V_NEXT[None, None]))
+    relative = np.linalg.norm(v[0, 0] - V_NEXT) / np.linalg.norm(V_NEXT)
+    assert first == pytest.approx(((u[0, 0] - U_NEXT) ** 2).mean() + relative, rel=1e-12)
+    assert alone[0][0] == pytest.approx(first, rel=1e-12)
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (2, 2), (1, 5)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], shared: bool) -> None:
+    """Rollouts on the faces of x, periodic along y, with ghost cells on each side, which the first layer reads."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, 1, 1))
+    model = nn.Rollout(net, 2)
+    wide = np.pad(np.pad(U, ((1, 1), (0, 0)), "wrap"), ((0, 0), (1, 1)), constant_values=0.25)
+    target = np.random.default_rng(3).standard_normal((*U.shape, 2))
+
+    def run(comm: Communicator, width: tuple[int, int]) -> Any:
+        cuts = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip((NY, NX), width, strict=True))
+        grid = grid_at(comm, width, cuts, layout="yxc", ghosts=1, periods=(True, False)).faces("x", shared)
+        trainer = model.as_distributed(
+            comm=comm, domain=grid, loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64"
+        )
+        (y, x), (ny, nx), ghosts = grid.offsets, grid.local_shape, grid.ghosts
+        mine = wide[y : y + ny + 2, x : x + nx + sum(ghosts[1]), None]
+        assert sum(ghosts[1]) == 2 + (shared and place_of(comm.rank, width)[1] < width[1] - 1)
+        losses = [trainer.step(mine, grid.take_local(target)) for _ in range(5)]
+        return losses, trainer.parameters(), grid.gather(trainer.predict(mine))
+
+    losses, values, predicted = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
+    for got, found, mine in spawn(lambda comm: run(comm, dims), int(np.prod(dims))):
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        assert_close(found, values, 1e-12)
+        np.testing.assert_allclose(mine, predicted, rtol=1e-12, atol=1e-13)
+
+
+def test_faces_are_cut_where_cells_are() -> None:
+    """The last rank with cells has the last face, also if there are ranks without cells behind it."""
+
+    def run(comm: Communicator) -> Any:
+        n = (3, 2, 0)[comm.rank]
+        grid = fsdpx.Grid(comm, (4, n), dims=(1, 3), layout="yx")
+        faces, both, corners = grid.faces("x"), grid.faces("x", shared=True), grid.faces("x").faces("y")
+        whole = np.arange(4.0 * 6).reshape(4, 6)
+        mine = faces.take_local(whole)
+        np.testing.assert_array_equal(faces.gather(mine), whole)
+        np.testing.assert_array_equal(both.gather(whole[:, sum((3, 2, 0)[: comm.rank]) :][:, : n + 1]), whole)
+        round_ = fsdpx.Grid(comm, (4, n), dims=(1, 3), layout="yx", periods=(False, True)).faces("x", shared=True)
+        assert round_.shape == (4, 5)
+        assert (faces.shape, corners.shape) == ((4, 6), (5, 6))
+        return faces.local_shape[1], faces.offsets[1], both.ghosts[1], round_.ghosts[1], corners.local_shape
+
+    assert spawn(run, 3) == [
+        (3, 0, (0, 1), (0, 1), (5, 3)), (3, 3, (0, 0), (0, 1), (5, 3)), (0, 6, (1, 0), (0, 1), (5, 0)),
+    ]  # fmt: skip
+
+
+def test_inputs_of_two_resolutions() -> None:
+    """A coarse field beside a fine one: restriction, prolongation, and their parts."""
+    fine, coarse = np.random.default_rng(1).standard_normal((8, 6)), np.random.default_rng(2).standard_normal((4, 3))
+    nodes = {
+        "low": (nn.AvgPool2d(2), "fine"), "both": (nn.Concat(1), "low", "coarse"),
+        "net": (nn.Conv2d(2, 1, 3, padding=1), "both"), "up": (nn.Upsample(scale_factor=2, mode="bilinear"), "net"),
+    }  # fmt: skip
+    net = nn.Graph(nodes, inputs=("fine", "coarse"), outputs=("up", "net"))
+    loss = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
+
+    def run(comm: Communicator, dims: tuple[int, int], cuts: Any, low: Any) -> Any:
+        grid, below = (grid_at(comm, dims, one, layout="yx") for one in (cuts, low))
+        trainer = net.as_distributed(
+            comm=comm, domain=grid.with_inputs(grid, below), loss=loss, optimizer=optim.SGD(lr=0.1), precision="float64"
+        )
+        x = grid.take_local(fine), below.take_local(coarse)
+        losses = [trainer.step(x, x) for _ in range(5)]
+        return losses, [out.gather(y) for out, y in zip(trainer.output_grid, trainer.predict(x), strict=True)]
+
+    losses, predicted = spawn(lambda comm: run(comm, (1, 1), ((0, 8), (0, 6)), ((0, 4), (0, 3))), 1)[0]
+    for dims in ((2, 2), (3, 1)):
+        cuts, low = random_cuts((8, 6), dims), random_cuts((4, 3), dims)
+        for got, found in spawn(lambda comm, d=dims, c=cuts, e=low: run(comm, d, c, e), int(np.prod(dims))):
+            np.testing.assert_allclose(got, losses, rtol=1e-12)
+            for one, other in zip(found, predicted, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_a_dry_run_has_the_shapes_of_each_input() -> None:
+    cells = fsdpx.Grid.from_shape((NY, NX), (2, 2), layout="yx")
+    grid = cells.with_inputs(cells.faces("x"), cells.faces("y"), cells)
+    last = grid.as_rank(3)
+    shapes = [last.local_array_shape(a.shape) for a in (U, V, P)]
+    assert shapes == [(4, 6), (5, 5), (4, 5)]
+    assert "inputs=(Grid((7, 10) cells" in repr(grid)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda g: g.faces("z"), "Grid.faces: dim='z': choose one of y, x"),
+        (lambda g: g.faces(1), "Grid.faces: dim=1: choose one of y, x"),
+        (
+            lambda g: g.with_inputs(g, fsdpx.Grid.from_shape((4, 4), (1, 1), layout="xy")),
+            "of input 1 has other ranks or",
+        ),
+        (
+            lambda g: nn.Conv2d(1, 1, 1).as_distributed(domain=g.with_inputs(g, g)),
+            "grid.with_inputs has 2 grids, and the model reads 1 fields",
+        ),
+        (
+            lambda g: nn.Conv2d(1, 1, 1).as_distributed(domain=g).predict(np.ones((4, 5))),
+            "One value more along x is what a staggered field has, with values on the faces of cells: pass "
+            "domain=grid.faces('x'), or grid.with_inputs(...)",
+        ),
+        (
+            lambda g: nn.Conv2d(1, 1, 1).as_distributed(domain=g.faces("y")).predict(np.ones((6, 4))),
+            "if every rank has both faces of its cells, pass grid.faces('y', shared=True)",
+        ),
+        (lambda g: g.faces("x").take_local(np.ones((4, 4))), "is not the whole field, which has {'y': 4, 'x': 5}"),
+    ],
+)
+def test_grids_that_do_not_fit(call: Any, message: str) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises((ConfigError, DataError)) as error:
+            call(fsdpx.Grid(comm, (4, 4), dims=(1, 1), layout="yx"))
+        assert message in str(error.value)
+
+    spawn(run, 1)
