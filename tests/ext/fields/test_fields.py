@@ -280,7 +280,7 @@ def test_nothing_cancels_in_a_variance() -> None:
         (lambda: nn.Upsample(2, align_corners=True), "align_corners is of modes other than 'nearest'"),
         (lambda: nn.GroupNorm(4, 6), "GroupNorm: num_channels=6 must be a multiple of num_groups=4"),
         (lambda: nn.SpectralConv(1, 1, (4, 4, 4, 4)), "give one number for each of 1 to 3 dims"),
-        (lambda: nn.Rollout(nn.Add(), 2), "Rollout: a model of one output, and of one or more inputs, is needed, got Add()"),
+        (lambda: nn.Rollout(nn.Add(), 2), "Rollout: a model of one output, and of one or more inputs, is needed, got "),
         (lambda: nn.UNet(1, 1, dims=4), "UNet: dims=4: a field has 1 to 3 dims of cells"),
         (lambda: nn.UNet(1, 1, norm="layer"), "UNet: norm='layer': choose 'batch', 'group' or None"),
         (lambda: nn.UNet(1, 1, activation="swish"), "UNet: activation='swish': choose one of relu, tanh, gelu, silu"),
