@@ -12,6 +12,7 @@ from calls import CALLS, arguments_of, each, kernel_of, noise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from present import is_present
 from references import KERNELS
 
 from fsdpx.core.array import shapes
@@ -318,6 +319,10 @@ ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
     "gated_backward": [(x, x, x, "gelu")], "rotate": [(h, noise(3, 2), noise(3, 2))],
     "binary_entropy": [(x, x)], "binary_entropy_backward": [(x, x, 2.0)], "squared_error_backward": [(x, x, 2.0)],
 }  # fmt: skip
+if is_present("meshes"):
+    import segment_kernels
+
+    ALL |= segment_kernels.CALLS
 
 
 def test_every_kernel_is_here():

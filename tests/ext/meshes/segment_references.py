@@ -4,16 +4,11 @@ from inspect import isfunction
 
 import numpy as np
 from references import Case, Cases
+from segment_kernels import MOST, OFFSETS, ORDER, SEGMENTS
 
 from fsdpx.ext.meshes import kernels
 
 __all__ = ["FAMILIES", "KERNELS"]
-
-OFFSETS = np.array([0, 3, 3, 4, 9])
-"""Segments of three rows, of none, of one and of five."""
-SEGMENTS = np.repeat(np.arange(4), np.diff(OFFSETS))
-MOST = 5
-ORDER = np.array([4, 0, 8, 2, 2, 7, 1, 3, 5])
 
 
 def segments(x, dy, dtype) -> Cases:
@@ -60,9 +55,7 @@ def segments(x, dy, dtype) -> Cases:
             )
             for order in (None, ORDER)
         ],
-        "segment_max": [
-            Case(lambda xp, a: kernels.segment_max(xp, a, OFFSETS, MOST)[0], (rows,), largest, 0.0)
-        ],
+        "segment_max": [Case(lambda xp, a: kernels.segment_max(xp, a, OFFSETS, MOST)[0], (rows,), largest, 0.0)],
         "segment_softmax": [
             Case(
                 lambda xp, a: kernels.segment_softmax(xp, a, OFFSETS, SEGMENTS, MOST),
