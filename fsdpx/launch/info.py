@@ -8,6 +8,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +100,18 @@ def _describe_half_matmul(dtype_name: str) -> str:
 def _describe_cache() -> str:
     """Describe the cache folder: its path, the number and size of its files, and whether it can be written."""
     folder = environment.read_environment().cache
-    sizes = [Path(at, name).lstat().st_size for at, _, names in os.walk(folder) for name in names]
+    sizes = _list_file_sizes(Path(at, name) for at, _, names in os.walk(folder) for name in names)
     unwritable = "" if can_write_folder(folder) else ", which this user cannot write"
     return f"{folder}{unwritable}; {format_count(len(sizes), 'file')}, {format_bytes(sum(sizes))}"
+
+
+def _list_file_sizes(paths: Iterable[Path]) -> list[int]:
+    """Return the size in bytes of each file, without files that another process has removed meanwhile."""
+    sizes = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            sizes.append(path.lstat().st_size)
+    return sizes
 
 
 def _list_blas_rate_rows() -> list[tuple[str, str]]:
@@ -186,7 +197,7 @@ def describe_leftover_files() -> str:
     found = find_leftover_files()
     if not found:
         return "nothing of killed jobs"
-    size = format_bytes(sum(path.stat().st_size for path in found if path.exists()))
+    size = format_bytes(sum(_list_file_sizes(found)))
     files = format_count(len(found), "file")
     return f"{size} in {files} of killed jobs; to remove them: {LEFTOVERS_COMMAND} | xargs -r rm"
 

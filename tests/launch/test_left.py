@@ -182,6 +182,9 @@ def test_info_describes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "x.code").write_bytes(bytes(2048))
     assert _describe_cache() == f"{tmp_path}; 1 file, 2.00 KiB"
+    with monkeypatch.context() as patch:  # another job removes its lock while this one lists the folder
+        patch.setattr("os.walk", lambda folder: [(str(tmp_path / "code"), [], ["x.code", "y.lock"])])
+        assert _describe_cache() == f"{tmp_path}; 1 file, 2.00 KiB"
     (tmp_path / "file").touch()
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
     assert _describe_cache() == f"{tmp_path / 'file' / 'below'}, which this user cannot write; 0 files, 0 B"
