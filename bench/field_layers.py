@@ -24,18 +24,40 @@ __all__ = ["ROWS", "measure_layers", "tables"]
 
 
 class Row(NamedTuple):
-    """A layer of both libraries. repeat: how often it stands in the model. trains: whether it has parameters."""
+    """A layer of both libraries. repeat: how often it stands in the model. trains: whether it has parameters. layout:
+    that of the arrays, where it is not PyTorch's: fsdpx is given one sample on a grid, and PyTorch a view."""
 
     name: str
     shape: tuple[int, ...]
     repeat: int
     make: Callable[[Any], Any]
     trains: bool = True
+    layout: str = ""
 
 
 def get_norm(nn: Any, name: str) -> Any:
     """Return a norm of PyTorch, which has one for each number of dims, or of fsdpx."""
     return getattr(nn, f"{name}2d", None) or getattr(nn, name)
+
+
+def make_channel_norm(nn: Any) -> Any:
+    """Return layer norm over the channels of each cell, which PyTorch users write as three modules."""
+    if hasattr(nn, "ChannelLayerNorm"):
+        return nn.ChannelLayerNorm(32)
+
+    class ChannelLayerNorm(nn.LayerNorm):  # type: ignore[name-defined, misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    return ChannelLayerNorm(32, eps=1e-6)
+
+
+def make_chain(nn: Any, channels: tuple[int, ...], stride: int) -> Any:
+    """Return 2-D convolutions of 3 x 3 cells with GELU between them."""
+    layers = []
+    for n, pair in enumerate(zip(channels, channels[1:], strict=False)):
+        layers += [nn.GELU()] * (n > 0) + [nn.Conv2d(*pair, 3, stride=stride, padding=1)]
+    return nn.Sequential(*layers)
 
 
 IMAGES, CUBES, LINES = (4, 32, 64, 64), (2, 32, 16, 16, 16), (8, 32, 1024)
@@ -44,28 +66,44 @@ ROWS = (
     Row("Conv2d depthwise", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 3, padding=1, groups=32)),
     Row("Conv2d depthwise 7x7", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 7, padding=3, groups=32)),
     Row("Conv3d depthwise", CUBES, 4, lambda nn: nn.Conv3d(32, 32, 3, padding=1, groups=32)),
+    Row("Conv1d 8 groups", LINES, 4, lambda nn: nn.Conv1d(32, 32, 3, padding=1, groups=8)),
     Row("Conv2d 8 groups", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 3, padding=1, groups=8)),
+    Row("Conv3d 8 groups", CUBES, 4, lambda nn: nn.Conv3d(32, 32, 3, padding=1, groups=8)),
     Row("Conv2d 1x1", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 1)),
     Row("Conv1d", LINES, 4, lambda nn: nn.Conv1d(32, 32, 3, padding=1)),
     Row("Conv2d", IMAGES, 4, lambda nn: nn.Conv2d(32, 32, 3, padding=1)),
     Row("Conv3d", CUBES, 4, lambda nn: nn.Conv3d(32, 32, 3, padding=1)),
     Row("Conv2d stride 2", IMAGES, 1, lambda nn: nn.Conv2d(32, 64, 3, stride=2, padding=1)),
+    Row("encoder, 3 strides of 2", (4, 3, 64, 64), 1, lambda nn: make_chain(nn, (3, 32, 64, 128), 2)),
+    Row("net of 1, 8, 1 channels", (1, 1, 24, 24), 1, lambda nn: make_chain(nn, (1, 8, 1), 1)),
     Row("ConvTranspose2d", IMAGES, 1, lambda nn: nn.ConvTranspose2d(32, 16, 2, stride=2)),
+    Row("Conv1d layout xc", (1, 32, 8192), 4, lambda nn: nn.Conv1d(32, 32, 3, padding=1), layout="xc"),
+    Row("GELU layout xc", (1, 32, 8192), 4, lambda nn: nn.GELU(), False, "xc"),
     Row("GroupNorm", IMAGES, 4, lambda nn: nn.GroupNorm(8, 32)),
     Row("InstanceNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "InstanceNorm")(32), False),
     Row("BatchNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "BatchNorm")(32)),
+    Row("ChannelLayerNorm", IMAGES, 4, make_channel_norm),
     Row("ReLU", IMAGES, 4, lambda nn: nn.ReLU(), False),
+    Row("LeakyReLU", IMAGES, 4, lambda nn: nn.LeakyReLU(), False),
+    Row("ELU", IMAGES, 4, lambda nn: nn.ELU(), False),
+    Row("Softplus", IMAGES, 4, lambda nn: nn.Softplus(), False),
     Row("GELU", IMAGES, 4, lambda nn: nn.GELU(), False),
+    Row("SiLU", IMAGES, 4, lambda nn: nn.SiLU(), False),
     Row("Tanh", IMAGES, 4, lambda nn: nn.Tanh(), False),
+    Row("Sigmoid", IMAGES, 4, lambda nn: nn.Sigmoid(), False),
     Row("MaxPool2d", IMAGES, 1, lambda nn: nn.MaxPool2d(2), False),
     Row("AvgPool2d", IMAGES, 1, lambda nn: nn.AvgPool2d(2), False),
+    Row("AdaptiveAvgPool1d", LINES, 1, lambda nn: nn.AdaptiveAvgPool1d(16), False),
     Row("AdaptiveAvgPool2d", IMAGES, 1, lambda nn: nn.AdaptiveAvgPool2d(4), False),
+    Row("AdaptiveAvgPool3d", CUBES, 1, lambda nn: nn.AdaptiveAvgPool3d(4), False),
+    Row("Upsample linear", LINES, 1, lambda nn: nn.Upsample(scale_factor=2, mode="linear"), False),
     Row("Upsample nearest", IMAGES, 1, lambda nn: nn.Upsample(scale_factor=2), False),
     Row("Upsample bilinear", IMAGES, 1, lambda nn: nn.Upsample(scale_factor=2, mode="bilinear"), False),
+    Row("Upsample trilinear", CUBES, 1, lambda nn: nn.Upsample(scale_factor=2, mode="trilinear"), False),
 )
 
 
-def measure_layers(rounds: int, seconds: float = 0.15, only: str = "") -> list[dict[str, Any]]:
+def measure_layers(rounds: int, seconds: float = 0.08, only: str = "") -> list[dict[str, Any]]:
     """Return the name, milliseconds of processor time and ratios of each layer."""
     import torch
 
@@ -86,11 +124,15 @@ def measure_layers(rounds: int, seconds: float = 0.15, only: str = "") -> list[d
 
 
 def make_ours(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    from fsdpx import distribute, nn, optim
+    from mpi4py import MPI
 
-    model = nn.Sequential(*make_layers(nn, row))
-    trainer = distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="ddp", seed=0)
-    x, y = make_data(row)
+    from fsdpx import Grid, distribute, nn, optim
+
+    model, (x, y), options = nn.Sequential(*make_layers(nn, row)), make_data(row), {}
+    if row.layout:
+        x, y = (np.ascontiguousarray(a[0].T) for a in (x, y))
+        options["domain"] = Grid(MPI.COMM_SELF, x.shape[:-1], layout=row.layout)
+    trainer = distribute(model, loss=nn.MSELoss(), optimizer=optim.SGD(lr=1e-3), strategy="ddp", seed=0, **options)
     return lambda: trainer.step(x, y), lambda: trainer.predict(x)
 
 
@@ -99,7 +141,10 @@ def make_theirs(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
     model = torch.nn.Sequential(*make_layers(torch.nn, row))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x, y = map(torch.from_numpy, make_data(row))
+    x, y = make_data(row)
+    if row.layout:
+        x, y = (np.ascontiguousarray(a[0].T).T[None] for a in (x, y))
+    x, y = map(torch.from_numpy, (x, y))
 
     def step() -> None:
         torch.nn.functional.mse_loss(model(x), y).backward()
@@ -115,7 +160,8 @@ def make_theirs(row: Row) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 def make_layers(nn: Any, row: Row) -> list[Any]:
     """Return the layers of a model in `nn`, that of PyTorch or of fsdpx."""
-    first = [] if row.trains else [nn.Conv2d(row.shape[1], row.shape[1], 1)]
+    dims = len(row.shape) - 2
+    first = [] if row.trains else [getattr(nn, f"Conv{dims}d")(row.shape[1], row.shape[1], 1)]
     return first + [row.make(nn) for _ in range(row.repeat)]
 
 
@@ -150,10 +196,10 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def main() -> int:
-    p = arguments(__doc__, rounds=5)
+    p = arguments(__doc__, rounds=9)
     p.add_argument("--only", default="", help="layers whose name contains this")
     options = p.parse_args()
-    measured = measure_layers(2 if options.quick else options.rounds, 0.05 if options.quick else 0.15, options.only)
+    measured = measure_layers(2 if options.quick else options.rounds, 0.05 if options.quick else 0.08, options.only)
     found = {"rounds": options.rounds, "layers": measured}
     print(f"\n{dict(tables(found))['layers']}")
     if not options.only:
