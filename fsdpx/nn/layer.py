@@ -92,7 +92,7 @@ def require_time_dim(x: Any) -> None:
 
 NO_TIES: dict[str, str] = {}
 Array = Any
-"""A NumPy, CuPy or shape-only array."""
+"""An array of the module `LayerContext.xp`."""
 Params = Mapping[str, Array]
 """Parameters by name, or their gradients."""
 

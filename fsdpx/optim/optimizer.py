@@ -329,7 +329,7 @@ def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: in
 
 
 BLOCK_ELEMENTS = 1 << 16  # number of elements in a block that fits into the cache
-DEVICE_BLOCK_ELEMENTS = 1 << 24  # on GPUs, a kernel launch costs more than a pass over 64 Ki elements
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # on other devices a kernel launch costs more than 64 Ki elements
 
 
 class UpdateFormula:

@@ -42,10 +42,18 @@ class Device:
     def require_usable(self) -> None:
         """Raise ConfigError if this process cannot compute on the device."""
 
-    def select_gpu_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
-        """Select the GPU of this rank if the host has several, and return messages for the user. Collective.
+    def require_valid_map(self, device_map: DeviceMap) -> None:
+        """Raise ConfigError if the user assigns devices to local ranks by `device_map`, but a host has only one."""
+        if device_map is not None:
+            raise ConfigError(
+                f"device_map={device_map!r}: a host has only one device={self.name!r}; say the device whose numbers "
+                "these are, or leave device_map out"
+            )
 
-        `world` is the communicator of all ranks, and `device_map` the user's choice of a GPU for each local rank."""
+    def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+        """Select the device of this rank if the host has several, and return messages for the user. Collective.
+
+        `world` is the communicator of all ranks, and `device_map` the user's choice of a device for each local rank."""
         return []
 
     def as_array(self, value: Any) -> Any:
@@ -67,7 +75,7 @@ class Device:
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
         """Raise DataError unless all arrays are on one device, and that device is one on which this rank can compute
-        (the host or the rank's own GPU)."""
+        (the host or the rank's own device)."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         """Return a context manager inside which this thread computes on the device that holds `array`."""

@@ -276,10 +276,10 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
 
 
 def start_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-    """Start a call on arrays that may be on a GPU: copy GPU arrays to the host, pass the host arrays to
+    """Start a call on arrays that may be in the memory of a device: copy those to the host, pass the host arrays to
     `start_on_host`, and return the handle.
 
-    Arrays that are already on the host are passed without a copy. The scratch memory is one host copy of each GPU
+    Arrays that are already on the host are passed without a copy. The scratch memory is one host copy of each other
     array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):

@@ -34,7 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 Array = Any
-"""A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.core.array.shapes`."""
+"""A flat array: one-dimensional, C-contiguous, of the array module of any device, such as numpy."""
 Arrays = tuple[Array, ...]
 Counts = tuple[int, ...] | None
 """Number of elements that belong to each rank; None: the balanced partition of `split_evenly`."""

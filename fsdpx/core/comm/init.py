@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BACKENDS", "BackendOpener", "CommunicatorRequest", "adopt_communicator", "find_message_backend",
     "find_node_communicator", "get_backend_name", "open_local", "open_mpi", "open_survivor_communicator", "open_world",
-    "parse_mpi_library_name", "set_up_world", "spawn",
+    "parse_mpi_library_name", "require_backend_for_device", "set_up_world", "spawn",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -170,11 +170,13 @@ class BackendOpener(NamedTuple):
     open : opens the communicator that was requested
     adopts : returns whether the backend can use a given communicator of another library
     suits : returns whether the backend can be the default for a request; the first one in `BACKENDS` that suits is used
+    device : name of the device whose arrays the backend transfers; "" if the device does not matter
     """
 
     open: Callable[[CommunicatorRequest], Communicator]
     adopts: Callable[[Any], bool] = lambda comm: False
     suits: Callable[[CommunicatorRequest], bool] = lambda request: False
+    device: str = ""
 
 
 def open_world(
@@ -233,6 +235,15 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
         library = type(comm).__module__.partition(".")[0]
         raise ConfigError(f"comm is an {library} communicator, but backend={backend!r}: leave backend out")
     return _open_backend(backend, CommunicatorRequest(environment.read_environment(), comm, device_map=device_map))
+
+
+def require_backend_for_device(backend: str | None, device: str) -> None:
+    """Raise ConfigError if the backend transfers only arrays of another device. `backend` is that of `open_world`."""
+    needed = BACKENDS[backend].device if backend in BACKENDS else ""
+    if needed and needed != device:
+        raise ConfigError(
+            f"backend={backend!r} transfers arrays of device={needed!r}, and device={device!r}: say device={needed!r}"
+        )
 
 
 def get_backend_name() -> str:
@@ -413,7 +424,7 @@ BACKENDS = {
         lambda a: _is_mpi_requested(a) and a.settings.can_share_memory,
     ),
     "mpi": BackendOpener(open_mpi, _is_mpi4py_communicator, _is_mpi_requested),
-    "nccl": BackendOpener(partial(_open_extension, "nccl"), _is_mpi4py_communicator),
+    "nccl": BackendOpener(partial(_open_extension, "nccl"), _is_mpi4py_communicator, device="cuda"),
     "gloo": BackendOpener(partial(_open_extension, "gloo"), suits=_is_gloo_requested),
     "local": BackendOpener(open_local, suits=lambda request: request.comm is None),
     "fake": BackendOpener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),

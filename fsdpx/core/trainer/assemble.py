@@ -240,9 +240,9 @@ def _set_up_device_tuning_and_mesh(recipe: Recipe, world: Communicator, tuning: 
 
 
 def _select_device_and_get_namespace(runtime: RuntimeOptions, world: Communicator) -> Any:
-    """Select this rank's device and return the array module for it, such as `numpy` or `cupy`. Collective."""
+    """Select this rank's device and return the array module for it, such as `numpy`. Collective."""
     device = load_device(runtime.device)
-    for remark in device.select_gpu_for_rank(world, runtime.device_map):
+    for remark in device.select_for_rank(world, runtime.device_map):
         log_on_rank0(world, remark)
     device.require_usable()
     return device.xp

@@ -364,8 +364,8 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
 
 
 def require_batch_usable_on_device(placement: Placement, x: Any, y: Any) -> None:
-    """If this rank computes on a GPU, raise DataError unless all arrays of the batch are on the host, or all on that
-    GPU."""
+    """If this rank's device has a memory of its own, raise DataError unless all arrays of the batch are on the host, or
+    all on that device."""
     if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]

@@ -11,7 +11,7 @@ from inspect import signature
 from os import PathLike
 from typing import Any, Unpack
 
-from fsdpx.core.array.devices import DeviceMap, load_device
+from fsdpx.core.array.devices import load_device
 from fsdpx.core.base import environment, hooks
 from fsdpx.core.base.arguments import require_valid_arguments, wrap_with_argument_check
 from fsdpx.core.base.config import PRESETS, Precision, Sharding
@@ -22,7 +22,7 @@ from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.backend import FakeCommunicator
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import comparing_arguments, record_script_rank_and_size
-from fsdpx.core.comm.init import adopt_communicator, find_message_backend
+from fsdpx.core.comm.init import find_message_backend, require_backend_for_device
 from fsdpx.core.comm.init import open_world as open_world
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.comm.watched import report_call_to_watchdog, start_watching_axes
@@ -147,8 +147,7 @@ def distribute(
     given = {name: chosen[name] for name in ("backend", "check", "tune")}
     given |= {} if plan is None else {f"strategy={strategy!r}": True}
     with comparing_arguments(comm=defaults.format_comm_argument(comm), elastic=elastic, **given) as words:
-        where = chosen["backend"], chosen["device"], chosen["device_map"]
-        world: Any = _open_world_and_agree_on_arguments(comm, before, *where, choice, words)
+        world: Any = _open_world_and_agree_on_arguments(comm, before, chosen, choice, words)
     with nullcontext() if choice is not None else raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
         options["model"], options["loss"] = adapt_foreign_model(model, loss)
@@ -263,9 +262,7 @@ def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
 def _open_world_and_agree_on_arguments(
     comm: Any,
     open_comm: Communicator | None,
-    backend: str | None,
-    device: str,
-    device_map: DeviceMap,
+    runtime_options: Mapping[str, Any],
     choice: CallRunnerChoice | None,
     arguments: Mapping[str, str],
 ) -> Any:
@@ -275,11 +272,12 @@ def _open_world_and_agree_on_arguments(
     Ranks compare the arguments over `open_comm` if there is one, and otherwise in the first message on the new
     communicator. In both cases they do so before the arguments are validated, so that an error that all ranks meet is
     printed only once."""
+    device = runtime_options["device"]
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
         report_call_to_watchdog(open_comm, "distribute")
         agree_on_call(open_comm, words, arguments)
-    world: Any = choice.open_world(comm) if choice else _adopt_or_open_comm(comm, backend, device, device_map)
+    world: Any = choice.open_world(comm) if choice else _adopt_or_open_comm(comm, runtime_options)
     if (carrier := find_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(carrier, carrier)
     if choice is None and world is not open_comm:
@@ -318,13 +316,14 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
     return comm if known and not environment.read_environment().ulfm else None
 
 
-def _adopt_or_open_comm(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
+def _adopt_or_open_comm(comm: Any, runtime_options: Mapping[str, Any]) -> Communicator:
     """Return the communicator of the trainer's ranks: `comm` itself if the caller passed one, or else a new one.
     Collective."""
-    if backend == "nccl" and device != "cuda":
-        raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
+    backend = runtime_options["backend"]
+    require_backend_for_device(backend, runtime_options["device"])
+    if comm is None and backend is None:
+        return default_communicator()
+    world = open_world(backend, comm, device_map=runtime_options["device_map"])
     if comm is not None:
-        adopted = adopt_communicator(comm, backend, device_map)
-        record_script_rank_and_size(adopted)
-        return adopted
-    return default_communicator() if backend is None else open_world(backend, device_map=device_map)
+        record_script_rank_and_size(world)
+    return world

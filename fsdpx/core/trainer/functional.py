@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from fsdpx.core.array.namespace import as_unmasked_array
+from fsdpx.core.array.devices import get_device_of_array
 from fsdpx.core.comm import default_communicator as defaults
 from fsdpx.core.comm.call_agreement import CallSignature, make_signature
 from fsdpx.core.comm.calls import (
@@ -348,8 +348,8 @@ def _agree_on_signature(
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
     """Start an asynchronous collective on a communicator of its own, because ranks may start it in a different order
-    relative to their other collectives. The NCCL backend has only one communicator, so there the ranks first compare
-    their calls."""
+    relative to their other collectives. Backends of extensions may have only one communicator, so there the ranks first
+    compare their calls."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)
@@ -386,7 +386,7 @@ def _run_collective_and_wait(
 
 def _as_contiguous_array(x: Any) -> Array:
     """Return `x` as a contiguous array in native byte order. Copy it only if necessary."""
-    x = x if type(x) is np.ndarray or hasattr(x, "__cuda_array_interface__") else as_unmasked_array(x)
+    x = get_device_of_array(x).as_array(x)
     if not x.dtype.isnative:
         return x.astype(x.dtype.newbyteorder("="), order="C")
     return x if x.flags.c_contiguous else x.copy(order="C")
@@ -401,7 +401,7 @@ def _as_flat_output(out: Array) -> Array:
     read-only."""
     if not out.flags.c_contiguous:
         raise ShapeError("out is not contiguous: pass a contiguous array")
-    if not getattr(out.flags, "writeable", True):  # GPU arrays have no `writeable` flag: they are always writable
+    if not getattr(out.flags, "writeable", True):  # arrays without this flag are always writable
         raise ConfigError("out is read-only: pass an array that can be written, such as out.copy()")
     return out.reshape(-1)
 

@@ -40,8 +40,8 @@ def init(
 
     Parameters
     ----------
-    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.core.comm.open_world` (default: detected
-        from the launcher)
+    backend : "node", "mpi", "local" or another backend of `fsdpx.core.comm.open_world` (default: detected from the
+        launcher)
     comm : communicator to use instead of one with all ranks; either a `Communicator`, or an mpi4py communicator, which
         is duplicated
     rank, size : rank and size of a fake communicator

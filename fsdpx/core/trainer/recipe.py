@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from os import PathLike, fspath
 from typing import Any, NoReturn
 
-from fsdpx.core.array.devices import DeviceMap
+from fsdpx.core.array.devices import DeviceMap, load_device
 from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python_numbers, parse_byte_count
 from fsdpx.core.base.extensions import find_extension
@@ -221,8 +221,7 @@ class RuntimeOptions:
         if self.group_bytes is not None:
             parse_byte_count(self.group_bytes, "group_bytes")
         self.get_trace_choice()
-        if self.device_map is not None and self.device != "cuda":
-            raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
+        load_device(self.device).require_valid_map(self.device_map)
 
     def get_trace_choice(self) -> TraceConfig | None:
         """Return the trace settings from the option `trace` or from FSDPX_TRACE; None if no trace is requested."""
@@ -282,4 +281,4 @@ class Recipe:
 
     def without_data(self) -> Recipe:
         """Return a copy of the recipe for a dry run, in which arrays have shapes but no data."""
-        return replace(self, runtime=replace(self.runtime, device="shape", device_map=None))
+        return replace(self, runtime=replace(self.runtime, device="shape"))

@@ -30,7 +30,10 @@ class CudaDevice(Device):
     def require_usable(self) -> None:
         list_gpu_pci_addresses()
 
-    def select_gpu_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
+    def require_valid_map(self, device_map: DeviceMap) -> None:
+        """Accept any map, because which GPUs a host has is known only to its ranks."""
+
+    def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         shared = visible_devices.find_ranks_sharing_gpus(visible_devices.assign_and_select_gpus(world, device_map))
         return [f"{format_ranks(ranks)} share a GPU and take turns on it: start one rank per GPU" for ranks in shared]
 

@@ -85,7 +85,7 @@ def test_an_error_and_a_wait_in_vain_end_the_communicator(mpi: Any, cupy: Cupy) 
 
 def test_it_is_of_gpus() -> None:
     model, loss, sgd = nn.Linear(6, 3), nn.CrossEntropyLoss(), optim.SGD(lr=0.1)
-    with pytest.raises(ConfigError, match=r"backend='nccl' is of arrays of GPUs, and device='cpu': say device='cuda'"):
+    with pytest.raises(ConfigError, match=r"backend='nccl' transfers arrays of device='cuda', and device='cpu'"):
         model.as_distributed(loss=loss, optimizer=sgd, backend="nccl")
 
 
