@@ -1,7 +1,8 @@
 """Compiled convolutions, with an algorithm that depends on the window.
 
-Windows of one cell are computed by BLAS. Windows of 3 x 3 with stride 1 and many channels use Winograd's F(4 x 4, 3 x
-3), which needs a quarter of the multiplications (Lavin and Gray 2016). All other windows use direct convolution.
+Windows of one cell with many weights are computed by BLAS. Windows of 3 x 3 with stride 1 and many channels use
+Winograd's F(4 x 4, 3 x 3), which needs a quarter of the multiplications (Lavin and Gray 2016). All other windows use
+direct convolution.
 
 In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window
 w: A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. Summed over channels, each of the 36 elementwise
@@ -298,6 +299,16 @@ def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
+MAX_DIRECT_WEIGHTS = 1 << 12
+"""Maximum number of weights of a one-cell window for which direct convolution is faster than BLAS. It adds the bias
+without a further pass, and its weights stay in the cache."""
+
+
+def _suits_gemm(strides: WindowStrides, weight: Sequence[int], cells: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return whether BLAS computes this convolution faster than direct convolution."""
+    return math.prod(weight) > MAX_DIRECT_WEIGHTS and is_matmul(strides, cells, sizes)
+
+
 TWO_CELL_WINDOW, ONE_CELL_WINDOW = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
 DEPTHWISE_WINDOW = TWO_CELL_WINDOW._replace(groups=3)
 
@@ -324,7 +335,7 @@ def _make_example_gradient(x: Any) -> Any:
 @register_compiled_kernel(
     lambda x, w, s: [
         (*_make_example_field(x), None, TWO_CELL_WINDOW, (2,), _make_example_field(x)[0]),
-        (_make_example_field(x)[0], np.zeros((3, 3, 1), x.dtype), w, ONE_CELL_WINDOW, (2,)),
+        (np.zeros((1, 64, 1), x.dtype), np.zeros((65, 64, 1), x.dtype), np.zeros(65, x.dtype), ONE_CELL_WINDOW, (1,)),
         (_make_example_field(x)[0], np.zeros((3, 1, 2), x.dtype), w, DEPTHWISE_WINDOW, (2,)),
         (_make_example_images(x), _make_example_images(x, 3), np.zeros(MIN_TILES, x.dtype), IMAGE, (TILE, TILE)),
     ]
@@ -340,7 +351,7 @@ def correlate(
         return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, -strides.first[0]))
     image = _as_channels_last(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else view_channels_last(out)
-    if gemm_address and is_matmul(strides, image.shape[1:-1], sizes):
+    if gemm_address and _suits_gemm(strides, weight.shape, image.shape[1:-1], sizes):
         blas.gemm(_flatten_rows(y), _flatten_rows(as_contiguous(image)), _as_matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
@@ -371,7 +382,7 @@ def correlate_backward_input(
     if gemm_address and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
         return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
-    if gemm_address and bias is None and is_matmul(strides, shape[2:], dy.shape[2:]):
+    if gemm_address and bias is None and _suits_gemm(strides, weight.shape, shape[2:], dy.shape[2:]):
         blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
     elif is_depthwise(strides, weight.shape):
         depthwise.depthwise_backward_input(weight, slope, strides, dx, bias)
@@ -416,7 +427,7 @@ def correlate_backward_params(
     dw = out if here else np.zeros(shape, x.dtype)
     if here and not add:
         out[...] = 0
-    if gemm_address and is_matmul(strides, image.shape[1:-1], slope.shape[1:-1]):
+    if gemm_address and _suits_gemm(strides, shape, image.shape[1:-1], slope.shape[1:-1]):
         blas.gemm(_as_matrix(dw), _flatten_rows(as_contiguous(slope)).T, _flatten_rows(as_contiguous(image)), True)
     elif is_depthwise(strides, shape):
         depthwise.add_depthwise_weight_gradient(image, slope, strides, dw)
