@@ -12,8 +12,8 @@ from fsdpx.core.base.name_hints import suggest_number_format
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DTYPES", "as_unmasked_array", "concatenate_on_device", "from_host", "get_namespace", "namespace_of",
-    "parse_dtype", "to_host", "to_numpy_dtype",
+    "DTYPES", "LARGEST_INTEGERS", "as_unmasked_array", "concatenate_on_device", "from_host", "get_namespace",
+    "namespace_of", "parse_dtype", "to_host", "to_numpy_dtype",
 ]  # fmt: skip
 
 DTYPES = (
@@ -66,6 +66,10 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
         raise ConfigError(f"unknown dtype {name!r}{hint}")
     name = normalize_half_name(name)
     return _load_bfloat16() if name == "bf16" else np.dtype(name)
+
+
+LARGEST_INTEGERS = {np.dtype(np.float16): 65504}
+"""Floating-point dtype -> the largest integer that it can hold, if that is less than integers of data may be."""
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:

@@ -30,7 +30,12 @@ EXTENSIONS: dict[str, dict[str, str]] = {
     "code": {"disk": "fsdpx.ext.native.store:STORE"},
     "device": {"cuda": "fsdpx.ext.gpu.device:CUDA", "shape": "fsdpx.core.array.shapes.device:SHAPES"},
     "array": {"cupy": "fsdpx.ext.gpu.device:CUDA", "fsdpx.core.array.shapes": "fsdpx.core.array.shapes.device:SHAPES"},
-    "half": {"matmul": "fsdpx.ext.half:matmul", "rounded": "fsdpx.ext.half.rounded:RoundedOptimizer"},
+    "half": {
+        "matmul": "fsdpx.ext.half:matmul",
+        "library": "fsdpx.ext.half.arithmetic:find_library_and_warn",
+        "precision": "fsdpx.ext.half.arithmetic:choose_float16_precision",
+        "optimizer": "fsdpx.ext.half.rounded:RoundedOptimizer",
+    },
     "strategy": {
         "async": "fsdpx.ext.asynchronous:AsyncSGD",
         "gossip": "fsdpx.ext.asynchronous:GossipSGD",
@@ -73,7 +78,8 @@ kernels : a package of kernels, with the compiled ones in its folder `compiled`;
 code : a store of machine code, see `core.array.jit.CodeStore`
 device : a `core.array.devices.Device`, by its name in `distribute(device=...)`
 array : a `Device` as well, by the module that defines the class of its arrays
-half : 16-bit arithmetic: the module of matrix products, and the optimizer for parameters held in bfloat16
+half : 16-bit arithmetic: the module of matrix products, a function that names the library which computes them, a
+    function that returns the formats of precision="fp16", and the optimizer for parameters held in bfloat16
 strategy : a function that makes a `SyncChoice` for ranks that do not perform every step together
 verbs : the table of verbs to which the module adds its own verbs on import, so that tools can read programs of other
     runs

@@ -26,7 +26,7 @@ from fsdpx.optim.optimizer import get_scheduled_values
 __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
-def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int, library: str) -> dict[str, Any]:
+def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int) -> dict[str, Any]:
     """Return the choices that must be the same on all ranks, keyed by the names that error messages use.
 
     Parameters
@@ -34,7 +34,6 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     recipe : the model and options that the user passed on this rank
     placement : the placement (mesh, layout, number formats, options) made from the recipe
     microbatches : configured number of microbatches per step
-    library : name of the library that multiplies 16-bit matrices
 
     Returns
     -------
@@ -61,7 +60,6 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
         "compression": placement.codecs,
         "microbatches": microbatches,
         "device": recipe.runtime.device,
-        "library of 16-bit products": library,
         "average": training.average,
         "trace": recipe.runtime.get_trace_choice(),
         "the learning rate of step 1": get_scheduled_values(training.optimizer, 1)[0],

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array import blas
 from fsdpx.core.array.arena import keep_freed_memory
 from fsdpx.core.array.devices import load_device
 from fsdpx.core.array.namespace import parse_dtype
@@ -60,7 +59,7 @@ from fsdpx.core.trainer.option_rules import (
 )  # fmt: skip
 from fsdpx.core.trainer.recipe import DistributionChoices, NoOptimizer, Recipe, RuntimeOptions, TrainingChoices
 from fsdpx.core.trainer.session import Commit, Session
-from fsdpx.errors import ConfigError, install_hint, warn
+from fsdpx.errors import ConfigError, warn
 from fsdpx.nn.layer import Layer, list_kernels
 from fsdpx.nn.linearize import LayerList, get_or_memoize, insert_integer_casts, linearize
 from fsdpx.nn.losses import TensorParallelModel
@@ -222,8 +221,10 @@ def assemble_placement_and_model(
             output_dim=model.planned.output_dim,
             sample_layout=model.samples,
         )
-    library = _get_half_matmul_library_and_warn(world, formats, ranks.xp, model.ordered)
-    agree_on_choices(world, list_choices_to_compare(recipe, place, reducing.microbatches, library))
+    choices = list_choices_to_compare(recipe, place, reducing.microbatches)
+    if formats.compute != formats.gradient_dtype and ranks.xp is np:  # compared last, after precision and device
+        choices |= load_extension("half", "library")(formats, model.ordered, world.rank == 0)
+    agree_on_choices(world, choices)
     return place, model.planned.model, reducing.microbatches
 
 
@@ -267,16 +268,11 @@ def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, chec
 
 
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
-    """Return the number formats selected by the option `precision`. "fp16" computes in 16 bits only if the processor
-    has float16 instructions."""
-    formats = config.resolve_precision(choice)
-    if (
-        config.normalize_half_name(choice) == "float16"
-        and xp is np
-        and blas.load_half_matmul().get_selected_library("float16") != blas.load_half_matmul().WIDENED
-    ):
-        return Precision("float16", loss_scale="dynamic")
-    return formats
+    """Return the number formats selected by the option `precision`. Those of "fp16" depend on the processor."""
+    if xp is np and config.normalize_half_name(choice) == "float16":
+        found: Precision = load_extension("half", "precision")()
+        return found
+    return config.resolve_precision(choice)
 
 
 def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
@@ -406,11 +402,11 @@ def _make_step_options(
 
 
 def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
-    """Return the optimizer, wrapped as the options require: with rounding for 16-bit parameters, and with averaging of
-    the parameters over time."""
+    """Return the optimizer, wrapped as the options require: with rounding for parameters in a narrow dtype, and with
+    averaging of the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
-        optimizer = load_extension("half", "rounded")(optimizer, formats.rounding == "kahan")
+        optimizer = load_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")
     if training.average is not None:
         from fsdpx.optim.average import AveragedOptimizer
 
@@ -451,21 +447,3 @@ def _make_number_formats(formats: Precision) -> NumberFormats:
     compute, wire = parse_dtype(p.compute), parse_dtype(p.parameter_wire_dtype)
     master, gradients, statistics = map(parse_dtype, (p.master_dtype, p.gradient_dtype, p.statistics_dtype))
     return NumberFormats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
-
-
-def _get_half_matmul_library_and_warn(world: Communicator, formats: Precision, xp: Any, model: LayerList) -> str:
-    """Return the name of the library that multiplies 16-bit matrices, because results depend on it; "" if none is
-    used. Warn once if it computes 16-bit numbers as float32, which is slower, unless other libraries compute all
-    layers."""
-    if formats.compute == formats.gradient_dtype or xp is not np:
-        return ""
-    name = parse_dtype(formats.compute).name
-    half = blas.load_half_matmul()
-    library, able = half.get_selected_library(name), half.list_half_instructions(name)
-    if library == half.WIDENED and world.rank == 0 and not all(node.layer.kernel_names is None for node in model.nodes):
-        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
-        warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
-    return library
-
-
-NO_INSTRUCTIONS_TEXT = "this processor has no instructions for it"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.array.devices import CPU, get_device_of_array
-from fsdpx.core.array.namespace import to_host
+from fsdpx.core.array.namespace import LARGEST_INTEGERS, to_host
 from fsdpx.core.array.shapes import ShapeArray
 from fsdpx.core.comm.communicator import Communicator, ReduceOp
 from fsdpx.core.comm.desync_check import agree_on_settings, format_calls_by_rank
@@ -272,11 +272,12 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
     """Convert an input to the dtype that the layers reading it expect. `takes` says what these layers use it for, such
-    as "numbers". Raise DataError if the model computes in float16 and an integer is too large for it."""
-    narrow = takes == "numbers" and placement.formats.compute == np.float16
-    if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > MAX_FLOAT16:
+    as "numbers". Raise DataError if an integer is too large for the dtype in which the model computes."""
+    compute = placement.formats.compute
+    largest = LARGEST_INTEGERS.get(compute) if takes == "numbers" and array.dtype.kind in "iu" else None
+    if largest is not None and array.size and max(-int(array.min()), int(array.max())) > largest:
         raise DataError(
-            f"input {name!r} is {array.dtype} and holds numbers beyond {MAX_FLOAT16}, the largest of float16"
+            f"input {name!r} is {array.dtype} and holds numbers beyond {largest}, the largest of {compute.name}"
         )
     return convert_input(array, takes, placement.formats.compute)
 
@@ -374,7 +375,6 @@ def require_batch_usable_on_device(placement: Placement, x: Any, y: Any) -> None
 
 LOADER_ENDED = "no batch: its loader has come to its end"
 DIGEST_SEPARATOR = " holding "
-MAX_FLOAT16 = 65504
 
 
 def agree_on_batch(

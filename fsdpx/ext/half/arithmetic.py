@@ -1,0 +1,37 @@
+"""What a trainer asks about 16-bit arithmetic on this processor: whether it is worth using, and by which library."""
+
+from __future__ import annotations
+
+from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.base.config import PRECISIONS, Precision
+from fsdpx.errors import install_hint, warn
+from fsdpx.ext.half import matmul
+from fsdpx.nn.linearize import LayerList
+
+__all__ = ["choose_float16_precision", "find_library_and_warn"]
+
+
+def choose_float16_precision() -> Precision:
+    """Return the number formats of precision="fp16". Layers compute in 16 bits only if the processor has float16
+    instructions."""
+    if matmul.get_selected_library("float16") == matmul.WIDENED:
+        return PRECISIONS["float16"]
+    return Precision("float16", loss_scale="dynamic")
+
+
+def find_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
+    """Return the name of the library that multiplies matrices in the compute dtype of `formats`, keyed by what error
+    messages call this choice. All ranks must use the same one, because results depend on it.
+
+    Warn on one rank if the library computes 16-bit numbers as float32, which is slower, unless other libraries compute
+    all layers of the model."""
+    name = parse_dtype(formats.compute).name
+    library, able = matmul.get_selected_library(name), matmul.list_half_instructions(name)
+    is_computed_elsewhere = all(node.layer.kernel_names is None for node in model.nodes)
+    if library == matmul.WIDENED and is_warning_rank and not is_computed_elsewhere:
+        why = f"oneDNN is not installed ({install_hint('onednn')})" if able else NO_INSTRUCTIONS_TEXT
+        warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", UserWarning)
+    return {"library of 16-bit products": library}
+
+
+NO_INSTRUCTIONS_TEXT = "this processor has no instructions for it"
