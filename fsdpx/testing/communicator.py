@@ -288,6 +288,9 @@ class CommunicatorContract:
         total = np.array([comm.rank])
         reverse.all_reduce(total).wait()
         assert total[0] == sum(members)
+        for group in (reverse, first):
+            if group is not None:
+                group.close()
 
     @_on_every_rank
     def test_subgroup_keeps_the_order_given(self, comm: Communicator) -> None:
@@ -338,6 +341,7 @@ class CommunicatorContract:
             with pytest.raises(kind, match=words):
                 call()
         comm.barrier().wait()
+        alone.close()
 
 
 def _make_random_array(dtype: str, n: int, seed: int) -> np.ndarray:

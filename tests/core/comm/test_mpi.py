@@ -44,7 +44,10 @@ class OnEveryRank(CommunicatorContract):
         self.world = world
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
-        together(self.world, self.adapt(self.world), body)
+        comm = self.adapt(self.world)
+        together(self.world, comm, body)
+        if comm is not self.world and not isinstance(comm, CheckedCommunicator):  # that one would close the world
+            comm.close()
 
     def adapt(self, world: Communicator) -> Communicator:
         return world
