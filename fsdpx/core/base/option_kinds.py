@@ -11,7 +11,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = [
     "get_field_values", "is_bool", "is_positive_number", "make_min_int_predicate", "make_option_field",
-    "require_valid_options",
+    "make_type_predicate", "require_valid_options",
 ]  # fmt: skip
 
 
@@ -23,6 +23,11 @@ def is_positive_number(value: object) -> bool:
 def make_min_int_predicate(minimum: int) -> Callable[[Any], bool]:
     """Return a function that checks whether its argument is an integer of at least `minimum`."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def make_type_predicate(option_type: type) -> Callable[[Any], bool]:
+    """Return a function that checks whether its argument is an instance of `option_type`."""
+    return lambda value: isinstance(value, option_type)
 
 
 def is_bool(value: Any) -> bool:

@@ -200,7 +200,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Free the values that the action takes from its slots: gathered parameters, or data loaded from disk."""
+    """Free the values that the action takes from its slots: gathered parameters, or what storage has loaded."""
     return ()
 
 

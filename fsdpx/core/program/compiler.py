@@ -63,7 +63,7 @@ PROGRAM_KINDS = {
     "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
     "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
-"""Kinds by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
+"""Kinds by name. Extensions add their own."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class Page:
     size : number of elements
     trainable : whether the parameters have gradients
     partial : whether each tensor rank computes only a summand of the gradient
-    rule : number of the rule in `CodecRules` that chooses the compression of the gradient
+    rule : number of the rule by which the gradient is reduced
     """
 
     index: int

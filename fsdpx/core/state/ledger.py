@@ -71,10 +71,8 @@ LEDGER_KINDS = {
     "statistic": LedgerKind("state", saved=True),
     # averages of parameters over time (EMA, SWA), updated by the optimizer
     "average": LedgerKind("averages", "slots", saved=True),
-    # copies of other ranks' state, and of this rank's state at earlier steps, for elastic training
-    "copy": LedgerKind("copies for recovery"),
 }
-"""The kinds of arrays by name. The strategies of `fsdpx.ext.asynchronous` add their own."""
+"""The kinds of arrays by name. Extensions add their own."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """The ranks that hold the same elements. "shard": ranks with the same index on the shard axis. "all": all ranks, if no
@@ -162,7 +160,7 @@ class Ledger:
     Parameters
     ----------
     rows : the initial rows
-    slower : function that loads the array of a row that is stored on disk; the array is valid while it is referenced
+    slower : function that loads the array of a row in a slower level; the array is valid while it is referenced
 
     Attributes
     ----------

@@ -336,8 +336,7 @@ class Placement:
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """Page number -> compression codecs for the gradient of the page (flat parameter buffer), bound to the shapes
-        of its tensors."""
+        """Page number -> the result of `get_codec_route`, bound to the shapes of the page's tensors."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (

@@ -39,10 +39,11 @@ GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped until they have this many bytes. Sending 1 MiB takes longer than the latency of
 common networks."""
 
-CodecRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
-"""Function from the names of a parameter to (number of its rule in `CodecRules`, whether the codec's result for an
-element depends on the other elements of the page). With such a codec, a parameter that all tensor ranks hold in full
-would not stay equal on them if its page also held sharded parameters, of which each rank has different elements."""
+ReductionRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
+"""Function from the names of a parameter to (number of the rule by which its gradient is reduced, whether the result
+for an element depends on the other elements of the page). With such a rule, a parameter that all tensor ranks hold in
+full would not stay equal on them if its page also held sharded parameters, of which each rank has different elements.
+"""
 PageKind = tuple[bool, bool, str, int, bool]
 """Properties that the parameters of a page share, see `kind_of` in `lay_out_model`."""
 
@@ -184,13 +185,12 @@ def lay_out_model(
     group_bytes: int,
     frozen: Sequence[str],
     spread: ModelSpread,
-    codec_rule: CodecRuleFunction,
+    reduction_rule: ReductionRuleFunction,
 ) -> ModelLayout:
     """Group the layers of a model into units, and lay out their parameters in pages (flat buffers).
 
     Layers are grouped until a unit has `group_bytes` bytes of parameters, with `itemsize` bytes per element.
-    Parameters that match a name pattern (fnmatch) in `frozen` are not trained and get separate pages. `codec_rule`
-    returns the compression rule for the gradient of a parameter; see `CodecRuleFunction`."""
+    Parameters that match a name pattern (fnmatch) in `frozen` are not trained and get separate pages."""
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs_with_frozen(model, frozen)
@@ -201,11 +201,11 @@ def lay_out_model(
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _group_nodes(sizes[a:b], group_bytes, a)]
     alone = {*copies, *copies.values(), *_find_ties_across_units(model, groups)}
-    rules = {name: codec_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
+    rules = {name: reduction_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
         """Return the properties that parameters in one page (flat parameter buffer) must share: (not trainable,
-        gradient is a summand, name if it needs its own page, compression rule, whether it must be separate from
+        gradient is a summand, name if it needs its own page, reduction rule, whether it must be separate from
         sharded parameters).
 
         A tied parameter that several units use gets its own page. That page is gathered for each of these units, and

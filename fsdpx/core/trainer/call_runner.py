@@ -1,5 +1,5 @@
 """Call runners, which run the methods of a trainer on the ranks that take part, and compare calls and arguments
-between ranks. A call runner also holds state that must survive a change of ranks, such as a background save."""
+between ranks. A call runner also holds state that outlives a change of ranks, such as a background save."""
 
 from __future__ import annotations
 

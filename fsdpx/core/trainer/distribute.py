@@ -173,13 +173,13 @@ def _select_options(recipe_part: Any, options: Mapping[str, Any]) -> dict[str, A
     return {field.name: options[field.name] for field in fields(recipe_part) if field.name in options}
 
 
-def _parse_elastic(elastic: Any) -> CallRunnerChoice | None:
+def _parse_elastic(value: Any) -> CallRunnerChoice | None:
     """Return the value of the option `elastic`; None if it is not used."""
-    if isinstance(elastic, CallRunnerChoice):
-        return elastic
-    if isinstance(elastic, bool) or elastic is None:
-        return load_extension("ranks", "elastic")() if elastic else None
-    raise ConfigError(f"elastic={elastic!r}: True, False or fsdpx.ElasticConfig(...)")
+    if isinstance(value, CallRunnerChoice):
+        return value
+    if isinstance(value, bool) or value is None:
+        return load_extension("ranks", "elastic")() if value else None
+    raise ConfigError(f"elastic={value!r}: True, False or fsdpx.ElasticConfig(...)")
 
 
 def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:

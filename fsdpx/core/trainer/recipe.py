@@ -15,7 +15,13 @@ from fsdpx.core.base import environment
 from fsdpx.core.base.config import Precision, Sharding, TraceConfig, convert_fields_to_python_numbers, parse_byte_count
 from fsdpx.core.base.extensions import find_extension
 from fsdpx.core.base.name_hints import parse_patterns, wrap_constructor_with_option_check
-from fsdpx.core.base.option_kinds import is_bool, make_min_int_predicate, make_option_field, require_valid_options
+from fsdpx.core.base.option_kinds import (
+    is_bool,
+    make_min_int_predicate,
+    make_option_field,
+    make_type_predicate,
+    require_valid_options,
+)
 from fsdpx.core.base.option_names import Backend, Device, PrecisionName, ScheduleName, SequenceMode, Strategy
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import Choice
@@ -139,8 +145,14 @@ class DistributionChoices:
     stages: Stages | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: SequenceMode | None = None
-    offload: StorageLevelChoice | None = None
-    domain: Domain | None = None
+    offload: StorageLevelChoice | None = make_option_field(
+        None,
+        make_type_predicate(StorageLevelChoice),
+        "say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')",
+    )
+    domain: Domain | None = make_option_field(
+        None, make_type_predicate(Domain), "give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2]), or a fsdpx.Partition"
+    )
     planned: str = ""
 
     def __post_init__(self) -> None:
@@ -149,12 +161,7 @@ class DistributionChoices:
             object.__setattr__(self, "schedule", fspath(self.schedule))
         if not (isinstance(self.schedule, str) or callable(self.schedule)):
             raise ConfigError(f"schedule={self.schedule!r}: a name, a function or the path of a text file is needed")
-        if not isinstance(self.offload, StorageLevelChoice | None):
-            where = "say where, fsdpx.OffloadConfig('/local/disk', what='optimizer')"
-            raise ConfigError(f"offload={self.offload!r}: {where}")
-        if self.domain is not None and not isinstance(self.domain, Domain):
-            way = "give a fsdpx.Grid, as fsdpx.Grid(cart, u.shape[:2]), or a fsdpx.Partition"
-            raise ConfigError(f"domain={self.domain!r}: {way}")
+        require_valid_options(self)
 
     @property
     def sync_choice(self) -> SyncChoice:
@@ -169,7 +176,7 @@ class DistributionChoices:
 
     @property
     def storage_choice(self) -> StorageLevelChoice:
-        """Which state is kept on disk instead of in RAM: the option `offload`. By default, none is."""
+        """Which state is kept in slower storage instead of in memory. By default, none is."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:

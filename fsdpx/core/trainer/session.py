@@ -1,5 +1,5 @@
 """A session runs a model on a fixed set of ranks: it checks batches, compiles programs for them, and runs the
-programs. A trainer has one session; an elastic trainer gets a new one whenever that set changes."""
+programs. A trainer gets a new session whenever that set changes."""
 
 from __future__ import annotations
 
@@ -502,7 +502,7 @@ class Session:
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
-        # all elastic ranks must learn of a non-finite gradient: an error on one rank would be treated as its death
+        # if ranks may change, all must learn of a non-finite gradient: one that raises alone would be taken for dead
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,

@@ -21,7 +21,7 @@ from fsdpx.core.comm.calls import get_progress, spin_until
 from fsdpx.core.comm.communicator import Communicator, Handle
 from fsdpx.core.comm.windows import allocate_aligned
 from fsdpx.core.state.flat_parameters import ElementRange
-from fsdpx.core.state.ledger import Ledger, LedgerKey, LedgerRow
+from fsdpx.core.state.ledger import LEDGER_KINDS, Ledger, LedgerKey, LedgerKind, LedgerRow
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.errors import CommTimeout, RankLost
 from fsdpx.ext.elastic.reshard import (
@@ -125,6 +125,9 @@ class CopyPartners(NamedTuple):
     buddies: tuple[int, ...]
     own: list[ShardDescriptor]
     kept: dict[int, list[ShardDescriptor]]
+
+
+LEDGER_KINDS["copy"] = LedgerKind("copies for recovery")  # of other ranks' state, and of this rank's at earlier steps
 
 
 class GenerationBuffers:
