@@ -178,7 +178,7 @@ class LogCosh(nn.Loss):
         return float(total), float(y.size), difference
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Any:
-        return seed * env.xp.tanh(saved)
+        return (seed * env.xp.tanh(saved)).astype(saved.dtype)
 
     def validate(self, shape: tuple[int, ...], target: Any) -> None:
         if tuple(target.shape) != tuple(shape):

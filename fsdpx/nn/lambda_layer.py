@@ -56,13 +56,13 @@ class Lambda(Layer):
         require_equal_shapes(self, inputs)
         if getattr(env.xp, "holds_no_data", False):  # an elementwise function preserves shape and dtype
             return env.xp.empty_like(inputs[0]), inputs
-        return self.function(*inputs), inputs
+        return self.function(*inputs).astype(inputs[0].dtype, copy=False), inputs
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         if getattr(env.xp, "holds_no_data", False):
             dx = [env.xp.empty_like(dy) for _ in self.derivative]
         else:
-            dx = [dy * by(*saved) for by in self.derivative]
+            dx = [(dy * by(*saved)).astype(dy.dtype, copy=False) for by in self.derivative]
         return (dx[0] if len(dx) == 1 else tuple(dx)), ()
 
     def __repr__(self) -> str:

@@ -25,10 +25,10 @@ class LeakyReLU(Layer):
         self.negative_slope = float(negative_slope)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return env.xp.where(x > 0, x, x * self.negative_slope), (x,)
+        return env.xp.where(x > 0, x, x * self.negative_slope).astype(x.dtype, copy=False), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return env.xp.where(saved[0] > 0, dy, dy * self.negative_slope), ()
+        return env.xp.where(saved[0] > 0, dy, dy * self.negative_slope).astype(dy.dtype, copy=False), ()
 
 
 class ELU(Layer):
@@ -46,11 +46,12 @@ class ELU(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp = env.xp
-        return xp.where(x > 0, x, xp.expm1(xp.minimum(x, 0)) * self.alpha), (x,)
+        return xp.where(x > 0, x, xp.expm1(xp.minimum(x, 0)) * self.alpha).astype(x.dtype, copy=False), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         xp, (x,) = env.xp, saved
-        return xp.where(x > 0, dy, dy * (xp.exp(xp.minimum(x, 0)) * self.alpha)), ()
+        dx = xp.where(x > 0, dy, dy * (xp.exp(xp.minimum(x, 0)) * self.alpha))
+        return dx.astype(dy.dtype, copy=False), ()
 
 
 class Softplus(Layer):
@@ -73,8 +74,9 @@ class Softplus(Layer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         xp, steep = env.xp, x * self.beta
         y = (xp.maximum(steep, 0) + xp.log1p(xp.exp(-xp.abs(steep)))) * (1.0 / self.beta)
-        return xp.where(steep > self.threshold, x, y), (x,)
+        return xp.where(steep > self.threshold, x, y).astype(x.dtype, copy=False), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         steep = saved[0] * self.beta
-        return env.xp.where(steep > self.threshold, dy, dy * kernels.sigmoid(env.xp, steep)), ()
+        dx = env.xp.where(steep > self.threshold, dy, dy * kernels.sigmoid(env.xp, steep))
+        return dx.astype(dy.dtype, copy=False), ()

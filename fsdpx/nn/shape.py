@@ -84,13 +84,13 @@ class Scale(Layer):
         self.factor = float(factor)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return x * self.factor, (x,)
+        return (x * self.factor).astype(x.dtype, copy=False), (x,)
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        return saved[0] * self.factor
+        return (saved[0] * self.factor).astype(saved[0].dtype, copy=False)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return dy * self.factor, ()
+        return (dy * self.factor).astype(dy.dtype, copy=False), ()
 
 
 class FirstToken(Layer):

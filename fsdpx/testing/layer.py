@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.kernels.choice import use_mode
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.nn.container import unwrap_single
 from fsdpx.nn.init import make_initial_values
 from fsdpx.nn.layer import Layer, LayerContext
@@ -210,7 +212,9 @@ class LayerContract(GradientContract):
     def test_float32_stays_float32(self) -> None:
         layer, x, p = self._make_test_case()
         wide = self._run_forward_backward(layer, p, x)
-        narrow = self._run_forward_backward(layer, {n: a.astype(np.float32) for n, a in p.items()}, _as_float32(x))
+        narrow = self._run_forward_backward(
+            layer, {n: a.astype(np.float32) for n, a in p.items()}, _as_floats(x, np.float32)
+        )
         for mine, theirs in zip((*narrow[0], *narrow[2]), (*wide[0], *wide[2]), strict=True):
             if theirs is not None:
                 assert mine.dtype == np.float32, f"float32 became {mine.dtype}"
@@ -220,12 +224,22 @@ class LayerContract(GradientContract):
             got, want = array / scale, wide[3][name] / scale
             np.testing.assert_allclose(got, want, rtol=0, atol=self.tolerance32, err_msg=name)
 
+    def test_bfloat16_stays_bfloat16(self) -> None:
+        layer, x, p = self._make_test_case()
+        dtype = parse_dtype("bf16")
+        with use_mode("plain"):  # compiled kernels have the same dtypes, and compiling them takes seconds
+            y, _, dx, _ = self._run_forward_backward(
+                layer, {n: a.astype(dtype) for n, a in p.items()}, _as_floats(x, dtype)
+            )
+        for array in (*y, *dx):
+            assert array is None or array.dtype == dtype, f"bfloat16 became {array.dtype}"
+
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
         from fsdpx.core.array import shapes as xp
 
         for dtype in (np.float64, np.float32):
             layer, x, p = self._make_test_case()
-            x = x if dtype is np.float64 else _as_float32(x)
+            x = x if dtype is np.float64 else _as_floats(x, np.float32)
             p = {name: array.astype(dtype) for name, array in p.items()}
             y, _, dx, g = self._run_forward_backward(layer, p, x)
             flat_p = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
@@ -301,8 +315,8 @@ def _shift_along_directions(x: Arrays, directions: dict[int, np.ndarray], step: 
     return tuple(a + step * directions[i] if i in directions else a for i, a in enumerate(x))
 
 
-def _as_float32(x: Arrays) -> Arrays:
-    return tuple(a.astype(np.float32) if a.dtype.kind == "f" else a for a in x)
+def _as_floats(x: Arrays, dtype: Any) -> Arrays:
+    return tuple(a.astype(dtype) if a.dtype.kind == "f" else a for a in x)
 
 
 def _get_shape_and_dtype(a: Any) -> Any:
@@ -399,7 +413,7 @@ class LossContract(GradientContract):
 
     def test_gradients_have_the_shape_and_dtype_of_the_outputs(self) -> None:
         y, target = self._make_test_case()
-        narrow, (target32,) = _as_float32(y), _as_float32((target,))
+        narrow, (target32,) = _as_floats(y, np.float32), _as_floats((target,), np.float32)
         total, weight, _ = self._forward(y, target)
         total32, weight32, _ = self._forward(narrow, target32)
         assert weight32 == weight
@@ -409,6 +423,14 @@ class LossContract(GradientContract):
             assert dy.dtype == np.float32, f"float32 became {dy.dtype}"
             assert dy.shape == given.shape
             np.testing.assert_allclose(dy, want, rtol=self.tolerance32, atol=self.tolerance32)
+
+    def test_gradients_of_bfloat16_are_bfloat16(self) -> None:
+        y, target = self._make_test_case()
+        dtype = parse_dtype("bf16")
+        with use_mode("plain"):
+            found = self._backward(_as_floats(y, dtype), _as_floats((target,), dtype)[0], 0.5)
+        for dy in found:
+            assert dy.dtype == dtype, f"bfloat16 became {dy.dtype}"
 
     def test_arguments_are_not_modified(self) -> None:
         y, target = self._make_test_case()

@@ -83,7 +83,8 @@ class PhysicsLoss(Loss):
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         ours, r, kept, slope = saved
-        dr, _ = self.residual.backward_input(env.child("residual"), {}, kept, r * (slope * seed))
+        slopes = (r * (slope * seed)).astype(r.dtype, copy=False)
+        dr, _ = self.residual.backward_input(env.child("residual"), {}, kept, slopes)
         return self.loss.backward(env, ours, seed) + dr
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:

@@ -92,8 +92,9 @@ class ScaleShift(_ScalarsToField):
                 f"{self!r}: a field of {field.shape[1]} channels takes {2 * field.shape[1]} scales and shifts, got "
                 f"{s.shape[1]}"
             )
-        gain = 1.0 + _broadcast_to_cells(s[:, : field.shape[1]], field)
-        return field * gain + _broadcast_to_cells(s[:, field.shape[1] :], field), (field, gain)
+        gain = (1.0 + _broadcast_to_cells(s[:, : field.shape[1]], field)).astype(field.dtype, copy=False)
+        y = field * gain + _broadcast_to_cells(s[:, field.shape[1] :], field)
+        return y.astype(field.dtype, copy=False), (field, gain)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         field, gain = saved

@@ -114,7 +114,7 @@ class Aggregate(GraphLayer):
             return segment_max(env.xp, x, offsets, graph.most_received)
         weights = segment_softmax(
             env.xp, x * self.temperature, offsets, graph.get_on_device(env, "receivers"), graph.most_received
-        )
+        ).astype(x.dtype, copy=False)
         return graph.sum_at_receivers(env, weights * x), (x, weights)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -130,7 +130,7 @@ class Aggregate(GraphLayer):
         x, weights = saved
         index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
         slope = segment_softmax_backward(xp, weights, spread * x, *index, graph.most_received)
-        return weights * spread + slope * self.temperature, ()
+        return (weights * spread + slope * self.temperature).astype(dy.dtype, copy=False), ()
 
 
 class AggregateSenders(GraphLayer):

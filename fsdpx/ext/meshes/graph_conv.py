@@ -97,7 +97,7 @@ class GATConv(GraphLayer):
         own = per_head[:, : graph.nodes]
         scores = of_senders + graph.gather_receivers(env, (own * p["att_dst"]).sum(axis=-1))
         positive = scores > 0
-        scores = xp.where(positive, scores, scores * self.negative_slope)
+        scores = xp.where(positive, scores, scores * self.negative_slope).astype(x.dtype, copy=False)
         weights = scores
         if not has_no_data(env):
             index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
@@ -106,6 +106,7 @@ class GATConv(GraphLayer):
         y = graph.sum_at_receivers(env, (weights[..., None] * values).reshape(samples, graph.edges, wide.shape[2]))
         if not self.concat:
             y = y.reshape(samples, graph.nodes, self.heads, self.out_channels).sum(axis=2) * (1.0 / self.heads)
+            y = y.astype(x.dtype, copy=False)
         return y + p["bias"] if self.bias else y, (x, wide, weights, positive)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -114,14 +115,15 @@ class GATConv(GraphLayer):
         spread = dy
         if not self.concat:
             shape = (samples, graph.nodes, heads, out)
-            spread = xp.broadcast_to((dy * (1.0 / heads))[:, :, None], shape).reshape(samples, graph.nodes, heads * out)
+            share = (dy * (1.0 / heads)).astype(dy.dtype, copy=False)
+            spread = xp.broadcast_to(share[:, :, None], shape).reshape(samples, graph.nodes, heads * out)
         of_edges = graph.gather_receivers(env, spread).reshape(samples, graph.edges, heads, out)
         values = graph.gather_senders(env, wide).reshape(of_edges.shape)
         slope = (of_edges * values).sum(axis=-1)
         if not has_no_data(env):
             index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
             slope = segment_softmax_backward(xp, weights, slope, *index, graph.most_received)
-        slope = xp.where(positive, slope, slope * self.negative_slope)
+        slope = xp.where(positive, slope, slope * self.negative_slope).astype(dy.dtype, copy=False)
         at_senders, at_receivers = graph.sum_at_senders(env, slope), graph.sum_at_receivers(env, slope)
         dwide = graph.sum_at_senders(env, (weights[..., None] * of_edges).reshape(samples, graph.edges, wide.shape[2]))
         dwide = dwide + (at_senders[..., None] * p["att_src"]).reshape(dwide.shape)

@@ -25,6 +25,7 @@ from mesh_graphs import (
 import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.array.kernels import choice
+from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes import kernels
@@ -169,6 +170,18 @@ def test_any_partition_gives_what_pytorch_gives(name: str) -> None:
         x = np.random.default_rng(k).standard_normal((2, graph.nodes, 3))
         got = run_layer(layer, p, x, slope_of, graph, way, ranks)
         assert_ran_alike(got, run_whole_in_torch(name, p, x, graph), f"{name} {ranks} {way}")
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    """In layers that multiply by numbers, on a rank alone, with plain kernels."""
+    graph, dtype = Graph.random(0, 1), parse_dtype("bf16")
+    x = np.random.default_rng(0).standard_normal((2, graph.nodes, 3)).astype(dtype)
+    for name in ("mean", "softmax", "gat", "gat average"):
+        layer = LAYERS[name]()
+        p = {key: a.astype(dtype) for key, a in draw_parameters(layer).items()}
+        with choice.use_mode("plain"):
+            ran = run_layer(layer, p, x, lambda shape: slope_of(shape).astype(dtype), graph, "owned", 1)
+        assert (ran.y.dtype, ran.dx.dtype) == (dtype, dtype), name
 
 
 def test_plain_code_gives_what_compiled_code_gives() -> None:
