@@ -102,8 +102,8 @@ if TYPE_CHECKING:
         Scale as Scale,
     )  # fmt: skip
     from fsdpx.ext.fields.scalars import (
-        ConcatScalars as ConcatScalars, FiLM as FiLM, GlobalMean as GlobalMean, GlobalSum as GlobalSum,
-        ScaleShift as ScaleShift, TimeEmbedding as TimeEmbedding,
+        ConcatScalars as ConcatScalars, FiLM as FiLM, GlobalMax as GlobalMax, GlobalMean as GlobalMean,
+        GlobalSum as GlobalSum, ScaleShift as ScaleShift, TimeEmbedding as TimeEmbedding,
     )  # fmt: skip
     from fsdpx.ext.fields.spectral import (
         FNO as FNO, PointwiseConv as PointwiseConv, ChannelScale as ChannelScale, GridEmbedding as GridEmbedding,

@@ -316,6 +316,18 @@ class FieldPartition:
         """Return whether each rank may run a layer unchanged on its part."""
         return layer.acts_on == "element" or bool(layer.fields)
 
+    def can_run_bound(self, layer: Any) -> bool:
+        """Return whether a layer that reads the partition of its input can run on a field that is distributed so."""
+        return True
+
+    def to_channels_first(self, array: Any) -> Any:
+        """Return an array of the field as a view (samples, channels, *cells), or the inverse."""
+        return array
+
+    def bind_loss(self, loss: Any) -> Any:
+        """Return the loss for an output of which each rank holds a part."""
+        return loss.bind_partition(self)
+
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Return {dim: (this rank's first cell, number of cells of the full field)} for each partitioned dim of an
         array (samples, channels, *cells).

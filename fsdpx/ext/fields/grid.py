@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.namespace import namespace_of, to_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -24,6 +22,7 @@ from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
 from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import make_sample_groups
+from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.fields.staggered import find_face_cuts, find_shared_face_ghosts, list_face_partitions
 from fsdpx.ext.fields.tiling import find_tiling
 from fsdpx.nn.layer import Layer
@@ -744,7 +743,7 @@ class Grid(Domain):
 
 
 @dataclass(frozen=True)
-class FieldSamples:
+class FieldSamples(SplitSamples):
     """The sample layout in which every sample is a field and each rank holds a part of it.
 
     Attributes
@@ -762,7 +761,7 @@ class FieldSamples:
     axes: MeshAxes
     padding_mistake: str
 
-    has_complete_samples: ClassVar = False
+    whole = "fields"
 
     @property
     def has_one_group(self) -> bool:
@@ -774,23 +773,7 @@ class FieldSamples:
         return next(kind for kind in self.output_kinds if isinstance(kind, FieldPartition))
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
-        return self.grid.has_sample_dim(self._get_first_field(inputs))
-
-    def _get_first_field(self, inputs: Sequence[Any]) -> Any:
-        """Return the first of the model's inputs that is a field."""
-        return next(x for x, kind in zip(inputs, self.input_kinds, strict=True) if isinstance(kind, FieldPartition))
-
-    def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
-
-    def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
-        for member in self.axes.ranks_sharing_samples:
-            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
-            if odd is not None:
-                raise DataError(
-                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
-                    f"of the same fields, {rows[odd]}"
-                )
+        return self.grid.has_sample_dim(self.get_first_split_input(inputs))
 
     def describe_array(self, array: Any) -> str:
         """Return the dtype and the number of channels as text, which must be equal on all ranks. The text leaves out
@@ -800,24 +783,14 @@ class FieldSamples:
     def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
         """Return a warning if the ranks of a field pass different scalars, if the parts of neighboring ranks seem to
         overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise return "". Collective."""
-        grid, groups, x = self.grid, self.axes.groups, self._get_first_field(inputs)
-        assert groups is not None
+        grid, x = self.grid, self.get_first_split_input(inputs)
         if getattr(x, "holds_no_data", False):
             return ""
-        scalars = [
-            zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes())
-            for array, kind in zip(inputs, self.input_kinds, strict=True)
-            if not isinstance(kind, FieldPartition)
-        ]
         parts = next(kind for kind in self.input_kinds if isinstance(kind, FieldPartition))
-        mine = digest_part_ends(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x), scalars
-        everyone = self.axes.uncounted_world.all_gather_data(mine)
-        ends, numbers = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
-        if odd := next((r for r, found in zip(groups.own_ranks, numbers, strict=True) if found != numbers[0]), 0):
-            return (
-                f"fsdpx: rank {odd} passes other scalars than rank {groups.own_ranks[0]} with its part of the same "
-                "field: pass the same on all ranks, such as those that comm.bcast() gives"
-            )
+        mine = digest_part_ends(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x)
+        ends, text = self.all_gather_checks(inputs, mine)
+        if text:
+            return text
         letters = grid.layout.replace("c", "")
         shared = find_overlaps(grid.dims, letters, grid.periods, ends)
         return make_overlap_warning(shared) if shared else self.padding_mistake
@@ -833,15 +806,12 @@ class FieldSamples:
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-        found = []
-        for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
-            if isinstance(kind, FieldPartition):
-                found.append((*shape[:2], *kind.local_shape(self.grid.coords)))
-            elif len(shape) == 2:
-                found.append(tuple(shape))
-            else:
-                raise ConfigError(f"output {i} of shape {tuple(shape)}: scalars must leave a model as (samples, n)")
-        return found
+        return [
+            (*shape[:2], *kind.local_shape(self.grid.coords))
+            if isinstance(kind, FieldPartition)
+            else self.require_scalar_output(shape, i)
+            for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True))
+        ]
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
@@ -849,7 +819,7 @@ class FieldSamples:
         return [
             self.grid.to_model_layout(a, kind, text)
             if isinstance(kind, FieldPartition)
-            else _to_model_scalars(a, text, batched)
+            else self.to_model_scalars(a, text, batched)
             for a, text, kind in zip(arrays, called, self.input_kinds, strict=True)
         ]
 
@@ -857,30 +827,12 @@ class FieldSamples:
         kind = self.output_kinds[index]
         if isinstance(kind, FieldPartition):
             return self.grid.to_model_layout(array, kind, name)
-        return _to_model_scalars(array, name, batched)
-
-    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        found = [self.to_model_output(array, "dy", i, batched) for i, array in enumerate(arrays)]
-        ranks = self.axes.parts.size
-        return [
-            dy if isinstance(kind, FieldPartition) else dy / ranks
-            for dy, kind in zip(found, self.output_kinds, strict=True)
-        ]
+        return self.to_model_scalars(array, name, batched)
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         if array.ndim <= 2:  # scalars
             return array if batched else array[0]
         return self.grid.from_model_layout(array, batched)
-
-    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        found: list[Any] = []
-        for dx, kind in zip(arrays, self.input_kinds, strict=True):
-            if dx is not None and not isinstance(kind, FieldPartition) and self.axes.parts.size > 1:
-                total = namespace_of(dx).ascontiguousarray(dx).reshape(-1).copy()
-                self.axes.parts.all_reduce(total, what="gradient of scalars").wait()
-                dx = total.reshape(dx.shape)
-            found.append(None if dx is None else self.to_caller_layout(dx, batched))
-        return found
 
     def take_local_target(self, y: Any, index: int) -> Any:
         """Return this rank's part of the target, which is `y` without its ghost cells."""
@@ -899,18 +851,6 @@ class FieldSamples:
         if found == (None,):
             raise ConfigError("output_grid: the model's output are scalars, which every rank has whole")
         return found if len(found) > 1 else found[0]  # type: ignore[return-value]
-
-
-def _to_model_scalars(array: Any, name: str, batched: bool) -> Any:
-    """Return scalars of the caller as (samples, n), or as (samples,). Raise DataError if they have other dims. `name`
-    is what errors call them."""
-    if array.ndim not in ((1, 2) if batched else (0, 1)):
-        wanted = "(samples, n)" if batched else "(n,), as the field has no dim of samples"
-        raise DataError(
-            f"{name} has shape {tuple(array.shape)}: the model reads or gives scalars there, which every rank passes "
-            f"whole, as {wanted}"
-        )
-    return array if batched else array[None]
 
 
 def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
-from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, ShardingContext, bind_partition
+from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, Kind, ShardingContext, bind_partition
 
 __all__ = [
     "MODES",
@@ -307,6 +307,8 @@ class FieldLayer(Layer):
 
     parts: FieldPartition | None = None
     """Partition of the input; None: this rank holds the full field."""
+    rows_of_mesh: ClassVar[tuple[str, ...]] = ()
+    """What the rows of values of a mesh may be that the layer reads as well, see `ext.meshes.MeshPartition`."""
     dims: ClassVar[int]
     """Number of cell dims, for classes that read only fields with this number, such as `class Conv2d(Conv, dims=2)`."""
 
@@ -315,7 +317,7 @@ class FieldLayer(Layer):
         if dims is not None:
             cls.dims = dims
 
-    def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
+    def partition_outputs(self, parts: FieldPartition) -> Kind:
         """Return the partition of the output, given the partition `parts` of the input. By default, the output is
         partitioned like the input."""
         return parts
@@ -329,7 +331,13 @@ class FieldLayer(Layer):
         kind = request.require_same_kind(self)
         if not isinstance(kind, FieldPartition):
             return super().shard_over_ranks(request)
+        return self.bind_to_partition(request, kind)
+
+    def bind_to_partition(self, request: ShardingContext, kind: FieldPartition) -> ShardedLayer:
+        """Return the layer that a rank runs if its first input is distributed as `kind`."""
         request.require_no_mark(self)
+        if not kind.can_run_bound(self):
+            raise ConfigError(f"{request.path!r} {self!r} reads {kind}, and needs the cells of a field")
         return ShardedLayer(bind_partition(self, kind), self.partition_outputs(kind))
 
 

@@ -23,7 +23,7 @@ def bind_loss_to_outputs(loss: Loss, kinds: Sequence[Kind]) -> Loss:
     `Replicated` for scalars. A loss of several outputs other than `MultiOutputLoss` is returned unchanged."""
     if len(kinds) > 1:
         return loss.bind_kinds(kinds) if isinstance(loss, MultiOutputLoss) else loss
-    return loss.bind_partition(kinds[0]) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
+    return kinds[0].bind_loss(loss) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
 
 
 class _ScalarLoss(Loss):

@@ -14,7 +14,10 @@ from fsdpx.nn.sequence import WithInputOutput
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
-__all__ = ["PartitionedModel", "TakesScalars", "find_scalar_inputs", "partition_model", "partition_model_of_fields"]
+__all__ = [
+    "PartitionedModel", "TakesScalars", "find_scalar_inputs", "partition_model", "partition_model_of_fields",
+    "require_no_mixed_inputs",
+]  # fmt: skip
 
 
 class TakesScalars:
@@ -68,7 +71,7 @@ def partition_model_of_fields(
     each = iter(parts if len(parts) == fields else [parts[0]] * fields)
     inputs = tuple(Replicated() if scalar else next(each) for scalar in scalars)
     kinds: Sequence[Kind] = inputs if frame is None else [parts[0].without_ghosts()] * len(inputs)
-    functions = (_require_no_mixed_inputs, _plan_ghost_drops, _plan_redistributions)
+    functions = (require_no_mixed_inputs, _plan_ghost_drops, _plan_redistributions)
     made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
     if frame is not None:
         made = WithInputOutput(made, frame, None)
@@ -128,7 +131,7 @@ def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iter
     return [not (layer.takes_ghosts or hasattr(layer, "parts"))] * count
 
 
-def _require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
+def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Raise ConfigError if `reader` cannot process its inputs together because some are fields and some are scalars, or
     if it would compute statistics of scalars over ranks that all hold the same."""
     fields = sum(isinstance(kind, FieldPartition) for kind in kinds)

@@ -16,13 +16,14 @@ from fsdpx.nn.container import Composite
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_positive
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.losses import CellWeights
-from fsdpx.nn.shard_specs import FieldPartition, Replicated, ShardingContext, bind_partition
+from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
 
-__all__ = ["ConcatScalars", "FiLM", "GlobalMean", "GlobalSum", "ScaleShift", "TimeEmbedding"]
+__all__ = ["ConcatScalars", "FiLM", "GlobalMax", "GlobalMean", "GlobalSum", "ScaleShift", "TimeEmbedding"]
 
 
-class _ScalarsToField(Layer, TakesScalars):
-    """Base class for layers with two inputs: a field (samples, channels, *cells), and scalars (samples, n).
+class _ScalarsToField(FieldLayer, TakesScalars):
+    """Base class for layers with two inputs: a field (samples, channels, *cells), or values (samples, rows, features)
+    of the nodes or edges of a mesh, and scalars (samples, n).
 
     Every rank of a field holds all scalars, and computes the gradient that its cells contribute to them. So do the
     layers before: the sum over ranks is the gradient."""
@@ -30,25 +31,31 @@ class _ScalarsToField(Layer, TakesScalars):
     n_inputs = 2
     scalar_inputs = (1,)
     takes_ghosts = True
+    rows_of_mesh = ("nodes", "ghosts", "edges")
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         field, scalars = request.kinds
         if not isinstance(field, FieldPartition):
             return super().shard_over_ranks(request)
-        request.require_no_mark(self)
         if not isinstance(scalars, Replicated):
             raise ConfigError(
                 f"{request.path!r} {self!r} reads {field} and {scalars}: its second input must be scalars, which each "
                 "rank has whole, as (samples, n)"
             )
-        return ShardedLayer(self, field)
+        return self.bind_to_partition(request, field)
 
-    def _require_shapes(self, x: Array, s: Array) -> None:
+    def _get_field_and_scalars(self, x: Any) -> tuple[Array, Array]:
+        """Return the inputs, with the channels of the field in dim 1."""
+        x, s = x
         if x.ndim < 3 or s.ndim != 2 or x.shape[0] != s.shape[0]:
             raise ShapeError(
                 f"{self!r} wants a field (samples, channels, *cells) and scalars (samples, n), got {tuple(x.shape)} "
                 f"and {tuple(s.shape)}"
             )
+        return self.get_partition(x).to_channels_first(x), s
+
+    def _to_result(self, env: LayerContext, y: Array) -> Array:
+        return env.xp.ascontiguousarray(self.get_partition(y).to_channels_first(y))
 
 
 def _sum_over_cells(a: Array) -> Array:
@@ -65,28 +72,28 @@ class ConcatScalars(_ScalarsToField):
     """Appends n channels to a field, each of which holds one of n scalars in all cells.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a grid passes
-    in full. Returns (samples, channels + n, *cells)."""
+    in full. Returns (samples, channels + n, *cells). On a mesh, the field is (samples, nodes, features)."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
-        field, s = x
-        self._require_shapes(field, s)
+        field, s = self._get_field_and_scalars(x)
         spread = env.xp.broadcast_to(_broadcast_to_cells(s, field), (*s.shape, *field.shape[2:]))
-        return env.xp.concatenate([field, spread.astype(field.dtype)], axis=1), (field.shape[1],)
+        y = env.xp.concatenate([field, spread.astype(field.dtype)], axis=1)
+        return self._to_result(env, y), (field.shape[1],)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        (channels,) = saved
-        return (env.xp.ascontiguousarray(dy[:, :channels]), _sum_over_cells(dy[:, channels:])), ()
+        (channels,), dy = saved, self.get_partition(dy).to_channels_first(dy)
+        return (self._to_result(env, dy[:, :channels]), _sum_over_cells(dy[:, channels:])), ()
 
 
 class ScaleShift(_ScalarsToField):
     """Scales and shifts each channel of a field: y = (1 + scale) x + shift.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), of which the first half
-    are the scales and the second half the shifts. `FiLM` is a `Linear` and this layer."""
+    are the scales and the second half the shifts. `FiLM` is a `Linear` and this layer. On a mesh, the field is
+    (samples, nodes, features)."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
-        field, s = x
-        self._require_shapes(field, s)
+        field, s = self._get_field_and_scalars(x)
         if s.shape[1] != 2 * field.shape[1]:
             raise ShapeError(
                 f"{self!r}: a field of {field.shape[1]} channels takes {2 * field.shape[1]} scales and shifts, got "
@@ -94,12 +101,12 @@ class ScaleShift(_ScalarsToField):
             )
         gain = (1.0 + _broadcast_to_cells(s[:, : field.shape[1]], field)).astype(field.dtype, copy=False)
         y = field * gain + _broadcast_to_cells(s[:, field.shape[1] :], field)
-        return y.astype(field.dtype, copy=False), (field, gain)
+        return self._to_result(env, y.astype(field.dtype, copy=False)), (field, gain)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        field, gain = saved
+        (field, gain), dy = saved, self.get_partition(dy).to_channels_first(dy)
         ds = env.xp.concatenate([_sum_over_cells(dy * field), _sum_over_cells(dy)], axis=1)
-        return (dy * gain, ds), ()
+        return (self._to_result(env, dy * gain), ds), ()
 
 
 class FiLM(Composite):
@@ -162,31 +169,48 @@ class TimeEmbedding(Layer):
         return env.xp.asarray(np.exp(-math.log(self.max_period) / (half - 1) * np.arange(half)))
 
 
-class GlobalMean(FieldLayer):
+class _GlobalReduction(FieldLayer):
+    """Base class for layers that reduce a field, or the nodes of a mesh, to scalars (samples, channels), which every
+    rank gets."""
+
+    rows_of_mesh = ("nodes",)
+    gives_scalars = True
+
+    def partition_outputs(self, parts: FieldPartition) -> Kind:
+        return Replicated()
+
+    def _get_field(self, x: Array) -> Array:
+        """Return the input with the channels in dim 1."""
+        if x.ndim < 3:
+            raise ShapeError(f"{self!r} wants a field (samples, channels, *cells), got {tuple(x.shape)}")
+        return self.get_partition(x).to_channels_first(x)
+
+    def _to_input_gradient(self, env: LayerContext, dx: Array, shape: tuple[int, ...]) -> Array:
+        """Return `dx`, the gradient with the channels in dim 1, or what broadcasts to it, in the layout of the input.
+        `shape` is the shape of the input with the channels in dim 1."""
+        wide = env.xp.broadcast_to(dx, shape)
+        return env.xp.ascontiguousarray(self.get_partition(wide).to_channels_first(wide))
+
+
+class GlobalMean(_GlobalReduction):
     """Mean of each channel over all cells of the field: (samples, channels, *cells) to scalars (samples, channels).
 
     On a grid, every rank gets the result, which layers such as `Linear` may follow; forward and backward each
-    all-reduce 8 bytes per sample and channel.
+    all-reduce 8 bytes per sample and channel. On a mesh, it is the mean over all nodes, (samples, nodes, features) to
+    (samples, features).
 
     Parameters
     ----------
     weights : weight of each cell, such as its volume: an array (*cells) or (channels, *cells) of numbers >= 0 for this
-        rank's part of the field; the sum is then divided by the sum of weights. Default None: all 1
+        rank's part of the field, or (nodes,) for the nodes that this rank owns; the sum is then divided by the sum of
+        weights. Default None: all 1
     """
 
     def __init__(self, weights: Any = None) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
 
-    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        kind = request.kinds[0]
-        if not isinstance(kind, FieldPartition):
-            return super().shard_over_ranks(request)
-        request.require_no_mark(self)
-        return ShardedLayer(bind_partition(self, kind), Replicated())
-
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        if x.ndim < 3:
-            raise ShapeError(f"{self!r} wants a field (samples, channels, *cells), got {tuple(x.shape)}")
+        x = self._get_field(x)
         w, dims = self._get_weights(env, x), tuple(range(2, x.ndim))
         total = (x if w is None else x * w).sum(axis=dims, dtype=np.float64)
         below = self._all_reduce_divisor(env, x, w)
@@ -198,7 +222,7 @@ class GlobalMean(FieldLayer):
         # each rank has the gradient that its own use of the result gives
         total = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / below
         dx = total.astype(dy.dtype).reshape(*total.shape, *(1,) * (len(shape) - 2))
-        return env.xp.ascontiguousarray(env.xp.broadcast_to(dx if w is None else (dx * w).astype(dx.dtype), shape)), ()
+        return self._to_input_gradient(env, dx if w is None else (dx * w).astype(dx.dtype), shape), ()
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
         """Return what the sums over all cells are divided by: the number of cells, or the sum of weights `w`."""
@@ -231,3 +255,33 @@ class GlobalSum(GlobalMean):
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
         return 1.0
+
+
+class GlobalMax(_GlobalReduction):
+    """Maximum of each channel over all cells of the field, such as a peak stress: (samples, channels, *cells) to
+    scalars (samples, channels). On a mesh, it is the maximum over all nodes.
+
+    Cells with equal values share the gradient equally, as in `torch.amax`. Every rank gets the result; forward
+    all-reduces 16 bytes per sample and channel, and backward 8. If a value is NaN, so is the result."""
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        x, xp = self._get_field(x), env.xp
+        dims, shape = tuple(range(2, x.ndim)), (*x.shape[:2], *(1,) * (x.ndim - 2))
+        unknown = xp.isnan(x)
+        most = xp.full(x.shape[:2], -np.inf, dtype=np.float64)
+        if math.prod(x.shape[2:]):
+            most = xp.where(unknown, -np.inf, x).max(axis=dims).astype(np.float64)
+        most = all_reduce_over_parts(env, most, env.random.path, "max")
+        hits = (x == most.reshape(shape).astype(x.dtype)) | unknown
+        counts = xp.stack([hits.sum(axis=dims, dtype=np.float64), unknown.sum(axis=dims, dtype=np.float64)])
+        hit_count, unknown_count = all_reduce_over_parts(env, counts, env.random.path)
+        if not getattr(xp, "holds_no_data", False) and not bool((hit_count > 0).all()):
+            raise DataError(f"{self!r}: the field has no cells")
+        return xp.where(unknown_count > 0, np.nan, most).astype(x.dtype), (hits, hit_count)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        hits, count = saved
+        # each rank has the gradient that its own use of the result gives
+        share = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / count
+        dx = (hits * share.reshape(*share.shape, *(1,) * (hits.ndim - 2))).astype(dy.dtype)
+        return self._to_input_gradient(env, dx, hits.shape), ()

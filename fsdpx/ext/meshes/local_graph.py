@@ -11,7 +11,9 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.meshes.kernels import gather_rows, segment_sum
+from fsdpx.ext.meshes.node_loss import bind_loss_to_nodes
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
+from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext, bind_partition
 
 __all__ = ["GraphLayer", "LocalGraph", "MeshPartition", "require_node_features"]
@@ -158,6 +160,15 @@ class MeshPartition(FieldPartition):
 
     def can_run_unchanged(self, layer: Any) -> bool:
         return layer.acts_on in ("element", "position")
+
+    def can_run_bound(self, layer: Any) -> bool:
+        return self.kind in getattr(layer, "rows_of_mesh", ())
+
+    def to_channels_first(self, array: Any) -> Any:
+        return array.transpose(0, 2, 1)
+
+    def bind_loss(self, loss: Loss) -> Loss:
+        return bind_loss_to_nodes(loss, self.cuts)
 
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Return {1: (number of this rank's first node, number of nodes)} if the rows are nodes, where nodes are

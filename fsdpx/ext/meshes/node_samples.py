@@ -4,34 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from fsdpx.core.comm.mesh import MeshAxes
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.losses import BandRMSE, BoundaryRMSE
-from fsdpx.ext.fields.physics import PhysicsLoss
+from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
+from fsdpx.ext.fields.split_samples import SplitSamples
+from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.nn.gradient_accumulation import has_integer_dtype
-from fsdpx.nn.layer import Array, LayerContext
-from fsdpx.nn.losses import CellWeights, Loss
-from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.nn.losses import Loss
+from fsdpx.nn.shard_specs import FieldPartition, Kind
 
-__all__ = ["NodeLoss", "NodeSamples", "PartitionedNodes"]
+__all__ = ["NodeSamples", "PartitionedNodes"]
 
 
 class PartitionedNodes(Protocol):
     """What a sample layout needs to know of a `Partition`."""
 
     dims: tuple[int, ...]
+    total_edges: int
 
     @property
-    def partition(self) -> FieldPartition: ...
+    def graph(self) -> LocalGraph: ...
 
     @property
     def total_nodes(self) -> int: ...
-
-    @property
-    def local_shape(self) -> tuple[int, ...]: ...
 
     @property
     def row_counts(self) -> tuple[int, int]: ...
@@ -40,101 +38,112 @@ class PartitionedNodes(Protocol):
 
 
 @dataclass(frozen=True)
-class NodeSamples:
-    """The sample layout of a `Partition`: the model reads (samples, nodes, features).
+class NodeSamples(SplitSamples):
+    """The sample layout of a `Partition`: the model reads (samples, nodes, features), (samples, edges, features) and
+    scalars (samples, n).
 
     Attributes
     ----------
     partition : the mesh
+    input_kinds, output_kinds : how each input and output of the model is distributed: a `MeshPartition`, or
+        `Replicated` for scalars
     axes : the communicators of the ranks
     """
 
     partition: PartitionedNodes
+    input_kinds: tuple[Kind, ...]
+    output_kinds: tuple[Kind, ...]
     axes: MeshAxes
 
-    has_complete_samples: ClassVar = False
+    whole = "mesh"
 
     @property
     def has_one_group(self) -> bool:
         return self.partition.dims[0] == self.axes.world.size
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
-        return inputs[0].ndim > 2
-
-    def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
-
-    def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
-        for member in self.axes.ranks_sharing_samples:
-            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
-            if odd is not None:
-                raise DataError(
-                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
-                    f"of the same mesh, {rows[odd]}"
-                )
+        return self.get_first_split_input(inputs).ndim > 2
 
     def describe_array(self, array: Any) -> str:
         """Return the dtype and the number of features as text, which must be equal on all ranks."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
-        return ""
+        """Return a warning if the ranks of a mesh pass different scalars, else "". Collective if there are scalars."""
+        has_scalars = not all(isinstance(kind, FieldPartition) for kind in self.input_kinds)
+        if not has_scalars or getattr(inputs[0], "holds_no_data", False):
+            return ""
+        return self.all_gather_checks(inputs, None)[1]
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-        return (shape[0], self.partition.total_nodes, *shape[2:])
+        kind = self.input_kinds[index]
+        if not isinstance(kind, MeshPartition):
+            return shape
+        of_edges = kind.kind == "edges"
+        return (shape[0], self.partition.total_edges if of_edges else self.partition.total_nodes, *shape[2:])
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-        return [(shape[0], *self.partition.local_shape, *shape[2:]) for shape in shapes]
+        return [
+            (shape[0], self.partition.graph.nodes, *shape[2:])
+            if isinstance(kind, FieldPartition)
+            else self.require_scalar_output(shape, i)
+            for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True))
+        ]
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
-        return [self._to_model_layout(a, name) for a, name in zip(arrays, called, strict=True)]
+        batched = self.has_sample_dim(arrays)
+        return [
+            self._to_model_layout(a, kind, text)
+            if isinstance(kind, MeshPartition)
+            else self.to_model_scalars(a, text, batched)
+            for a, text, kind in zip(arrays, called, self.input_kinds, strict=True)
+        ]
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
-        """Return a target, prediction or gradient as (samples, nodes, features), or integer labels (nodes,) or
-        (samples, nodes) as (samples, nodes)."""
-        rows = self.partition.row_counts
+        """Return a target, prediction or gradient as (samples, nodes, features) or as scalars (samples, n), or integer
+        labels (nodes,) or (samples, nodes) as (samples, nodes)."""
+        rows, kind = self.partition.row_counts, self.output_kinds[index]
+        if not isinstance(kind, MeshPartition):
+            return self.to_model_scalars(array, name, batched)
         if has_integer_dtype(array) and (array.ndim == 1 or (array.ndim == 2 and array.shape[0] not in rows)):
             if array.shape[-1] not in rows:
                 raise self._make_shape_error(array, name)
             labels = array if array.ndim == 2 else array[None]
             return self.partition.take_owned_rows(labels[..., None])[..., 0]
-        return self._to_model_layout(array, name)
-
-    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        return [self.to_model_output(array, "dy", index, batched) for index, array in enumerate(arrays)]
+        return self._to_model_layout(array, kind, name)
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
         return array if batched else array[0]
-
-    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        return [None if array is None else self.to_caller_layout(array, batched) for array in arrays]
 
     def take_local_target(self, y: Any, index: int) -> Any:
         return y
 
     def bind_loss(self, loss: Loss) -> Loss:
-        """Return the loss for this rank's nodes. A loss of fields, and one with weights, reads the features as
-        channels and the nodes as the cells of a field."""
-        if isinstance(loss, BandRMSE | BoundaryRMSE | PhysicsLoss):
-            raise ConfigError(f"{loss!r} needs the cells of a grid, and cannot be computed on a mesh")
-        of_fields = type(loss).bind_partition is not Loss.bind_partition
-        if not of_fields and not isinstance(getattr(loss, "weights", None), CellWeights):
-            return loss
-        return NodeLoss(loss.bind_partition(FieldPartition(self.partition.partition.cuts)))
+        return bind_loss_to_outputs(loss, self.output_kinds)
 
-    def get_output_domain(self) -> Domain:
+    def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
         assert isinstance(self.partition, Domain)
-        return self.partition
+        found = tuple(self.partition if isinstance(kind, MeshPartition) else None for kind in self.output_kinds)
+        if found == (None,):
+            raise ConfigError("output_grid: the model's output are scalars, which every rank has whole")
+        return found if len(found) > 1 else self.partition
 
-    def _to_model_layout(self, array: Any, name: str) -> Any:
+    def _to_model_layout(self, array: Any, kind: MeshPartition, name: str) -> Any:
         whole = array[:, None] if array.ndim == 1 else array
-        if whole.ndim not in (2, 3) or whole.shape[-2] not in self.partition.row_counts:
-            raise self._make_shape_error(array, name)
-        return self.partition.take_owned_rows(whole if whole.ndim == 3 else whole[None])
+        rows = (self.partition.graph.edges,) if kind.kind == "edges" else self.partition.row_counts
+        if whole.ndim not in (2, 3) or whole.shape[-2] not in rows:
+            raise self._make_shape_error(array, name, kind.kind)
+        whole = whole if whole.ndim == 3 else whole[None]
+        return whole if kind.kind == "edges" else self.partition.take_owned_rows(whole)
 
-    def _make_shape_error(self, array: Any, name: str) -> DataError:
+    def _make_shape_error(self, array: Any, name: str, kind: str = "nodes") -> DataError:
         owned, both = self.partition.row_counts
+        if kind == "edges":
+            return DataError(
+                f"{name} has shape {tuple(array.shape)}, but this rank has {self.partition.graph.edges} edges: give "
+                "(edges, features) or (samples, edges, features), as Partition.exchange_edges returns them"
+            )
         ghosts = f", or {both} with the ghosts" if both != owned else ""
         per_node = next((array.size // n for n in (both, owned) if array.ndim == 1 and n and array.size % n == 0), 0)
         reshape = f"; of {per_node} values for each node in turn, as array.reshape(-1, {per_node})" if per_node else ""
@@ -142,27 +151,3 @@ class NodeSamples:
             f"{name} has shape {tuple(array.shape)}, but this rank has {owned} nodes{ghosts}: give (nodes, features) "
             f"or (samples, nodes, features){reshape}"
         )
-
-
-class NodeLoss(Loss):
-    """Computes a loss of fields (samples, channels, cells) on values (samples, nodes, features) of nodes."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.kernel_names, self.partial = loss.kernel_names, loss.partial
-
-    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        return self.loss.forward(env, _swap(y), _swap(target))
-
-    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        return env.xp.ascontiguousarray(_swap(self.loss.backward(env, saved, seed)))
-
-    def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        if len(shape) != 3 or target.ndim != 3:
-            raise DataError(f"{self.loss!r} compares (samples, nodes, features), got {shape} and {target.shape}")
-        self.loss.validate((shape[0], shape[2], shape[1]), _swap(target))
-
-
-def _swap(values: Array) -> Array:
-    """Return a view with nodes last instead of features, or the inverse."""
-    return values.transpose(0, 2, 1)

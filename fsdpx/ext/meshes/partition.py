@@ -15,6 +15,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
+from fsdpx.ext.fields.over_parts import require_no_mixed_inputs
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.meshes.graph_building import (
     BuiltGraph,
@@ -23,12 +24,12 @@ from fsdpx.ext.meshes.graph_building import (
     exchange_arrays,
     raise_first_error,
 )
+from fsdpx.ext.meshes.input_kinds import find_input_kinds
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.splitting import assign_parts
-from fsdpx.nn.container import list_input_names
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.nn.shard_specs import FieldPartition, Kind
 from fsdpx.nn.tensor_plan import ShardingWalk
 
 __all__ = ["Partition"]
@@ -331,31 +332,36 @@ class Partition(Domain):
 
     def shard_model(
         self, model: Layer, parts: Sequence[FieldPartition] | None = None
-    ) -> tuple[Layer, tuple[FieldPartition]]:
-        """Return the model that each rank runs on its part of the mesh, and the distribution of the model's only
-        output. Communicates nothing.
+    ) -> tuple[Layer, tuple[Kind, ...]]:
+        """Return the model that each rank runs on its part of the mesh, and the distribution of each output of the
+        model. Communicates nothing.
 
         Parameters
         ----------
         model : model of the whole mesh
-        parts : one distribution, of all inputs of the model; default None: that of this partition
+        parts : one distribution, of all inputs that are values of nodes; default None: that of this partition
 
         Returns
         -------
         tuple of (Layer, tuple)
-            the tuple has the distribution, a `FieldPartition`
+            the tuple has a `FieldPartition` for values of nodes, and `Replicated()` for scalars, which every rank holds
+            in full
 
         Raises
         ------
-        ConfigError : if a layer cannot run on a part of a mesh, or the model does not return values of nodes
+        ConfigError : if a layer cannot run on a part of a mesh, or an output is neither values of nodes nor scalars
         """
-        inputs = [self.partition if parts is None else parts[0]] * len(list_input_names(model))
-        made, kinds = ShardingWalk(1, None, {}).shard_layer(model, "", inputs)
-        (kind,) = kinds if len(kinds) == 1 else (None,)
-        if not isinstance(kind, MeshPartition) or kind.kind != "nodes":
-            found = ", ".join(map(str, kinds))
-            raise ConfigError(f"domain=: {type(model).__name__} gives {found}: it must give one value of nodes")
-        return made, (kind,)
+        nodes = self.partition if parts is None else parts[0]
+        assert isinstance(nodes, MeshPartition)
+        walk = ShardingWalk(1, None, {}, (require_no_mixed_inputs,))
+        made, kinds = walk.shard_layer(model, "", find_input_kinds(model, nodes))
+        for kind in kinds:
+            if isinstance(kind, MeshPartition) and kind.kind != "nodes":
+                found = ", ".join(map(str, kinds))
+                raise ConfigError(
+                    f"domain=: {type(model).__name__} gives {found}: outputs must be values of nodes, or scalars"
+                )
+        return made, tuple(kinds)
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
@@ -369,8 +375,8 @@ class Partition(Domain):
         -------
         NodeSamples
         """
-        self.shard_model(model)
-        return NodeSamples(self, axes)
+        inputs = tuple(find_input_kinds(model, self.partition))
+        return NodeSamples(self, inputs, self.shard_model(model)[1], axes)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):

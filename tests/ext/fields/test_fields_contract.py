@@ -72,6 +72,7 @@ CASES = {
     "TimeEmbedding": (lambda: nn.TimeEmbedding(6, 10.0), lambda: rows(4, 1)),
     "GlobalMean": (lambda: nn.GlobalMean([[1.0, 2.0, 0.5]]), lambda: rows(3, 2, 1, 3)),
     "GlobalSum": (nn.GlobalSum, lambda: rows(3, 2, 4)),
+    "GlobalMax": (nn.GlobalMax, lambda: rows(3, 2, 4)),
     "StaticChannels": (lambda: nn.StaticChannels([[1.0, 2.0], [3.0, 4.0]]), lambda: rows(3, 2, 2)),
     "FillNaN": (nn.FillNaN, lambda: rows(4, 6)),
     "Mask": (lambda: nn.Mask([[True, False, True], [True, True, False]], 2.0), lambda: rows(3, 2, 2, 3)),

@@ -1,0 +1,113 @@
+"""`SplitSamples`: what sample layouts have in common in which several ranks hold parts of each sample."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fsdpx.core.array.namespace import namespace_of, to_host
+from fsdpx.core.comm.mesh import MeshAxes
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.shard_specs import FieldPartition, Kind
+
+__all__ = ["SplitSamples"]
+
+
+class SplitSamples(ABC):
+    """Base class for sample layouts in which the ranks of a group hold parts of the same samples.
+
+    Attributes
+    ----------
+    input_kinds, output_kinds : how each input and output of the model is distributed: a partition, or `Replicated` for
+        scalars (samples, n), which every rank holds in full
+    axes : the communicators of the ranks
+    """
+
+    input_kinds: tuple[Kind, ...]
+    output_kinds: tuple[Kind, ...]
+    axes: MeshAxes
+
+    has_complete_samples: ClassVar = False
+    whole: ClassVar[str]
+    """What the ranks hold parts of, for errors."""
+
+    @abstractmethod
+    def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any: ...
+
+    @abstractmethod
+    def to_caller_layout(self, array: Any, batched: bool) -> Any: ...
+
+    def get_first_split_input(self, inputs: Sequence[Any]) -> Any:
+        """Return the first of the model's inputs of which each rank holds a part."""
+        return next(x for x, kind in zip(inputs, self.input_kinds, strict=True) if isinstance(kind, FieldPartition))
+
+    def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
+        return [rows[member[0]] for member in self.axes.ranks_sharing_samples]
+
+    def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
+        for member in self.axes.ranks_sharing_samples:
+            odd = next((rank for rank in member if rows[rank] != rows[member[0]]), None)
+            if odd is not None:
+                raise DataError(
+                    f"data rank {member[0]} has {rows[member[0]]} samples, and data rank {odd}, which has another part "
+                    f"of the same {self.whole}, {rows[odd]}"
+                )
+
+    def all_gather_checks(self, inputs: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
+        """All-gather the value `mine` of each rank that holds a part of the same samples. Return the values in the
+        order of the parts, and a warning if these ranks pass different scalars, or ""."""
+        groups = self.axes.groups
+        assert groups is not None
+        scalars = [
+            zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes())
+            for array, kind in zip(inputs, self.input_kinds, strict=True)
+            if not isinstance(kind, FieldPartition)
+        ]
+        everyone = self.axes.uncounted_world.all_gather_data((mine, scalars))
+        values, numbers = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
+        text = ""
+        if odd := next((r for r, found in zip(groups.own_ranks, numbers, strict=True) if found != numbers[0]), 0):
+            text = (
+                f"fsdpx: rank {odd} passes other scalars than rank {groups.own_ranks[0]} with its part of the same "
+                f"{self.whole.removesuffix('s')}: pass the same on all ranks, such as those that comm.bcast() gives"
+            )
+        return list(values), text
+
+    def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        found = [self.to_model_output(array, "dy", i, batched) for i, array in enumerate(arrays)]
+        ranks = self.axes.parts.size
+        return [
+            dy if isinstance(kind, FieldPartition) else dy / ranks
+            for dy, kind in zip(found, self.output_kinds, strict=True)
+        ]
+
+    def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
+        found: list[Any] = []
+        for dx, kind in zip(arrays, self.input_kinds, strict=True):
+            if dx is not None and not isinstance(kind, FieldPartition) and self.axes.parts.size > 1:
+                total = namespace_of(dx).ascontiguousarray(dx).reshape(-1).copy()
+                self.axes.parts.all_reduce(total, what="gradient of scalars").wait()
+                dx = total.reshape(dx.shape)
+            found.append(None if dx is None else self.to_caller_layout(dx, batched))
+        return found
+
+    def require_scalar_output(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
+        """Return the shape of output number `index`, which must be scalars."""
+        if len(shape) != 2:
+            raise ConfigError(f"output {index} of shape {tuple(shape)}: scalars must leave a model as (samples, n)")
+        return tuple(shape)
+
+    def to_model_scalars(self, array: Any, name: str, batched: bool) -> Any:
+        """Return scalars of the caller as (samples, n), or as (samples,). Raise DataError if they have other dims.
+        `name` is what errors call them."""
+        if array.ndim not in ((1, 2) if batched else (0, 1)):
+            wanted = "(samples, n)" if batched else f"(n,), as the {self.whole.removesuffix('s')} has no dim of samples"
+            raise DataError(
+                f"{name} has shape {tuple(array.shape)}: the model reads or gives scalars there, which every rank "
+                f"passes whole, as {wanted}"
+            )
+        return array if batched else array[None]

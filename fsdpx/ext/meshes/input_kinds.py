@@ -1,0 +1,89 @@
+"""Finds out whether each input of a model is values of nodes, values of edges, or scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdpx.ext.fields.over_parts import TakesScalars
+from fsdpx.ext.fields.rollout import Rollout
+from fsdpx.ext.meshes.local_graph import GraphLayer, MeshPartition
+from fsdpx.nn.container import Container, list_input_names
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.shard_specs import Kind, Replicated
+
+__all__ = ["find_input_kinds"]
+
+
+def find_input_kinds(model: Layer, nodes: MeshPartition) -> list[Kind]:
+    """Return how each input of a model is distributed, given the distribution of values of nodes.
+
+    Values are of the same kind if a layer reads them together or makes the one of the other, unless the layer changes
+    the kind, as `Aggregate` does. What this does not tell is values of nodes. If no input would be split over the
+    ranks, all are values of nodes, and the sharding of the model then names the layer that cannot run on a part."""
+    values = _Values()
+    inputs = [values.add() for _ in list_input_names(model)]
+    values.trace(model, inputs, nodes)
+    found = [values.get_kind(one) for one in inputs]
+    if all(kind == "scalars" for kind in found):
+        return [nodes] * len(found)
+    return [Replicated() if kind == "scalars" else nodes.of_kind(kind) for kind in found]
+
+
+class _Values:
+    """The values of a model, numbered from 0, in sets of values of one kind (disjoint-set union)."""
+
+    def __init__(self) -> None:
+        self._parents: list[int] = []
+        self._kinds: dict[int, str] = {}
+
+    def add(self, kind: str = "") -> int:
+        """Add a value, and return its number."""
+        self._parents.append(len(self._parents))
+        self.set_kind(self._parents[-1], kind)
+        return self._parents[-1]
+
+    def get_kind(self, value: int) -> str:
+        return self._kinds.get(self._find(value), "nodes")
+
+    def set_kind(self, value: int, kind: str) -> None:
+        """Note the kind of a value, unless it is known already."""
+        if kind:
+            self._kinds.setdefault(self._find(value), kind)
+
+    def join(self, values: Sequence[int]) -> int:
+        """Note that values are of one kind, and return one of them."""
+        first = self._find(values[0])
+        for other in map(self._find, values[1:]):
+            if other != first:
+                self._parents[other] = first
+                self.set_kind(first, self._kinds.pop(other, ""))
+        return first
+
+    def trace(self, layer: Layer, given: Sequence[int], nodes: MeshPartition) -> list[int]:
+        """Note what a layer tells about the values that it reads, and return its results."""
+        if isinstance(layer, Container):
+            known = dict(zip(layer.inputs, given, strict=True))
+            for step in layer.steps:
+                results = self.trace(step.layer, [known[source] for source in step.sources], nodes)
+                known.update(zip(step.gives, results, strict=True))
+            return [known[name] for name in layer.outputs]
+        if isinstance(layer, Rollout):
+            return [self.join([given[0], *self.trace(layer.net, given, nodes)])]
+        if isinstance(layer, GraphLayer):
+            for value, rows in zip(given, layer.reads, strict=True):
+                self.set_kind(value, rows)
+            return [self.add("edges" if layer.gives == "edges" else "nodes")]
+        scalars = layer.scalar_inputs if isinstance(layer, TakesScalars) else ()
+        if getattr(layer, "gives_scalars", False):
+            return [self.add("scalars")]
+        unchanged = nodes.can_run_unchanged(layer) or nodes.can_run_bound(layer)
+        for i, value in enumerate(given):
+            if i in scalars or not unchanged:
+                self.set_kind(value, "scalars")
+        rest = [value for i, value in enumerate(given) if i not in scalars]
+        return [self.join(rest) if rest else self.add()]
+
+    def _find(self, value: int) -> int:
+        while self._parents[value] != value:
+            value = self._parents[value]
+        return value
