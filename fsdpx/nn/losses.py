@@ -57,7 +57,7 @@ class Loss(ABC):
     """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
     acts on positions works with sharded sequences, because totals and weights of parts along dim 1 add up."""
     counts: str = "unknown"
-    """What the weight is: "elements", the number of elements of y; "samples", a number that is proportional to the
+    """What the weight counts: "elements", the number of elements of y; "samples", a number that is proportional to the
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
     __array_ufunc__ = None  # so that NumPy leaves `numpy.float64(2) * loss` to `__rmul__`
 
@@ -350,7 +350,7 @@ class BCEWithLogitsLoss(_Elementwise):
 
 
 class LossSum(Loss):
-    """Weighted sum of losses, which the operators `+` and `*` make: `0.5 * nn.MSELoss() + nn.L1Loss()`.
+    """Weighted sum of losses, as created by the operators `+` and `*`: `0.5 * nn.MSELoss() + nn.L1Loss()`.
 
     The mean loss is the sum of factor times mean loss of each term. If the weight of a term is not proportional to the
     number of samples, the term is averaged over each sample first, and then over samples. Otherwise the sum would

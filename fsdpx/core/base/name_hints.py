@@ -159,8 +159,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def suggest_number_format(given: Any, known: Collection[Any]) -> str:
-    """Return a suggestion for an unknown number format, as the end of a sentence: the one of the `known` formats that
-    another library calls so. `given` is a name or a dtype of another library. Return "" if there is none."""
+    """Return a suggestion for an unknown number format, as the end of a sentence: the `known` format that another
+    library calls `given`, a name or a dtype. Return "" if there is none."""
     word = given if isinstance(given, str) else getattr(given, "__name__", str(given)).rpartition(".")[2]
     ours = _FORMATS_ELSEWHERE.get(word, word)
     return f"; here that is {ours!r}" if ours in known else ""

@@ -259,12 +259,12 @@ _OTHER_FORMATS = {
     **{bytes([0x80, protocol]): f"a pickle, as torch.save writes: {_FROM_PYTORCH}" for protocol in range(2, 6)},
     b"\x89HDF\r\n\x1a\n": "an HDF5 file: read its arrays with h5py, and pass them to load_parameters as a dict",
 }  # fmt: skip
-"""What a file is that is no safetensors file, and how to convert it, by the first bytes of the file."""
+"""First bytes of files that are not safetensors files -> which format they have, and how to convert them."""
 
 
 def identify_other_format(start: bytes) -> str:
-    """Return which other format a file has that begins with the bytes `start`, and how to convert it. Return "" if the
-    format is unknown."""
+    """Return the format of a file that begins with the bytes `start`, and how to convert it, or "" if the format is
+    unknown."""
     return next((text for first, text in _OTHER_FORMATS.items() if start.startswith(first)), "")
 
 

@@ -51,7 +51,7 @@ class SampleLayout(Protocol):
         collective."""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
-        """Return the shape of the unsplit input number `index`, given the shape of this rank's part."""
+        """Return the shape of input number `index` before it is split, given the shape of this rank's part."""
 
     def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         """Return the shape of this rank's part of each output, given the shapes of the unsplit outputs."""

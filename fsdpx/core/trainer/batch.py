@@ -301,7 +301,7 @@ def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) ->
 def _prepare_target_of_output(
     placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool
 ) -> Any:
-    """Return the target of output number `index` as `prepare_target` does. `name` is what errors call it."""
+    """Return the target of output number `index` as `prepare_target` does. Errors refer to it by `name`."""
     layout = placement.sample_layout
     target = layout.take_local_target(to_device_array(placement, y, name), index)
     target = layout.to_model_output(target, name, index, batched)

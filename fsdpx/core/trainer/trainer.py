@@ -658,7 +658,7 @@ class Trainer:
         return loss
 
     def _warn_of_ignored_position(self) -> None:
-        """Warn on rank 0 that training continues from a checkpoint, but its data do not."""
+        """Warn on rank 0 that training resumes from a checkpoint, but the data loader starts from the beginning."""
         path, self._call_runner.ignored_position = self._call_runner.ignored_position, ""
         if self._placement.axes.world.rank == 0:
             warn(

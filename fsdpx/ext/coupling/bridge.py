@@ -39,7 +39,7 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    number : how many snapshots the other side had sent before; in mode "latest", numbers are left out
+    number : how many snapshots the other side had sent before; in mode "latest", dropped snapshots leave gaps
     fields : this rank's parts, in the layout of its grid and without ghost cells
     scalars : the values that were sent with them
     """
@@ -76,12 +76,12 @@ class Bridge:
     solver : on solver ranks, the grid of the solver, whose ghost cells are not sent; None on training ranks
     trainer : on training ranks, their grid, without ghost cells; None on solver ranks
     mode : what happens if one side is faster, the same on all ranks. "lockstep": `send` returns when the other side has
-        received the fields. "queue" (default): `send` waits only while `depth` snapshots are on their way. "latest":
-        `send` drops what the other side has no time for. The solver never waits in it, neither for the trainer nor for
-        other solver ranks, and the trainer receives the first snapshot that all solver ranks can send after it asks. In
-        the other direction, `send` is collective over the training ranks, and the newest snapshot and weights always
-        arrive in the end, even if the trainer has closed the bridge
-    depth : maximum number of snapshots on their way, for mode "queue"; default 2
+        received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit. "latest":
+        `send` drops snapshots for which the other side is not ready. It never makes the solver wait, neither for the
+        trainer nor for other solver ranks; the trainer receives the first snapshot that all solver ranks can send after
+        it asks. In the other direction, `send` is collective over the training ranks, and the newest snapshot and
+        weights always arrive in the end, even if the trainer has closed the bridge
+    depth : maximum number of snapshots in transit, for mode "queue"; default 2
 
     Raises
     ------
@@ -117,13 +117,14 @@ class Bridge:
         Parameters
         ----------
         fields : arrays in the layout of this rank's grid, with or without ghost cells, and with or without a channels
-            dim, of any number dtype; all ranks of the side pass equally many, with the same dtypes and channels
+            dim, of any number dtype; all ranks of the side pass the same number of arrays, with the same dtypes and
+            channels
         scalars : values to send with them, such as the number of the step: numbers, text, or lists and dicts of these,
             the same on all ranks of the side
 
         Raises
         ------
-        DataError : if an array has not the shape of this rank's part
+        DataError : if an array does not have the shape of this rank's part
         CommTimeout : if the other side does not receive in time (FSDPX_TIMEOUT)
         RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
         """
@@ -149,8 +150,8 @@ class Bridge:
         -------
         Snapshot or None
             with the attributes `number`, `fields` (this rank's parts, in the layout of its grid and without ghost
-            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if there is none without
-            waiting
+            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if `wait` is False and none
+            has arrived
 
         Raises
         ------
@@ -200,7 +201,7 @@ class Bridge:
         Returns
         -------
         dict or None
-            full arrays by name; None if the trainer has closed the bridge, or if there are none without waiting
+            full arrays by name; None if the trainer has closed the bridge, or if `wait` is False and none have arrived
 
         Raises
         ------
@@ -263,7 +264,7 @@ class Bridge:
     def _plan_field_streams(
         self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
     ) -> tuple[list[Sender], list[Receiver]]:
-        """Plan which cells this rank exchanges with each rank of the other side, and open both streams of fields."""
+        """Find which cells this rank exchanges with each rank of the other side, and open both streams of fields."""
         comm, ours, theirs = self._comm, parts[side], parts[self._other]
         place = list(ours).index(comm.rank)
         out = find_overlaps_with_receivers(self._part, place, len(ours), theirs)
@@ -344,7 +345,7 @@ def _list_part_facts(grid: Grid) -> tuple[Any, ...]:
 
 
 def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> str:
-    """Return what is wrong with the arguments of this rank, or ""."""
+    """Return an error text for the arguments of this rank, or ""."""
     if (solver is None) == (trainer is None):
         return "pass solver= on solver ranks and trainer= on training ranks, and only one of them on each rank"
     grid = solver if trainer is None else trainer

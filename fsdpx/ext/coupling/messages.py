@@ -1,4 +1,4 @@
-"""Which cells a rank of one grid exchanges with each rank of another grid, and the bytes of such a message."""
+"""Find the cells that the ranks of two grids exchange, and pack them into messages."""
 
 from __future__ import annotations
 

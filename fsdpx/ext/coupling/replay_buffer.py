@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: a choice of the samples that a solver has sent, from which all ranks draw the same batches."""
+"""`ReplayBuffer`: keeps some of the samples that a solver sends; all ranks draw the same batches from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ReplayBatch(NamedTuple):
     ----------
     ids : numbers of the samples, in the order in which they were added
     fields : each field of all samples, with a leading dim of samples
-    weights : importance of each sample, at most 1, which makes up for priorities
+    weights : importance weight of each sample, at most 1, which corrects for the priorities
     """
 
     ids: np.ndarray
@@ -92,7 +92,7 @@ class ReplayBuffer:
         return len(self._samples)
 
     def add(self, *fields: Any) -> None:
-        """Add a sample, which is copied, or leave it out as the policy demands.
+        """Add a copy of a sample, unless the policy discards it.
 
         Parameters
         ----------
@@ -101,7 +101,7 @@ class ReplayBuffer:
 
         Raises
         ------
-        DataError : if an array has not the shape of this rank's part, or differs from earlier samples in dtype or
+        DataError : if an array does not have the shape of this rank's part, or differs from earlier samples in dtype or
             channels, or is not finite
         """
         arrays = tuple(np.array(to_host(field)) for field in fields)
@@ -152,7 +152,7 @@ class ReplayBuffer:
         return ReplayBatch(self._ids[slots], tuple(np.stack(arrays) for arrays in fields), weights)
 
     def update_priorities(self, ids: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray) -> None:
-        """Set the priorities of samples, such as their losses. Samples that are no longer there are left out.
+        """Set the priorities of samples, such as their losses. Samples that have been replaced are ignored.
 
         Parameters
         ----------
@@ -200,7 +200,7 @@ class ReplayBuffer:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the buffer into a folder, from which any number of ranks can load it. Collective over the grid.
 
-        Each rank writes files with its parts. A buffer that was saved there before is replaced only when the new one is
+        Each rank writes files with its parts. An earlier buffer in this folder is replaced only when the new one is
         complete.
 
         Parameters
@@ -209,7 +209,7 @@ class ReplayBuffer:
 
         Raises
         ------
-        CheckpointError : on all ranks, if one cannot write
+        CheckpointError : on all ranks, if a rank cannot write
         """
         folder, comm = expanduser(path), self._grid.comm
         token = all_gather_plain_data(comm, os.urandom(8).hex())[0]
@@ -231,8 +231,8 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the content by a buffer that was saved, by the same number of ranks or another one. Random numbers
-        continue where those of the saved buffer were. Collective over the grid.
+        """Replace the content with a saved buffer, which any number of ranks may have saved. Random numbers continue as
+        in the saved buffer. Collective over the grid.
 
         Parameters
         ----------
@@ -276,8 +276,8 @@ class ReplayBuffer:
         return kinds
 
     def _write_facts(self, folder: Path, token: str, parts: list[Any], moments: list[np.ndarray | None]) -> str:
-        """Write the file that makes the buffer complete, and remove files of former buffers. Return what went wrong,
-        or ""."""
+        """Write the file that makes the buffer complete, and remove files of former buffers. Return an error text, or
+        ""."""
         facts = {
             "capacity": self.capacity, "policy": self.policy, "token": token, "parts": parts, "count": self._count,
             "kinds": self._list_kinds(), "ids": self._ids.tolist(),
@@ -308,7 +308,8 @@ class ReplayBuffer:
         return whole
 
     def _require_fitting_fields(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Raise DataError if an array has not the shape of this rank's part, or the sample differs from others."""
+        """Raise DataError if an array does not have the shape of this rank's part, or the sample differs from
+        others."""
         layout = self._part.layout
         for i, array in enumerate(arrays):
             has_channels = "c" in layout and array.ndim == len(layout)

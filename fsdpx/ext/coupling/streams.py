@@ -25,11 +25,12 @@ sending. There are three ways to send:
    - If any rank has sent MISSED, all receivers discard the snapshot, which they find out in a collective among
      themselves, and the lead asks again with a larger margin. If all ranks noticed TAKE early, the margin shrinks.
 
-   Until TAKE arrives, a sender rank copies nothing, so a snapshot that nobody takes costs one test of a message.
+   Until TAKE arrives, a sender rank copies nothing, so a snapshot that nobody receives costs only one test for a
+   message.
 
 The last header of each sender rank is END, and the last control message of each receiver rank is CLOSED. Each rank
 sends them when it closes the bridge, and then discards what arrives until it has the other side's END and CLOSED. A
-rank whose script ends without that says so in its CLOSED, so that the other side does not wait for it."""
+rank whose script ends without closing the bridge says so in its CLOSED, so that the other side does not wait for it."""
 
 from __future__ import annotations
 
@@ -155,8 +156,8 @@ class Sender:
         self._has_ended_receiver = False
 
     def send(self, make_body: MakeBody) -> None:
-        """Send a snapshot, or leave it out, as the way to send demands; after the receivers have closed the stream, do
-        nothing."""
+        """Send a snapshot, or drop it, depending on the way to send. Do nothing after the receivers have closed the
+        stream."""
         raise_if_rank_lost(self._comm, "send to the other side of the bridge")
         number, self._number = self._number, self._number + 1
         is_closed = self.has_closed_receiver()
@@ -180,7 +181,7 @@ class Sender:
         return len(self._control) < len(self._receivers)
 
     def start_closing(self) -> None:
-        """Send what was kept back, and the end of the stream."""
+        """Send the snapshot that was kept back, if any, and the end of the stream."""
         if self._kept is not None:
             self._wait_for_answers(0)
             self._ship_kept()
@@ -282,7 +283,7 @@ class SnapshotChoice:
         self._positions: dict[int, int] | None = None
 
     def start(self) -> None:
-        """Begin to collect the numbers at which sender ranks are."""
+        """Begin to collect the snapshot numbers of the sender ranks."""
         self._positions = {}
 
     def cancel(self) -> None:
@@ -295,14 +296,14 @@ class SnapshotChoice:
             self._positions[rank] = number
 
     def try_choose(self, senders: int) -> bool:
-        """Set `wanted` and return True, once it is known where all sender ranks are."""
+        """If the positions of all sender ranks are known, set `wanted` and return True."""
         if self._positions is None or len(self._positions) < senders:
             return False
         self.wanted, self._positions = max(self._positions.values()) + self._margin, None
         return True
 
     def adjust_margin(self, headers: Sequence[Header]) -> None:
-        """Set the margin by how late or how early sender ranks knew which snapshot was wanted."""
+        """Adjust the margin, depending on how late or early the sender ranks learned which snapshot was wanted."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
         early = min(header.early for header in headers)
         self._margin = self._margin + 2 * late if late else max(1, self._margin - early // 2)

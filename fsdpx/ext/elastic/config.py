@@ -1,4 +1,4 @@
-"""`ElasticConfig`, the option `elastic`: how many copies of its state a rank has, and how many ranks train."""
+"""`ElasticConfig`, the option `elastic`: how many copies of each rank's state exist, and how many ranks train."""
 
 from __future__ import annotations
 

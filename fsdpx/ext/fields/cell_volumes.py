@@ -22,18 +22,18 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     Parameters
     ----------
     widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
-        width of all cells, for which `grid` is needed. In place of a width, any weight along that dim may stand, such
-        as those of `compute_latitude_weights`
+        width of all cells, for which `grid` is needed. Other weights along a dim, such as those of
+        `compute_latitude_weights`, can replace its widths
     grid : the grid whose part of the field is computed; default None: the full field
 
     Returns
     -------
     numpy.ndarray
-        float64, (*cells), such as `weights=` of losses takes
+        float64, (*cells), for `weights=` of losses
 
     Raises
     ------
-    ConfigError : if widths are not finite numbers >= 0, or do not fit the grid
+    ConfigError : if widths are not finite numbers >= 0, or do not match the grid
     """
     each = [_to_finite_array("compute_cell_volumes: widths", one) for one in widths]
     if grid is not None and len(each) != len(grid.shape):

@@ -116,8 +116,8 @@ class ConvWindow:
         return tuple(pad if self._is_padded_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
 
     def _is_padded_by_kernel(self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]) -> bool:
-        """Return whether the kernel adds the padding along a dim. Given numbers need the halo exchange along all dims,
-        since in the corners the padding of the last dim holds."""
+        """Return whether the kernel adds the padding along a dim. Padding with a given number needs the halo exchange
+        along all dims, because corners get the padding of the last dim."""
         has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
@@ -269,8 +269,9 @@ class Conv(WindowLayer):
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end) or a
-        number, which the cells there have in all channels (Dirichlet); one for all dims or one for each, which may be
-        a pair (before, after), as in (("reflect", 1.5), "circular"). In corners the last dim holds. Default "zeros"
+        number, the value of the cells there in all channels (Dirichlet); one for all dims or one for each, which may be
+        a pair (before, after), as in (("reflect", 1.5), "circular"). Corners get the padding of the last dim. Default
+        "zeros"
     init : initial values of `weight`; default None: the uniform distribution
     """
 

@@ -256,7 +256,7 @@ class FieldDataset:
     mask, are appended once to `x`, after its states, and are not in `y`.
 
     With `forcing`, samples are ((x, f), y), where `f` holds the forcing at the times from which the `targets` steps
-    start: that of the last state in `x`, and of all states in `y` but the last. `nn.Rollout(net, steps=targets,
+    start: that of the last state in `x`, and of all states in `y` except the last. `nn.Rollout(net, steps=targets,
     inputs=inputs, constants=dataset.constants, forcing=...)` takes these inputs.
 
     Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
@@ -275,8 +275,8 @@ class FieldDataset:
     fields : names of datasets, in the order of the channels; default None: all datasets that have more dims than cell
         dims
     inputs, targets : number of states in `x` and in `y`; default 1
-    forcing : names of datasets with a time dim that are known in advance, such as solar radiation, and are no part of
-        the states; default: none
+    forcing : names of datasets with a time dim whose future values are known, such as solar radiation; they are not
+        part of the states. Default: none
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
     dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters,

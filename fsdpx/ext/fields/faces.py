@@ -39,7 +39,8 @@ FaceSpacing = float | Sequence[float] | np.ndarray
 
 
 class NeighborMove(NamedTuple):
-    """How each output along a dim follows from two neighbors: y[i] = lower[i] x[i + first] + upper[i] x[i + first + 1].
+    """The weights of each output along a dim, a sum of two neighbors: y[i] = lower[i] x[i + first] + upper[i] x[i +
+    first + 1].
 
     `outputs` are the cuts of the outputs, and `lower` and `upper` the weights of all outputs of the field."""
 
@@ -162,9 +163,9 @@ def _make_neighbor_halo(parts: FieldPartition, dim: int, outputs: Cuts, first: i
 class CellsToFaces(_NeighborLayer):
     """Moves values from cells to the faces across one dim: the mean of both cells, or the derivative between them.
 
-    With weights that are the widths of cells, and on faces the distances of cell centers, this is the adjoint of
-    `FacesToCells` (the derivative with opposite sign) if both are 0 beyond the ends, or periodic. Cells of different
-    widths therefore enter the mean by their widths, and the integral of a periodic field stays the same.
+    If cells are weighted by their widths and faces by the distances of cell centers, this layer is the adjoint of
+    `FacesToCells` (derivatives: with the opposite sign), provided that both are periodic or 0 beyond the ends. The mean
+    therefore weights cells by their widths, which preserves the integral of a periodic field.
 
     Parameters
     ----------
@@ -173,10 +174,10 @@ class CellsToFaces(_NeighborLayer):
         centers
     spacing : distance between the bounds of a cell, or an array with the bounds of all n cells of the full field, of
         length n + 1; default 1
-    faces : "all" (default): the n + 1 faces of n cells, of which the last rank with cells has the last; or n faces,
-        the "low" or the "high" one of each cell. Periodic dims have n faces
+    faces : "all" (default): the n + 1 faces of n cells; the last rank with cells has the last one; or n faces, the
+        "low" or the "high" one of each cell. Periodic dims have n faces
     padding_mode : values of the cells beyond the ends, as for one dim of `Conv`; default "replicate": the mean on a
-        wall is the value of the cell beside it, and the derivative 0
+        wall is the value of the adjacent cell, and the derivative is 0
     """
 
     def __init__(
@@ -192,15 +193,15 @@ class CellsToFaces(_NeighborLayer):
 
 class FacesToCells(_NeighborLayer):
     """Moves values from the faces across one dim to cells: the mean of both faces of a cell, or the derivative between
-    them, which for fluxes is what flows out of the cell along this dim.
+    them, which for fluxes is the net outflow of the cell along this dim.
 
     Parameters
     ----------
     dim, spacing : as in `CellsToFaces`
     derivative : 0 (default): the mean; 1: the difference of upper and lower face, divided by the width of the cell
     faces : the faces of the input, as in `CellsToFaces`
-    padding_mode : values of the face that n faces lack at the end of the field, as for one dim of `Conv`; default
-        "zeros": nothing flows through the wall. Not read if `faces` is "all"
+    padding_mode : value on the face at the end of the field that "low" or "high" omits, as for one dim of `Conv`;
+        default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class _SelectComponent(Layer):
 
 
 class FaceDivergence(Graph):
-    """Divergence, on cells, of fluxes through the faces across each dim: the sum of the outflows of a cell.
+    """Divergence, on cells, of fluxes through the faces across each dim: the net outflow of each cell.
 
     If `faces` is "all", there are `dims` inputs x0, x1, ... of n + 1 faces each, the fluxes along each coordinate.
     Otherwise there is one input, (samples, vectors x dims, *cells), in which each component has its values on the low

@@ -248,8 +248,8 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            on the same communicator, with the ghost cells of this grid; as `domain=`, for models whose inputs all lie
-            on these faces, or as an argument of `with_inputs`
+            on the same communicator, with the ghost cells of this grid. Pass it as `domain=` if all inputs of the model
+            lie on these faces, or to `with_inputs`
 
         Raises
         ------
@@ -278,8 +278,8 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            as `domain=`. Outputs as large as one of the inputs, or as the cells or faces of this grid, are divided over
-            the ranks as these are
+            to pass as `domain=`. An output with the size of one of the inputs, or of the cells or faces of this grid,
+            is partitioned in the same way
 
         Raises
         ------

@@ -231,8 +231,8 @@ def expand_padding_modes(
     """Return the padding before and after the field for each dim.
 
     `given` is one padding for all dims, or a sequence with one for each, which may be a pair (before, after); `name` is
-    the argument that it was given as. Raises ConfigError if a padding is neither one of `MODES` nor a finite number,
-    or if a field is periodic at one end only."""
+    the name of this argument. Raises ConfigError if a padding is neither one of `MODES` nor a finite number, or if a
+    field is periodic at one end only."""
     each = tuple(given) if isinstance(given, tuple | list) else (given,) * dims
     pairs = tuple(tuple(one) if isinstance(one, tuple | list) else (one, one) for one in each)
     if len(each) != dims or not all(len(pair) == 2 and all(map(_is_padding_side, pair)) for pair in pairs):

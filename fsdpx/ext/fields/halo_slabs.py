@@ -168,7 +168,7 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
     own the halo cells.
 
     `padding_value` is the value of cells beyond the ends of the field in mode "zeros". In corners, where fixed values
-    of two dims meet, the value of the last dim holds."""
+    of two dims meet, the value of the last dim applies."""
     for halo in halos:
         if halo.ghosts:
             x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]

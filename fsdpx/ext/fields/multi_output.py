@@ -87,7 +87,7 @@ class MultiOutputLoss(Loss):
 
         Raises
         ------
-        ConfigError : if their number is not that of the losses
+        ConfigError : if the numbers of outputs and losses differ
         """
         self._require_output_count(len(kinds))
         bound = (bind_loss_to_outputs(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))

@@ -25,7 +25,7 @@ class TakesScalars:
     field holds in full."""
 
     scalar_inputs: tuple[int, ...] = ()
-    """Numbers of the inputs that are scalars."""
+    """Indices of the inputs that are scalars."""
 
 
 class PartitionedModel(NamedTuple):
@@ -104,8 +104,8 @@ def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
     """Return, for each input of a model, whether it is scalars, which every rank holds in full, or a field.
 
     An input is scalars if a layer reads it that cannot run on a part of a field, such as `Linear`, or that takes
-    scalars there, such as `FiLM`; elementwise layers may lie between. If no input would be a field, all are, and the
-    sharding of the model then names the layer that cannot run on a part."""
+    scalars there, such as `FiLM`; elementwise layers may lie between. If this makes all inputs scalars, return False
+    for all; sharding the model then raises an error that names the layer that cannot run on a part."""
     count = len(list_input_names(model))
     found = tuple(_find_scalar_reads(model, count, [False] * model.n_outputs))
     return (False,) * count if all(found) else found

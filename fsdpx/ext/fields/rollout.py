@@ -37,7 +37,7 @@ __all__ = ["Rollout"]
 
 
 class SavedStates(NamedTuple):
-    """What the forward of a `Rollout` saves.
+    """Arrays that the forward of a `Rollout` saves for backward.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Rollout(Layer, TakesScalars):
     The first input of the model is the state, as `data.FieldDataset` makes it: the last `inputs` states, oldest first,
     and then `constants` channels that never change. The model returns the next state. If the model has more inputs, so
     has the Rollout: those named in `forcing` hold the values of all steps stacked in dim 1, (samples, steps x channels,
-    ...), and all others hold a value that each step reads. They are fields or scalars (samples, n).
+    ...), and all others are the same in every step. They are fields or scalars (samples, n).
 
     If the arrays of a grid have ghost cells, the ghost cells of later states are received from the neighboring ranks,
     also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of the grid must have
@@ -74,13 +74,12 @@ class Rollout(Layer, TakesScalars):
     inputs : number of states that the model reads; default 1
     constants : number of channels after the states that do not change, such as a land mask; default 0
     forcing : names of the inputs of `net` that have a value for each step, such as solar radiation; inputs of a net
-        that is no container are named "x0", "x1" and so on. Default: none
+        that is not a container are named "x0", "x1" and so on. Default: none
     noise : standard deviation of Gaussian noise that is added to the given states in training, so that the model
         learns to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the field is
         split over ranks. Default 0
-    pushforward : number of first steps without gradient, through which the model only makes its later inputs
-        (Brandstetter et al. 2022, who use 1 of 2 steps). Errors of their states count in the loss, but train nothing.
-        Default 0
+    pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
+        et al. 2022, who use 1 of 2 steps). Their errors count in the loss, but have no gradient. Default 0
     detach : whether no gradient flows from a step to the steps before it; default False
     """
 

@@ -1,5 +1,4 @@
-"""Layers that bring scalars, such as a time step or a Reynolds number, to a field, and that reduce a field to
-scalars."""
+"""Layers that combine a field with scalars, such as a time step or a Reynolds number, or reduce a field to scalars."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ class _ScalarsToField(FieldLayer, TakesScalars):
     """Base class for layers with two inputs: a field (samples, channels, *cells), or values (samples, rows, features)
     of the nodes or edges of a mesh, and scalars (samples, n).
 
-    Every rank of a field holds all scalars, and computes the gradient that its cells contribute to them. So do the
-    layers before: the sum over ranks is the gradient."""
+    Every rank of a field holds all scalars, and computes the part of their gradient that comes from its own cells, as
+    do the layers before this one. The sum over ranks is the gradient."""
 
     n_inputs = 2
     scalar_inputs = (1,)
@@ -89,8 +88,8 @@ class ScaleShift(_ScalarsToField):
     """Scales and shifts each channel of a field: y = (1 + scale) x + shift.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), of which the first half
-    are the scales and the second half the shifts. `FiLM` is a `Linear` and this layer. On a mesh, the field is
-    (samples, nodes, features)."""
+    are the scales and the second half the shifts. `FiLM` is a `Linear` followed by this layer. On a mesh, the field
+    is (samples, nodes, features)."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         field, s = self._get_field_and_scalars(x)
@@ -195,8 +194,8 @@ class _GlobalReduction(FieldLayer):
 class GlobalMean(_GlobalReduction):
     """Mean of each channel over all cells of the field: (samples, channels, *cells) to scalars (samples, channels).
 
-    On a grid, every rank gets the result, which layers such as `Linear` may follow; forward and backward each
-    all-reduce 8 bytes per sample and channel. On a mesh, it is the mean over all nodes, (samples, nodes, features) to
+    On a grid, every rank gets the result, and layers such as `Linear` may follow. Forward and backward each all-reduce
+    8 bytes per sample and channel. On a mesh, it is the mean over all nodes, (samples, nodes, features) to
     (samples, features).
 
     Parameters
@@ -225,7 +224,7 @@ class GlobalMean(_GlobalReduction):
         return self._to_input_gradient(env, dx if w is None else (dx * w).astype(dx.dtype), shape), ()
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
-        """Return what the sums over all cells are divided by: the number of cells, or the sum of weights `w`."""
+        """Return the divisor of the sums over all cells: the number of cells, or the sum of the weights `w`."""
         if w is None:
             return max(math.prod(self.get_partition(x).shape), 1)
         dims = tuple(range(2, x.ndim))

@@ -1,4 +1,4 @@
-"""Where the cells of a field lie along a dim: at equal distances, or at given positions."""
+"""Positions of the cells of a field along a dim, which are equidistant or given."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class CellPositions(tuple[float, ...]):
     def find_values(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:
         """Return the positions of the n values of a field along a dim, and the period of that dim.
 
-        If these are the bounds of cells, values lie at the centers, and the period is the distance of the outer bounds.
-        Raises ShapeError, with the `name` of the dim, if the number of positions does not fit."""
+        If bounds of cells are given, values lie at the centers, and the period is the distance between the outer
+        bounds. Raises ShapeError, with the `name` of the dim, if the number of positions does not fit."""
         if len(self) == n + 1:
             return (np.array(self[1:]) + self[:-1]) / 2, self[-1] - self[0]
         if len(self) != n or periodic:
@@ -41,7 +41,8 @@ class CellPositions(tuple[float, ...]):
 def parse_spacing(layer: object, given: Any) -> Any:
     """Return `given`, a spacing or one for each dim, with arrays of positions as `CellPositions`.
 
-    Raises ConfigError if positions are not finite, or do not increase or decrease throughout. Checks no numbers."""
+    Raises ConfigError if positions are not finite, or do not increase or decrease throughout. Numbers are not
+    checked."""
     if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray) or getattr(given, "ndim", 1) == 0:
         return given
     return tuple(_parse_spacing_along_dim(layer, one) for one in given)

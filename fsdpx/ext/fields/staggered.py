@@ -12,17 +12,18 @@ __all__ = ["find_face_cuts", "find_shared_face_ghosts", "list_face_partitions"]
 
 
 def find_face_cuts(cuts: Cuts) -> Cuts:
-    """Return how the n + 1 faces across a dim of n cells are divided over the ranks: each rank has the low faces of its
-    cells, and the last rank with cells also the last face."""
+    """Return the cuts of the n + 1 faces across a dim of n cells: each rank has the low faces of its cells, and the
+    last rank with cells also the last face."""
     return make_output_cuts(cuts, cuts, cuts[-1] + 1)
 
 
 def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:
-    """Return the widths of ghost cells of arrays that have both faces of each cell: the high face of the last cell,
-    which the next rank owns, is one ghost more.
+    """Return the widths of ghost cells of arrays that have both faces of each cell. The high face of a rank's last
+    cell, which the next rank owns, is an additional ghost cell.
 
-    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` the ghosts of cells. Behind the
-    last cells of the field there are ranks without cells, whose only face is the last one, below their part."""
+    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` the ghosts of cells. Ranks beyond
+    the last cells of the field have no cells of their own; the only face in their arrays is the last one, a ghost below
+    their part."""
     found = []
     for rank, (low, high) in enumerate(sides):
         lacks = cuts[rank + 1] - cuts[rank] + 1 - (faces[rank + 1] - faces[rank])

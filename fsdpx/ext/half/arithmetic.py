@@ -1,4 +1,4 @@
-"""What a trainer asks about 16-bit arithmetic on this processor: whether it is worth using, and by which library."""
+"""Choice of 16-bit arithmetic for this processor: whether to use it, and which library computes it."""
 
 from __future__ import annotations
 

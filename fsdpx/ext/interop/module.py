@@ -244,7 +244,7 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
 
 
 def _list_output_names(result: Any) -> list[Any]:
-    """Return the values of `output` that select something from the result of a module's `forward`."""
+    """Return the values of `output` that select a part of the result of a module's `forward`."""
     if isinstance(result, Mapping):
         return list(result)
     if type(result) in (tuple, list):

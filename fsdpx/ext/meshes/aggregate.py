@@ -1,4 +1,4 @@
-"""Layers between nodes and edges: gathering values of nodes to edges, features of edges, and aggregation at nodes."""
+"""Layers that gather node values to edges, return edge features, or aggregate edge values at nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["Aggregate", "AggregateSenders", "EdgeFeatures", "GatherNodes"]
 
 
 class GatherNodes(GraphLayer):
-    """Gives each edge the value of one of its ends: (samples, nodes, features) -> (samples, edges, features).
+    """Gathers to each edge the value of its sender or receiver: (samples, nodes, features) -> (samples, edges,
+    features).
 
     Parameters
     ----------
@@ -50,12 +51,12 @@ class GatherNodes(GraphLayer):
 
 
 class EdgeFeatures(GraphLayer):
-    """The features of edges that were given to the `Partition`, or made from its positions: any value of nodes
-    (samples, nodes, n) -> (samples, edges, features). The value says only how many samples there are.
+    """Returns the edge features of the `Partition`, which were passed or computed from positions: (samples, nodes, n)
+    -> (samples, edges, features). Of the input, only the number of samples is used.
 
     Parameters
     ----------
-    features : number of features, which is checked
+    features : expected number of features; raises an error if the `Partition` has another
     """
 
     gives = "edges"
@@ -83,8 +84,8 @@ class EdgeFeatures(GraphLayer):
 class Aggregate(GraphLayer):
     """Combines the values of all edges that a node receives: (samples, edges, features) -> (samples, nodes, features).
 
-    A node without edges gets 0. Nothing is communicated, because each rank has all edges of its nodes, so that "mean"
-    divides by the number of edges in the whole mesh.
+    A node without edges gets 0. Each rank has all edges that its nodes receive, so nothing is communicated, and "mean"
+    divides by the number of these edges in the whole mesh.
 
     Parameters
     ----------
@@ -134,8 +135,8 @@ class Aggregate(GraphLayer):
 
 
 class AggregateSenders(GraphLayer):
-    """The sum or mean of the values of the senders of each node, without an array of all edges: (samples, nodes,
-    features) -> (samples, nodes, features). Equal to `GatherNodes` and `Aggregate`."""
+    """Sums or averages the values of each node's senders, without an array of all edges: (samples, nodes, features) ->
+    (samples, nodes, features). Equivalent to `GatherNodes` followed by `Aggregate`."""
 
     kernel_names = ("segment_sum",)
 

@@ -22,11 +22,11 @@ __all__ = ["EdgeLinear", "EdgeMLP", "NodeMLP", "RecomputedMLP"]
 
 
 class EdgeLinear(GraphLayer):
-    """A linear layer of each edge on its own features and those of its two ends: nodes (samples, nodes, node_features)
-    and edges (samples, edges, edge_features) -> (samples, edges, out_features).
+    """Linear layer on the features of each edge and of its two ends: nodes (samples, nodes, node_features) and edges
+    (samples, edges, edge_features) -> (samples, edges, out_features).
 
     It computes y = weight [edge, sender, receiver] + bias. The products with features of nodes are computed once per
-    node and then gathered, so that the inputs are not concatenated. Ranks exchange the products of ghosts: ghosts x
+    node and then gathered, which avoids concatenating the inputs. Ranks exchange the products of ghosts: ghosts x
     out_features numbers per sample, and as many in backward.
 
     Parameters
@@ -67,7 +67,7 @@ class EdgeLinear(GraphLayer):
         return self._add_products(env, *own, wide), (nodes, edges, ghosts)
 
     def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Return the result of `forward` again, without communication, from saved inputs and products of ghosts."""
+        """Recompute the result of `forward` without communication, from saved inputs and products of ghosts."""
         nodes, edges, ghosts = saved
         of_senders = self._multiply_senders(env, p, nodes)
         if ghosts is not None and ghosts.shape[1]:
@@ -79,7 +79,7 @@ class EdgeLinear(GraphLayer):
         return found.reshape(*nodes.shape[:2], self.out_features)
 
     def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
-        """Return the products with the features of edges, and of the nodes as receivers."""
+        """Return the products with the features of edges, and those with the features of nodes as receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self._split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
@@ -161,7 +161,7 @@ class RecomputedMLP(Composite):
         return tuple(found)
 
     def _recompute_first(self, layer: Layer, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Return the result of the first layer again, given what it saved: its inputs, in `EdgeMLP` with ghosts."""
+        """Recompute the result of the first layer from its saved inputs, which in `EdgeMLP` include ghosts."""
         return layer.forward(env, p, saved[0] if len(saved) == 1 else saved)[0]
 
     def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
@@ -182,8 +182,8 @@ class RecomputedMLP(Composite):
 
 
 class EdgeMLP(RecomputedMLP):
-    """An MLP of each edge on its own features and those of its two ends: nodes (samples, nodes, node_features) and
-    edges (samples, edges, edge_features) -> (samples, edges, out_features).
+    """MLP on the features of each edge and of its two ends: nodes (samples, nodes, node_features) and edges (samples,
+    edges, edge_features) -> (samples, edges, out_features).
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class EdgeMLP(RecomputedMLP):
     hidden_layers : number of hidden layers; default 2
     activation : name of the activation between layers; default "relu"
     norm : whether a `LayerNorm` follows the last layer; default True
-    recompute_hidden : whether backward computes the hidden layers again instead of keeping them; default False
+    recompute_hidden : whether backward recomputes the hidden layers, so that forward does not save them; default False
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class EdgeMLP(RecomputedMLP):
 
 
 class PairLinear(Layer):
-    """y = weight [a, b] + bias of two inputs (samples, ..., features), without a concatenated copy."""
+    """Computes y = weight [a, b] + bias of two inputs (samples, ..., features) without concatenating them."""
 
     acts_on = "position"
     n_inputs = 2
@@ -253,8 +253,8 @@ class PairLinear(Layer):
 
 
 class NodeMLP(RecomputedMLP):
-    """An MLP of each node on what it received and on its own features: (samples, nodes, received) and (samples, nodes,
-    features) -> (samples, nodes, out_features).
+    """MLP on what each node received and on its own features: (samples, nodes, received) and (samples, nodes, features)
+    -> (samples, nodes, out_features).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The exchange of ghosts: each rank gets the values of the nodes of other ranks that its edges read."""
+"""Exchange of ghosts: each rank receives those node values of other ranks that its edges read."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ExchangeGhosts(GraphLayer):
     """Appends the values of ghosts to those of the owned nodes: (samples, nodes, features) -> (samples, nodes +
     ghosts, features).
 
-    Layers that read the senders of edges do this by themselves. If several of them read the same values, put this
-    layer before them, so that the values are sent only once. Each rank receives ghosts x features numbers per sample,
-    and sends back as many gradients in backward."""
+    Layers that read the senders of edges exchange ghosts automatically. If several of them read the same values, put
+    this layer before them to send the values only once. Each rank receives ghosts x features numbers per sample, and
+    sends back as many gradients in backward."""
 
     gives = "ghosts"
 

@@ -1,8 +1,8 @@
-"""Building of each rank's part of a graph from what the ranks pass: who owns which node, and which rank gets which
-edges. Every function here is collective.
+"""Building of each rank's part of a graph from the arguments of all ranks: which rank owns each node, and which rank
+gets each edge. Functions with the parameter `comm` are collective.
 
-Ranks find each other by a directory: rank (number modulo ranks) answers for the node with that global number, so that
-no rank needs memory for the whole graph."""
+Ranks find each other through a directory: rank (number modulo number of ranks) holds the entry of the node with that
+global number, so no rank needs memory for the whole graph."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
-    """Return the rank that owns each row, as the directory says."""
+    """Return the rank that owns each row, according to the directory."""
     numbers = given.numbers
     claims = np.zeros(numbers.size, np.int64) if given.owned is None else given.owned.astype(np.int64)
     home = numbers % size
@@ -171,8 +171,8 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
 
 
 def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
-    """Return, for each rank, the owners of the nodes about which it asked, and a text about a node without an owner or
-    with several, or "".
+    """Return, for each rank, the owners of the nodes about which it asked, and an error text if a node has no owner or
+    several, else "".
 
     found[r] has rows (number, whether rank r owns the node). `shared` says that the lowest rank with a node owns it."""
     everyone = np.concatenate(found)
@@ -197,7 +197,7 @@ def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Tab
 
 
 def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
-    """Return a text about the first row whose owner differs from the one that the caller passed, or ""."""
+    """Return an error text for the first row whose owner differs from the one that the caller passed, or ""."""
     if given.owners is None:
         return ""
     wrong = np.flatnonzero(owners != given.owners)
@@ -208,7 +208,7 @@ def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
 
 
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
-    """Raise ConfigError unless all ranks that pass coordinates of a node pass those that its owner has."""
+    """Raise ConfigError unless all ranks that pass coordinates of a node pass the same ones as its owner."""
     positions, numbers, mine = given.positions, given.numbers, np.flatnonzero(owners == rank)
     assert positions is not None
     has_ghosts = len(positions) == numbers.size
@@ -270,8 +270,8 @@ def _count_repeats(senders: Table, receivers: Table) -> Table:
 
 
 def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: int) -> None:
-    """Raise ConfigError if nearly all edges have a reverse edge, but some do not. Such edges get lost if each rank
-    passes only edges whose receiver it owns, but does not have all cells around its nodes.
+    """Raise ConfigError if nearly all edges have a reverse edge, but some do not. Reverse edges are missing if each
+    rank passes only edges whose receiver it owns, but does not have all cells around its nodes.
 
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)
@@ -292,5 +292,5 @@ def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: in
 
 
 def _find_offsets(sorted_rows: Table, count: int) -> Table:
-    """Return where each of `count` rows begins in a sorted array, and the array's length at the end."""
+    """Return the index at which each of `count` rows begins in a sorted array, followed by the array's length."""
     return np.searchsorted(sorted_rows, np.arange(count + 1)).astype(np.int64)

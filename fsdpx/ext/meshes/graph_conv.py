@@ -26,7 +26,7 @@ class GraphConv(Composite):
     Parameters
     ----------
     in_channels, out_channels : features of nodes in the input and the result
-    aggr : how values of senders are combined, see `Aggregate`; default "sum"
+    aggr : how the values of senders are combined (`how` of `Aggregate`); default "sum"
     bias : whether lin_rel has a bias; default True
     """
 
@@ -47,9 +47,9 @@ class GATConv(GraphLayer):
     """Graph attention (Velickovic et al. 2018), as `GATConv` in PyTorch Geometric with add_self_loops=False: (samples,
     nodes, in_channels) -> (samples, nodes, heads * out_channels).
 
-    With h = lin(x), a node is the sum of h of its senders, weighted for each head by softmax over its edges of
-    leaky_relu(att_src . h of the sender + att_dst . h of the node). A node without edges is 0 before the bias. If nodes
-    shall attend to themselves, give the `Partition` an edge from each node to itself.
+    With h = lin(x), each head sums h over the senders of a node, weighted by the softmax, over the node's edges, of
+    leaky_relu(att_src . h of the sender + att_dst . h of the node). A node without edges gets 0 plus the bias. To let
+    nodes attend to themselves, pass the `Partition` an edge from each node to itself.
 
     Parameters
     ----------

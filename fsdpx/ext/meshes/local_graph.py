@@ -183,7 +183,7 @@ class GraphLayer(Layer):
     """Base class for layers that read values of nodes and edges, and need to know the mesh."""
 
     parts: MeshPartition | None = None
-    """Distribution of the first input; None outside of a model that was given a mesh."""
+    """Distribution of the first input; None unless the model runs on a mesh."""
     reads: ClassVar[tuple[str, ...]] = ("nodes",)
     """What the rows of each input are: "nodes" (with or without ghosts) or "edges"."""
     gives: ClassVar[str] = "nodes"

@@ -15,7 +15,7 @@ __all__ = ["MeshGraphNet"]
 
 
 class FeatureMLP(RecomputedMLP):
-    """An MLP on the last dim, as `EdgeMLP` is on edges."""
+    """MLP on the last dim, with the same layers as `EdgeMLP`."""
 
     def __init__(
         self, features: int, out: int, hidden: int, hidden_layers: int, activation: str, norm: bool,
@@ -32,25 +32,25 @@ class MeshGraphNet(Composite):
     """Graph network for simulations on meshes (Pfaff et al. 2021): (samples, nodes, node_features) -> (samples, nodes,
     out_features).
 
-    MLPs encode the features of nodes and edges. Each message-passing step then updates each edge from
-    itself and its ends, sums the messages at each node, and updates the node; both updates are added to what was there.
-    A last MLP decodes the nodes. The features of edges come from the `Partition`. Inputs should be scaled to about 1.
+    MLPs encode the features of nodes and edges. Each message-passing step then updates each edge from itself and its
+    ends, sums the messages at each node, and updates the node; both updates are added to the previous values. A last
+    MLP decodes the nodes. The features of edges come from the `Partition`. Inputs should be scaled to about 1.
 
     Each step exchanges the ghosts once: ghosts x hidden numbers per sample, and as many in backward.
 
     Parameters
     ----------
     node_features, out_features : features of nodes in the input and the result
-    edge_features : features of edges; those made from positions with d coordinates are d + 1
+    edge_features : number of edge features; d + 1 if the `Partition` computes them from positions with d coordinates
     hidden : size of all hidden features; default 128
     message_passing_steps : number of message-passing steps; default 15
     hidden_layers : hidden layers of each MLP; default 2
     activation : name of the activation; default "relu"
     residual : what nodes sum: "messages" (default), the results of the edge MLPs, as in the code of Pfaff et al.; or
         "edges", the edges to which these were added, as in PhysicsNeMo
-    how : how nodes combine what they receive, see `Aggregate`; default "sum"
-    recompute_hidden : whether backward computes the hidden layers of the MLPs again instead of keeping them, which
-        takes about 30 % more time and, with the defaults, a third of the memory; default True
+    how : how nodes combine what they receive (`how` of `Aggregate`); default "sum"
+    recompute_hidden : whether backward recomputes the hidden layers of the MLPs instead of saving them, which takes
+        about 30 % more time and, with the defaults, a third of the memory; default True
     """
 
     edge_features: int

@@ -36,11 +36,11 @@ __all__ = ["Partition"]
 
 
 class Partition(Domain):
-    """A mesh or graph that is partitioned over ranks, as finite elements and finite volumes hold it. Collective.
+    """A mesh or graph that is partitioned over ranks, as in finite-element and finite-volume codes. Collective.
 
     Each node has one owner. A rank passes the nodes that it owns, the global numbers of its ghosts (copies of nodes of
-    other ranks), and its edges. It computes on the edges whose receivers it owns, wherever they were passed: edges of
-    other ranks are fetched once. Results are the same on any partition.
+    other ranks), and its edges. It computes on all edges whose receivers it owns; edges that other ranks passed are
+    fetched once. Results are the same on any partition.
 
     Arrays that `step` and `predict` take are (nodes, features) or (samples, nodes, features), with the rows of the
     owned nodes, or of owned nodes and ghosts, in the caller's order. Ghosts need no values: layers exchange them.
@@ -54,17 +54,17 @@ class Partition(Domain):
     ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
     owners : the rank that owns each ghost, which is checked; default: not checked
     edges : integers (2, edges): row of the sender and row of the receiver of each edge, as `edge_index` of PyTorch
-        Geometric. Each edge is passed by one rank or by several, by those that own its ends or by others
+        Geometric. Any rank may pass an edge, and several ranks may pass the same one
     positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. The features of each edge
         then end with the coordinates of its sender relative to the receiver, and their norm
     edge_features : features (edges, features) of each edge that do not change; default: none
-    undirected : True: each edge stands for both directions; False: edges are taken as given. Default: the same, but an
-        error is raised if nearly all edges have a reverse edge and some do not, because these were probably lost
+    undirected : True: each edge counts in both directions; False: edges are directed. Default: directed, but an error
+        is raised if nearly all edges have a reverse edge and some do not, because the missing ones were probably lost
 
     Raises
     ------
-    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, ghosts have other
-        coordinates than at their owner, or edges seem to be lost
+    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, coordinates of a
+        ghost differ from those at its owner, or edges seem to be missing
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Partition(Domain):
         positions: Any = None,
     ) -> Partition:
         """Return the partition of a mesh of which each rank has some cells. Nodes of a cell are joined by edges in both
-        directions; an edge of several cells, or of cells of several ranks, is one edge. Collective.
+        directions; an edge that several cells or ranks share counts once. Collective.
 
         Parameters
         ----------
@@ -489,7 +489,7 @@ class Partition(Domain):
 
 
 def _open(comm: Any) -> Any:
-    """Return `comm` as a communicator with `allgather` or `all_gather_data`. Raise ConfigError if it is none."""
+    """Return `comm` as a communicator with `allgather` or `all_gather_data`. Raise ConfigError if it is not one."""
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)
     if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
@@ -502,8 +502,8 @@ def _get_rank_and_size(comm: Any) -> tuple[int, int]:
 
 
 def _parse_integers(name: str, given: Any, dims: int, error: str) -> tuple[np.ndarray, str]:
-    """Return an argument as an int64 array with `dims` dims, and the text of the first error. The text is `error` if
-    that is not "", or says what is wrong with this argument; the array is then empty."""
+    """Return an argument as an int64 array with `dims` dims, and the text of the first error: `error` if that is not
+    "", else an error in this argument. If there is an error, the array is empty."""
     array = np.asarray(given)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int64)
@@ -519,8 +519,7 @@ def _parse_arguments(
     numbers: np.ndarray, owned: np.ndarray | None, edges: Any, positions: Any, edge_features: Any,
     undirected: bool | None, error: str,
 ) -> GraphArguments | str:  # fmt: skip
-    """Return the arguments of one rank, or a text that says what is wrong with them, which is `error` if that is
-    not ""."""
+    """Return the arguments of one rank, or an error text, which is `error` if that is not ""."""
     table, error = _parse_integers("edges", edges, 2, error)
     if error:
         return error

@@ -1,6 +1,6 @@
 """Reductions over segments of rows, compiled with Numba and parallel over segments or rows.
 
-Each sum is added in the order of its rows, whatever the number of threads."""
+Each sum is added in the order of its rows, for any number of threads."""
 
 from __future__ import annotations
 
