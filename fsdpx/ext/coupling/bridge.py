@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from fsdpx.core.array.namespace import to_host
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.init import open_survivor_communicator
 from fsdpx.core.comm.local import LocalCommunicator
+from fsdpx.core.comm.plain_codec import pack
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.coupling.messages import (
     Overlap,
@@ -21,6 +21,7 @@ from fsdpx.ext.coupling.messages import (
     find_overlaps_with_receivers,
     find_overlaps_with_senders,
     pack_message,
+    to_native_numbers,
     unpack_message,
 )
 from fsdpx.ext.coupling.streams import Receiver, Sender, wait_until
@@ -124,12 +125,13 @@ class Bridge:
 
         Raises
         ------
-        DataError : if an array does not have the shape of this rank's part
+        DataError : if an array does not have the shape of this rank's part, or a value cannot be sent
         CommTimeout : if the other side does not receive in time (FSDPX_TIMEOUT)
         RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
         """
         self._require_open("send")
-        arrays = [self._without_ghosts(field, f"field {i}") for i, field in enumerate(fields)]
+        arrays = [self._without_ghosts(field, f"Bridge.send: field {i}") for i, field in enumerate(fields)]
+        pack_message(scalars, ())  # raises before this snapshot gets a number
         overlaps = self._overlaps_out
 
         def make_body(rank: int) -> np.ndarray:
@@ -155,6 +157,7 @@ class Bridge:
 
         Raises
         ------
+        DataError : if ranks of the other side have sent different scalars, numbers of fields, dtypes or channels
         CommTimeout : if nothing arrives in time (FSDPX_TIMEOUT)
         RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
         """
@@ -163,6 +166,7 @@ class Bridge:
         if received is None:
             return None
         messages = [(self._overlaps_in[rank], *unpack_message(body)) for rank, body in received.bodies.items()]
+        _require_equal_contents(messages)
         fields = tuple(self._join_pieces(i, messages) for i in range(len(messages[0][2])))
         return Snapshot(received.number, fields, messages[0][1])
 
@@ -181,13 +185,16 @@ class Bridge:
 
         Raises
         ------
-        ConfigError : on a solver rank
+        ConfigError : on a solver rank, or for anything but a trainer or a dict
+        DataError : for weights that are not numbers
         """
         self._require_open("send_weights")
         if self._other != "solver":
             raise ConfigError("Bridge.send_weights sends from training ranks to solver ranks: call it there")
+        if not isinstance(weights, Mapping) and not hasattr(weights, "parameters"):
+            raise ConfigError(f"Bridge.send_weights({weights!r}): give a trainer, or a dict of arrays by name")
         found = weights if isinstance(weights, Mapping) else weights.parameters()
-        arrays = {name: np.asarray(to_host(array)) for name, array in found.items()}
+        arrays = {name: to_native_numbers(array, f"Bridge.send_weights: {name}") for name, array in found.items()}
         self._senders[-1].send(lambda rank: pack_message(list(arrays), list(arrays.values())))
 
     def receive_weights(self, wait: bool = True) -> dict[str, np.ndarray] | None:
@@ -303,12 +310,12 @@ class Bridge:
 
     def _without_ghosts(self, field: Any, name: str) -> np.ndarray:
         """Return the cells of this rank's part; raise DataError if the array has another shape."""
-        array, part = self._grid.without_ghosts(np.asarray(to_host(field))), self._part
+        array, part = self._grid.without_ghosts(to_native_numbers(field, name)), self._part
         has_channels = "c" in part.layout and array.ndim == len(part.layout)
         wanted = part.compute_array_shape(array.shape[part.layout.index("c")] if has_channels else -1)
         if array.shape != wanted:
             raise DataError(
-                f"Bridge.send: {name} has shape {array.shape}, but this rank's part, in layout {part.layout!r}, has "
+                f"{name} has shape {array.shape}, but this rank's part, in layout {part.layout!r}, has "
                 f"{part.local_shape} cells: give the part that the grid describes, without a dim of samples"
             )
         return array
@@ -322,11 +329,8 @@ class Bridge:
         whole = np.empty(self._part.compute_array_shape(channels), first.dtype)
         for overlap, _, pieces in messages:
             letters = overlap.theirs.layout if has_channels else overlap.theirs.layout.replace("c", "")
-            piece = pieces[i] if i < len(pieces) else None
-            where = self._part.make_index(overlap.ranges, has_channels)
-            moved = None if piece is None or piece.ndim != len(letters) else piece.transpose(
-                [letters.index(letter) for letter in own]
-            )  # fmt: skip
+            where, axes = self._part.make_index(overlap.ranges, has_channels), [letters.index(a) for a in own]
+            moved = pieces[i].transpose(axes) if pieces[i].ndim == len(letters) else None
             if moved is None or moved.dtype != whole.dtype or moved.shape != whole[where].shape:
                 raise DataError(
                     f"Bridge.receive: rank {messages[0][0].rank} has sent field {i} as {first.dtype} with {channels} "
@@ -384,6 +388,17 @@ def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int,
             f"Bridge: the solver's field has {ours.shape} cells in layout {ours.layout!r}, the trainer's {theirs.shape}"
             f" in layout {theirs.layout!r}: give both the same letters and sizes, in any order"
         )
+
+
+def _require_equal_contents(messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> None:
+    """Raise DataError if ranks have sent different numbers of fields or different scalars with one snapshot."""
+    first, scalars, fields = messages[0]
+    for overlap, others, arrays in messages[1:]:
+        if len(arrays) != len(fields) or pack(others) != pack(scalars):
+            raise DataError(
+                f"Bridge.receive: rank {first.rank} has sent {len(fields)} fields with the scalars {scalars}, and rank "
+                f"{overlap.rank} {len(arrays)} with {others}: send the same on all ranks of a side"
+            )
 
 
 def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:

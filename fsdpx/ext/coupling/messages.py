@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.namespace import parse_dtype
+from fsdpx.core.array.namespace import parse_dtype, to_host
 from fsdpx.core.comm.plain_codec import pack, unpack
 from fsdpx.errors import DataError
 
 __all__ = [
-    "Overlap", "PartFacts", "find_overlaps_with_receivers", "find_overlaps_with_senders", "pack_message",
-    "unpack_message",
+    "Overlap", "PartFacts", "find_overlap", "find_overlaps_with_receivers", "find_overlaps_with_senders",
+    "pack_message", "parse_number_dtype", "to_native_numbers", "unpack_message",
 ]  # fmt: skip
 
 ALIGNMENT_BYTES = 64
@@ -110,13 +110,21 @@ def find_overlap(rank: int, own: PartFacts, theirs: PartFacts) -> Overlap:
     return Overlap(rank, theirs, ranges)
 
 
-def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return `facts`, which are plain data, and arrays as bytes. The arrays need not be contiguous.
+def to_native_numbers(array: Any, what: str) -> np.ndarray:
+    """Return an array of numbers in host memory, in the byte order of this machine.
 
-    Raises DataError for an array of objects, strings or times."""
-    for array in arrays:
-        if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
-            raise DataError(f"the bridge sends numbers, not an array of {array.dtype}")
+    Raises DataError, which begins with `what`, for an array of objects, strings or times."""
+    host = np.asarray(to_host(array))
+    if host.dtype.kind not in "biufc" and host.dtype.name != "bfloat16":
+        raise DataError(f"{what} is an array of {host.dtype}: give numbers")
+    return host if host.dtype.isnative else host.astype(host.dtype.newbyteorder("="))
+
+
+def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return `facts`, which are plain data, and arrays of `to_native_numbers` as bytes. The arrays need not be
+    contiguous.
+
+    Raises DataError for facts that are no plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])
     starts, at = [], _align(LENGTH_BYTES + len(head))
     for array in arrays:
@@ -136,11 +144,16 @@ def unpack_message(body: np.ndarray) -> tuple[Any, list[np.ndarray]]:
     facts, kinds = unpack(body[LENGTH_BYTES : LENGTH_BYTES + length])
     arrays, at = [], _align(LENGTH_BYTES + length)
     for name, shape in kinds:
-        dtype = parse_dtype(name) if name == "bfloat16" else np.dtype(name)
+        dtype = parse_number_dtype(name)
         stop = at + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         arrays.append(body[at:stop].view(dtype).reshape(shape))
         at = _align(stop)
     return facts, arrays
+
+
+def parse_number_dtype(name: str) -> np.dtype:
+    """Return the dtype whose name is `name`; "bfloat16" is that of ml_dtypes."""
+    return parse_dtype(name) if name == "bfloat16" else np.dtype(name)
 
 
 def _align(nbytes: int) -> int:

@@ -6,16 +6,16 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fsdpx.core.array.namespace import to_host
 from fsdpx.core.base.safe_files import READABLE, create_file, expanduser, make_folder, open_file, read_json, write_file
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import CheckpointError, ConfigError, DataError
-from fsdpx.ext.coupling.messages import PartFacts, find_overlap
+from fsdpx.ext.coupling.messages import PartFacts, find_overlap, parse_number_dtype, to_native_numbers
 from fsdpx.ext.fields.channel_statistics import (
     ChannelStatistics,
     all_gather_and_merge_moments,
@@ -52,7 +52,7 @@ class ReplayBuffer:
     """Keeps up to `capacity` of the samples that are added, and draws batches of them. Each rank keeps its own parts.
 
     All ranks of the grid make the same calls in the same order. Because their random numbers begin with the same seed,
-    they keep and draw the same samples without communication.
+    they keep and draw the same samples.
 
     Parameters
     ----------
@@ -62,11 +62,11 @@ class ReplayBuffer:
         none, so that every sample that was ever added is kept with the same probability (algorithm R of Vitter 1985).
         "priority": the oldest; samples are drawn in proportion to their priority to the power of 0.6 (Schaul et al.
         2016), and a new sample has the highest priority of all
-    seed : seed of the random numbers, the same on all ranks; default 0
+    seed : seed of the random numbers, an integer of at least 0, the same on all ranks; default 0
 
     Raises
     ------
-    ConfigError : for a capacity below 1, an unknown policy, or a grid with ghost cells
+    ConfigError : for a capacity below 1, an unknown policy, a negative seed, or a grid with ghost cells
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class ReplayBuffer:
             raise ConfigError(f"ReplayBuffer(policy={policy!r}): choose one of {', '.join(POLICIES)}")
         if not isinstance(grid, Grid) or any(any(sides) for sides in grid.ghosts):
             raise ConfigError(f"ReplayBuffer(grid={grid!r}): give an fsdpx.Grid without ghost cells")
+        if type(seed) is not int or seed < 0:
+            raise ConfigError(f"ReplayBuffer(seed={seed!r}): give an integer of at least 0, the same on all ranks")
         self.capacity, self.policy, self._grid = capacity, policy, grid
         self._part = PartFacts(grid.layout, grid.shape, grid.offsets, grid.local_shape)
         self._random = np.random.default_rng(seed)
@@ -92,7 +94,7 @@ class ReplayBuffer:
         return len(self._samples)
 
     def add(self, *fields: Any) -> None:
-        """Add a copy of a sample, unless the policy discards it.
+        """Add a copy of a sample, unless the policy discards it. Collective over the grid.
 
         Parameters
         ----------
@@ -101,12 +103,23 @@ class ReplayBuffer:
 
         Raises
         ------
-        DataError : if an array does not have the shape of this rank's part, or differs from earlier samples in dtype or
-            channels, or is not finite
+        DataError : on all ranks, none of which then keeps the sample, if an array on one of them has complex numbers or
+            none, does not have the shape of that rank's part, differs from earlier samples in dtype or channels, or is
+            not finite
         """
-        arrays = tuple(np.array(to_host(field)) for field in fields)
-        self._require_fitting_fields(arrays)
-        self._update_moments(arrays)
+        arrays: tuple[np.ndarray, ...] = ()
+        moments: list[np.ndarray | None] = []
+        error = ""
+        try:
+            arrays = tuple(to_native_numbers(field, f"field {i}").copy() for i, field in enumerate(fields))
+            self._require_fitting_fields(arrays)
+            moments = self._merge_moments(arrays)
+        except DataError as problem:
+            error = str(problem)
+        for rank, text in enumerate(all_gather_plain_data(self._grid.comm, error)):
+            if text:
+                raise DataError(f"ReplayBuffer.add: rank {rank}: {text}")
+        self._moments = moments
         number, self._count = self._count, self._count + 1
         if len(self) < self.capacity:
             self._samples.append(arrays)
@@ -137,8 +150,10 @@ class ReplayBuffer:
 
         Raises
         ------
-        DataError : if the buffer is empty
+        DataError : if the buffer is empty, or `batch_size` is not an integer of at least 1
         """
+        if not isinstance(batch_size, int | np.integer) or isinstance(batch_size, bool) or batch_size < 1:
+            raise DataError(f"ReplayBuffer.sample({batch_size!r}): give the number of samples, at least 1")
         if not self._samples:
             raise DataError("ReplayBuffer.sample: the buffer is empty: add a sample first")
         chances = self._priorities**PRIORITY_EXPONENT
@@ -252,16 +267,22 @@ class ReplayBuffer:
             if ours != theirs:
                 raise ValueError(f"capacity, policy, layout and shape are {theirs}, but this buffer has {ours}")
             fields = [self._read_field(folder, i, facts, parts) for i in range(len(facts["kinds"]))]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            problem = f"rank {self._find_rank()}: {error!r}" if isinstance(error, KeyError) else f"{error}"
+            ids, priorities = (np.array(facts[name], dtype) for name, dtype in (("ids", "i8"), ("priorities", "f8")))
+            moments = [None if one is None else np.array(one, np.float64) for one in facts["moments"]]
+            count, random = int(facts["count"]), np.random.default_rng()
+            random.bit_generator.state = facts["random"]
+            if ids.ndim != 1 or len({len(ids), len(priorities), *map(len, fields)}) > 1 or len(moments) != len(fields):
+                raise ValueError(f"{FACTS} is damaged: its lists differ in length")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ConfigError) as error:
+            damaged = isinstance(error, (LookupError, TypeError, AttributeError))
+            problem = f"{FACTS} is damaged ({type(error).__name__}: {error})" if damaged else f"{error}"
         texts = [text for text in all_gather_plain_data(self._grid.comm, problem) if text]
         if texts:
             raise CheckpointError(f"ReplayBuffer.load({str(folder)!r}): {texts[0]}")
         self._samples = list(zip(*fields, strict=True))
-        self._ids, self._priorities = np.array(facts["ids"], np.int64), np.array(facts["priorities"], np.float64)
-        self._count, self._random.bit_generator.state = facts["count"], facts["random"]
+        self._ids, self._priorities, self._count, self._random = ids, priorities, count, random
         is_first = self._find_rank() == 0  # the moments of all ranks together count once
-        self._moments = [np.array(one) if is_first else None for one in facts["moments"]]
+        self._moments = moments if is_first else [None] * len(moments)
 
     def _find_rank(self) -> int:
         comm = self._grid.comm
@@ -296,14 +317,20 @@ class ReplayBuffer:
 
     def _read_field(self, folder: Path, i: int, facts: dict[str, Any], parts: Sequence[PartFacts]) -> np.ndarray:
         """Return this rank's part of field `i` of all saved samples, read from the files of the ranks that saved."""
-        (name, channels), count = facts["kinds"][i], len(facts["ids"])
-        whole = np.empty((count, *self._part.compute_array_shape(channels)), np.dtype(name))
+        (dtype, channels), count = facts["kinds"][i], len(facts["ids"])
+        whole = np.empty((count, *self._part.compute_array_shape(channels)), parse_number_dtype(dtype))
         for rank, theirs in enumerate(parts):
             ranges = find_overlap(rank, self._part, theirs).ranges
             here, there = (part.make_index(ranges, channels >= 0) for part in (self._part, theirs))
             if whole[(slice(None), *here)].size:
-                with open_file(folder / make_file_name(i, facts["token"], rank), ours=False) as file:
-                    saved = np.memmap(file, whole.dtype, "r", 0, (count, *theirs.compute_array_shape(channels)))
+                shape = (count, *theirs.compute_array_shape(channels))
+                name = make_file_name(i, facts["token"], rank)
+                with open_file(folder / name, ours=False) as file:
+                    if (size := os.fstat(file.fileno()).st_size) != prod(shape) * whole.itemsize:
+                        raise ValueError(
+                            f"{name} has {size} bytes, which do not make an array of {whole.dtype} {shape}"
+                        )
+                    saved = np.memmap(file, whole.dtype, "r", 0, shape)
                     whole[(slice(None), *here)] = saved[(slice(None), *there)]
         return whole
 
@@ -314,26 +341,25 @@ class ReplayBuffer:
         for i, array in enumerate(arrays):
             has_channels = "c" in layout and array.ndim == len(layout)
             shape = self._part.compute_array_shape(array.shape[layout.index("c")] if has_channels else -1)
-            if array.shape != shape or array.dtype.kind not in "biufc":
+            if array.shape != shape or array.dtype.kind == "c":
                 raise DataError(
-                    f"ReplayBuffer.add: field {i} has shape {array.shape} and dtype {array.dtype}, but this rank's "
-                    f"part has {self._part.local_shape} cells, in layout {layout!r}: give numbers of these"
+                    f"field {i} has shape {array.shape} and dtype {array.dtype}, but this rank's part has "
+                    f"{self._part.local_shape} cells, in layout {layout!r}: give real numbers of these"
                 )
         if not arrays:
-            raise DataError("ReplayBuffer.add: give at least one field")
+            raise DataError("give at least one field")
         if self._samples:
             kinds, before = ([(a.dtype.name, a.shape) for a in sample] for sample in (arrays, self._samples[0]))
             if kinds != before:
-                raise DataError(f"ReplayBuffer.add: a sample of {kinds}, those before it of {before}")
+                raise DataError(f"a sample of {kinds}, those before it of {before}")
 
-    def _update_moments(self, arrays: tuple[np.ndarray, ...]) -> None:
-        if not self._moments:
-            self._moments = [None] * len(arrays)
-        layout = self._part.layout
+    def _merge_moments(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
+        """Return the moments of all samples before, merged with those of a sample."""
+        layout, before = self._part.layout, self._moments or [None] * len(arrays)
         channels = [
             np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays
         ]
-        self._moments = [merge_batch_moments(*pair, False) for pair in zip(self._moments, channels, strict=True)]
+        return [merge_batch_moments(*pair, False) for pair in zip(before, channels, strict=True)]
 
 
 def make_file_name(field: int, token: str, rank: int) -> str:

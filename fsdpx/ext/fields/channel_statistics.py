@@ -77,10 +77,11 @@ def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: b
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
     # for a constant channel, these are all zeros, so that its mean has no rounding error
-    above = np.where(counted, rows - lowest[:, None], 0.0)
-    mean = above.sum(axis=1) / np.maximum(count, 1.0)
-    apart = np.where(counted, above - mean[:, None], 0.0)
-    new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
+        above = np.where(counted, rows - lowest[:, None], 0.0)
+        mean = above.sum(axis=1) / np.maximum(count, 1.0)
+        apart = np.where(counted, above - mean[:, None], 0.0)
+        new = np.stack([count, lowest + mean, (apart * apart).sum(axis=1)])
     if not np.isfinite(new).all():
         raise DataError(f"channel {int(np.argmin(np.isfinite(new).all(axis=0)))} has values that are not finite")
     if moments is not None and moments.shape != new.shape:

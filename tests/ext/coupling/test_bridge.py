@@ -46,7 +46,6 @@ def test_both_sides_receive_the_bits_that_the_other_one_sends(sides: tuple[int, 
         while mode == "latest" and (weights := bridge.receive_weights()) is not None:
             network.load_parameters(weights)
         return numbers, network.parameters()["bias"][0]
-        return numbers
 
     def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> list[int]:
         numbers, network = [], net().as_distributed(comm=part, precision="float64")
@@ -248,8 +247,10 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
         with pytest.raises(DataError, match=r"Bridge\.send: field 1 has shape \(4, 4, 2\), but this rank's part, in "):
             bridge.send(np.zeros((*SHAPE, 2)), np.zeros((4, 4, 2)))
-        with pytest.raises(DataError, match="numbers, not an array of <U1"):
+        with pytest.raises(DataError, match="field 0 is an array of <U1: give numbers"):
             bridge.send(np.full(SHAPE, "a"))
+        with pytest.raises(ConfigError, match="function"):
+            bridge.send(np.zeros(SHAPE), callback=print)
         with pytest.raises(ConfigError, match="from training ranks to solver ranks"):
             bridge.send_weights({})
         bridge.send(with_ghosts(grid, whole_field(0)))
@@ -261,7 +262,11 @@ def test_wrong_calls_say_what_is_wrong() -> None:
     def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
         with pytest.raises(ConfigError, match="receives on solver ranks"):
             bridge.receive_weights()
-        assert [len(snapshot.fields) for snapshot in bridge] == [1]
+        for wrong in ([1], 3):
+            with pytest.raises(ConfigError, match="give a trainer, or a dict of arrays"):
+                bridge.send_weights(wrong)
+        # calls that were refused are not counted
+        assert [(snapshot.number, len(snapshot.fields)) for snapshot in bridge] == [(0, 1)]
         assert repr(bridge).startswith("Bridge(trainer=Grid(")
 
     spawn(lambda comm: couple(comm, 1, solve, train, depth=9), 2, timeout=30)
@@ -276,6 +281,19 @@ def test_wrong_calls_say_what_is_wrong() -> None:
             bridge.receive()
 
     spawn(lambda comm: couple(comm, 2, differ, refuse, seed=3), 3, timeout=30)
+
+    for first, second in ((1, 2), (2, 1), (1, 1)):
+
+        def send_other(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+            count = (first, second)[part.rank]  # noqa: B023
+            bridge.send(*[np.zeros(grid.local_shape)] * count, step=part.rank)
+
+        def refuse_other(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
+            match = rf"rank 0 has sent {first} fields with the scalars .* and rank 1 {second} with .*'step': 1"  # noqa: B023
+            with pytest.raises(DataError, match=match):
+                bridge.receive()
+
+        spawn(lambda comm: couple(comm, 2, send_other, refuse_other), 3, timeout=30)
 
     told = Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import fsdpx
 from fsdpx import data, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError
+from fsdpx.ext.coupling.messages import parse_number_dtype
 
 U = np.random.default_rng(0).standard_normal((40, *SHAPE, 2)) * 3 + 5
 V = (U[..., 0] * 7).astype(np.float32)
@@ -132,6 +134,9 @@ def test_wrong_samples_and_folders_are_refused(tmp_path: Path) -> None:
         }.items():  # fmt: skip
             with pytest.raises(ConfigError, match=match):
                 data.ReplayBuffer(*given)
+        for seed in (None, -1, "a"):
+            with pytest.raises(ConfigError, match=f"seed={seed!r}"):
+                data.ReplayBuffer(3, grid, seed=seed)
         buffer = data.ReplayBuffer(3, grid)
         with pytest.raises(DataError, match="buffer is empty"):
             buffer.sample(1)
@@ -162,3 +167,78 @@ def test_wrong_samples_and_folders_are_refused(tmp_path: Path) -> None:
         assert len(buffer) == 0
 
     spawn(run, 3)
+
+
+def test_a_sample_that_one_rank_cannot_take_is_left_out_on_all() -> None:
+    def run(comm: Communicator) -> Any:
+        buffer = data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x"), "reservoir", seed=1)
+        u, wrong = np.ones(3), [np.full(3, np.nan), np.full(3, "a"), np.full(3, 1j), np.ones(2), np.ones(3, np.float32)]
+        for k in range(6):
+            buffer.add(u * k)
+            with pytest.raises(DataError, match=r"ReplayBuffer\.add: rank 1: (field|channel|a sample)"):
+                buffer.add(wrong[k % 5] if comm.rank == 1 else u)
+        with pytest.raises(DataError, match="give at least one field"):
+            buffer.add(*([u] * (comm.rank != 1)))
+        batch = buffer.sample(8)
+        np.testing.assert_array_equal(batch.fields[0][:, 0], batch.ids)
+        return batch.ids.tolist()
+
+    first, second = spawn(run, 2)
+    assert first == second
+
+
+def test_a_first_sample_that_is_refused_leaves_no_trace() -> None:
+    def run(comm: Communicator) -> None:
+        buffer = data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x"))
+        with pytest.raises(DataError, match="not finite"):
+            buffer.add(np.ones(3), np.full(3, np.inf))
+        buffer.add(np.ones(3))
+        for size in (0, -1, 2.5, True, None):
+            with pytest.raises(DataError, match="at least 1"):
+                buffer.sample(size)  # type: ignore[arg-type]
+
+    spawn(run, 1)
+
+
+@pytest.mark.parametrize("dtype", [">f8", ">i2", "bfloat16", "bool"])
+def test_values_keep_their_dtype_and_lose_the_byte_order_of_other_machines(dtype: str, tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        values = np.array([1, 0, 1]).astype(parse_number_dtype(dtype))
+        buffer, other = (data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x")) for _ in range(2))
+        buffer.add(values)
+        buffer.save(tmp_path)
+        other.load(tmp_path)
+        for each in (buffer, other):
+            found = each.sample(1).fields[0]
+            assert found.dtype == values.dtype.newbyteorder("=")
+            assert found.dtype.isnative
+            assert found[0].tolist() == values.tolist()
+
+    spawn(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("parts", [], "damaged"), ("random", {}, "damaged|state"), ("moments", None, "damaged"),
+        ("count", None, "damaged"), ("priorities", [1.0], "differ in length"), ("ids", [1], "bytes"),
+        ("kinds", [["float32", -1]], "bytes"), ("kinds", [["object", -1]], "bytes|dtype"),
+        ("moments", [None, None], "differ in length"), ("token", "../x", "No such"),
+    ],
+)  # fmt: skip
+def test_a_damaged_buffer_is_refused_before_anything_is_replaced(
+    name: str, value: Any, match: str, tmp_path: Path
+) -> None:
+    def run(comm: Communicator) -> None:
+        buffer, other = (data.ReplayBuffer(2, fsdpx.Grid(comm, (3,), layout="x")) for _ in range(2))
+        for k in range(2):
+            buffer.add(np.full(3, k))
+        buffer.save(tmp_path)
+        facts = json.loads((tmp_path / "buffer.json").read_text())
+        (tmp_path / "buffer.json").write_text(json.dumps({**facts, name: value}))
+        other.add(np.full(3, 7.0))
+        with pytest.raises(CheckpointError, match=match):
+            other.load(tmp_path)
+        assert other.sample(1).fields[0].tolist() == [[7.0] * 3]
+
+    spawn(run, 1)
