@@ -229,7 +229,7 @@ class WorldStep:
         most, pipe = self.count_simulated_microbatches_and_period()[0], self.mesh.width_of("pipe")
         if not self.has_equal_microbatches or pipe == 1 or self.options.get("offload") is not None:
             return most
-        return min(most, 3 * pipe if self.options["schedule"] == "interleaved" else pipe + 4)
+        return min(most, 3 * pipe if SCHEDULES[self.options["schedule"]].interleaves else pipe + 4)
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, representative_index: int = 0) -> Iterator[RankDryRun]:
         """For each position along the pipeline axis, run the step on shape-only arrays on one rank of group number

@@ -92,7 +92,7 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
     run first. Otherwise a ready backward has priority, and at most S - s microbatches are in flight at stage s of S;
     this limit never blocks the oldest microbatch, so there is no deadlock. If several stages are ready, the last one
     has priority; in interleaved, forwards run in rounds of as many microbatches as there are ranks."""
-    stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
+    stages, ranks, all_first, in_rounds = len(home), max(home) + 1, name == "gpipe", SCHEDULES[name].interleaves
     done = {"F": [0] * stages, "B": [0] * stages}  # number of microbatches that each stage has completed
 
     def is_ready(op: str, stage: int) -> bool:
@@ -106,7 +106,7 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
 
     def get_urgency(step: tuple[str, int]) -> tuple[int, ...]:
         op, stage = step
-        return (1, done["F"][stage] // ranks, stage) if op == "F" and name == "interleaved" else (op == "F", -stage)
+        return (1, done["F"][stage] // ranks, stage) if op == "F" and in_rounds else (op == "F", -stage)
 
     rows: list[Actions] = [[] for _ in range(ranks)]
     while done["B"][0] < microbatches:
@@ -228,12 +228,14 @@ class NamedSchedule:
         placement); "" if they can
     steady : from this number of microbatches per pipeline rank, each additional microbatch takes the same time; None if
         unknown, in which case plans do not consider this schedule
+    interleaves : whether each rank has several stages, which run in rounds of as many microbatches as there are ranks
     frugal : whether no more microbatches are in flight than in 1F1B
     """
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
     fixed: str = ""
     steady: int | None = None
+    interleaves: bool = False
     frugal: bool = False
 
 
@@ -242,7 +244,7 @@ _IN_A_V = "goes down the ranks and comes back in a V, stage s on rank s and stag
 SCHEDULES = {
     "gpipe": NamedSchedule(gpipe),
     "1f1b": NamedSchedule(one_f_one_b, steady=3, frugal=True),
-    "interleaved": NamedSchedule(interleaved, steady=4),
+    "interleaved": NamedSchedule(interleaved, steady=4, interleaves=True),
     "zb-h1": NamedSchedule(zb_h1, _IN_ORDER, steady=3, frugal=True),
     "zb-h2": NamedSchedule(zb_h2, _IN_ORDER),
     "zbv": NamedSchedule(zbv, _IN_A_V),
@@ -307,7 +309,7 @@ def make_placed_schedule(
     per_rank, rest = divmod(len(home), ranks)
     known = SCHEDULES.get(choice) if isinstance(choice, str) else None
     free = known is not None and not known.fixed
-    if not rest and (not free or (per_rank > 1) == (choice == "interleaved")):
+    if not rest and (known is None or known.fixed or (per_rank > 1) == known.interleaves):
         pipeline_schedule = make_schedule(choice, ranks, microbatches, per_rank)
         if pipeline_schedule.home == home or (number and not free):
             return pipeline_schedule

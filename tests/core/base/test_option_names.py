@@ -1,6 +1,8 @@
 """What stubs declare for type checkers is what calls take: names, keywords and signatures."""
 
 import ast
+import dataclasses
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -76,11 +78,13 @@ def test_distribute_takes_the_keywords() -> None:
     keywords = read_fields(STUB, "RuntimeArgs")
     options = read_fields("core/trainer/recipe.py", "RuntimeOptions")
     assert {name: hint for name, hint in keywords.items() if name not in PLAN_OPTIONS} == options
-    hints = get_type_hints(fsdpx.distribute)
+    hints, parameters = get_type_hints(fsdpx.distribute), signature(fsdpx.distribute).parameters
     assert {*hints} - {"rarely", "return"} | {*keywords} == {*OPTIONS}
     for kind, looser in ((TrainingChoices, {"model", "loss", "optimizer"}), (DistributionChoices, {"planned"})):
         fields = get_type_hints(kind)
         assert {name: fields[name] for name in kind.__dataclass_fields__.keys() - looser}.items() <= hints.items()
+        for field in dataclasses.fields(kind):  # options with a default are declared twice
+            assert field.name in ("model", "planned") or field.default == parameters[field.name].default, field.name
 
 
 def read_signature(file: str, name: str) -> str:
