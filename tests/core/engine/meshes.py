@@ -18,7 +18,7 @@ Trained = tuple[list[float], dict[str, np.ndarray], Trainer]
 
 
 def train(
-    comm: Communicator, case: str, mesh: Mesh, strategy: Any, sizes: tuple[int, ...] = (11, 11, 3), **options: Any
+    comm: Communicator, case: str, mesh: Mesh, strategy: Any, sizes: tuple[int, ...] = (11, 3), **options: Any
 ) -> Trained:
     """As `models.train`, but every data rank brings its part, whatever the other axes."""
     trainer = make(comm, case, strategy, mesh=mesh, **{**OPTIONS, **options})

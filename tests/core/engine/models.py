@@ -121,7 +121,7 @@ def make(comm: Communicator, case: str, strategy: Any = "fsdp", **options: Any) 
 
 
 def train(
-    comm: Communicator, case: str, strategy: Any = "fsdp", sizes: tuple[int, ...] = (11, 11, 3), **options: Any
+    comm: Communicator, case: str, strategy: Any = "fsdp", sizes: tuple[int, ...] = (11, 3), **options: Any
 ) -> Any:
     """Losses, parameters and trainer after one step per global batch; batches are the same at any world size."""
     trainer = make(comm, case, strategy, **options)

@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError, DataError
 
 def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], Bits]:
     losses, _, trainer = train(
-        comm, case, strategy, sizes=(16,) * 3, reproducible_chunks=8, clip_norm=0.2, precision="float32", **options
+        comm, case, strategy, sizes=(16,) * 2, reproducible_chunks=8, clip_norm=0.2, precision="float32", **options
     )
     assert np.isfinite(losses).all()
     return losses, bits(trainer)
@@ -29,14 +29,14 @@ PLACES = [
     ("ddp", 1), ("fsdp", 2), ("zero2", 2), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("fsdp", 3), ("hybrid", 4),
     ("zero1", 4), ("ddp", 5), ("fsdp", 5), ("hybrid", 6), ("fsdp", 8), ("zero2", 8), ("hybrid", 8),
 ]  # fmt: skip
-"""Each strategy where 8 chunks come out even and where they do not."""
+"""Each strategy where 8 chunks come out even and where they do not. Every other one has each strategy once or more."""
 
 
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
     seen = {
         (tuple(losses), digest)
-        for strategy, size in few(PLACES, 6)
+        for strategy, size in few(PLACES if case == "mlp" else PLACES[::2], 6)
         for losses, digest in spawn(lambda comm, s=strategy: run(comm, case, s), size, delays=size)
     }
     assert len(seen) == 1

@@ -48,7 +48,7 @@ def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], 
 @pytest.mark.parametrize("sequence", few(SEQUENCES[1:], 3))
 def test_uneven_sequences_have_one_hash(sequence: str) -> None:
     def run(comm: Communicator, recompute: Any) -> Bits:
-        mesh, sizes = Mesh(shard=1, tensor=3), (8, 8, 4)
+        mesh, sizes = Mesh(shard=1, tensor=3), (8, 4)
         trainer = train(
             comm, "uneven", mesh, "ddp", sizes, sequence=sequence, reproducible_chunks=4, recompute=recompute
         )[2]

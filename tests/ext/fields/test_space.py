@@ -63,9 +63,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
 
 
 def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any, cuts: Cuts = ()) -> Any:
-    """Losses of three steps, parameters, the prediction of this rank, and where it lies; dims None: without a grid."""
+    """Losses of two steps, parameters, the prediction of this rank, and where it lies; dims None: without a grid."""
     make, shape, _ = MODELS[name]
-    fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))
+    fields = np.random.default_rng(1).standard_normal((2, 2, *shape, 2))
     options: dict[str, Any] = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "comm": comm, "precision": "float64"}
     if dims is None:
         trainer = make().as_distributed(**options)

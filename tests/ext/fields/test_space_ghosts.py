@@ -71,7 +71,7 @@ def alone(first: str) -> Any:
         x = np.moveaxis(padded(2)[:, *inside], -1, 1)
         y = trainer.predict(x)
         target = np.moveaxis(wanted(y.shape[2:]), -1, 1)
-        return [trainer.step(x, target) for _ in range(3)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
+        return [trainer.step(x, target) for _ in range(2)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
 
     return spawn(run, 1)[0]
 
@@ -79,6 +79,7 @@ def alone(first: str) -> Any:
 @in_full
 @pytest.mark.parametrize("first", few(list(FIRST), 8))
 def test_ghost_cells_are_the_padding(first: str) -> None:
+    """On even parts and on uneven ones by turns."""
     losses, parameters, predicted = alone(first)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
@@ -89,15 +90,15 @@ def test_ghost_cells_are_the_padding(first: str) -> None:
         outputs = trainer.inspect.placement.sample_layout.outputs
         there = tuple(slice(a, b) for a, b in bounds(outputs.cuts, place))
         target = wanted(outputs.shape)[:, *there]
-        losses = [trainer.step(x, target) for _ in range(3)]
+        losses = [trainer.step(x, target) for _ in range(2)]
         return losses, trainer.parameters(), trainer.predict(x), there
 
-    for dims in ((1, 1), (2, 1), (1, 3), (2, 2), (3, 2)):
-        for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
-            for got, values, mine, there in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-                np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
-                assert_close(values, parameters, 1e-8)
-                assert_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
+    for turn, dims in enumerate(((1, 1), (2, 1), (1, 3), (2, 2), (3, 2)), list(FIRST).index(first)):
+        cuts = (even, random_cuts)[turn % 2](SHAPE, dims)
+        for got, values, mine, there in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
+            np.testing.assert_allclose(got, losses, rtol=1e-11, err_msg=f"{dims} {cuts}")
+            assert_close(values, parameters, 1e-8)
+            assert_close({"prediction": mine}, {"prediction": predicted[:, *there]}, 1e-8)
 
 
 def test_what_acts_on_cells_keeps_ghost_cells_to_itself() -> None:
@@ -209,17 +210,17 @@ def test_a_rollout_fills_ghost_cells_between_steps(periods: tuple[bool, bool]) -
         here = tuple(slice(a, b) for a, b in mine)
         x = state[:, *(slice(a, b + 2) for a, b in mine)]
         first = trainer.predict(x)
-        losses = [trainer.step(x, y[:, *here]) for _ in range(3)]
+        losses = [trainer.step(x, y[:, *here]) for _ in range(2)]
         return first, losses, trainer.parameters(), here
 
     predicted = spawn(by_hand, 1)[0]
     straight = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1))), 1)[0]
-    for dims in ((1, 1), (3, 1), (2, 2)):
-        for cuts in (even(SHAPE, dims), random_cuts(SHAPE, dims)):
-            for mine, losses, values, here in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
-                assert_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
-                np.testing.assert_allclose(losses, straight[1], rtol=1e-11, err_msg=f"{dims} {cuts}")
-                assert_close(values, straight[2], 1e-8)
+    for turn, dims in enumerate(((1, 1), (3, 1), (2, 2)), sum(periods)):
+        cuts = (even, random_cuts)[turn % 2](SHAPE, dims)
+        for mine, losses, values, here in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c), int(np.prod(dims))):
+            assert_close({"prediction": mine}, {"prediction": predicted[:, *here]}, 1e-10)
+            np.testing.assert_allclose(losses, straight[1], rtol=1e-11, err_msg=f"{dims} {cuts}")
+            assert_close(values, straight[2], 1e-8)
 
 
 @given(st.integers(1, 9), st.data())
@@ -322,14 +323,16 @@ def grid_of(comm: Communicator, **more: Any) -> Any:
 
 
 SIDES = ["none at walls", "low alone", "none in the middle"]
+WALLS = ["zeros", "reflect", "replicate", "circular"]
 
 
 @in_full
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("mode", WALLS)
 @pytest.mark.parametrize("kind", SIDES)
 def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str) -> None:
     """Where a rank brings ghost cells that are those of its neighbors, and elsewhere none, results and gradients are
-    those of the whole field: what is missing comes from its owners, and walls have the layer's padding."""
+    those of the whole field: what is missing comes from its owners, and walls have the layer's padding. On even parts
+    and on uneven ones by turns."""
     whole = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))
     net = nn.Sequential(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
 
@@ -346,14 +349,13 @@ def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str)
         return losses, trainer.parameters(), grid.gather(trainer.predict(x))
 
     want = spawn(lambda comm: run(comm, (1, 1), even(SHAPE, (1, 1)), False), 1)[0]
-    for dims in ((2, 1), (1, 3), (2, 2), (3, 2)):
-        for cuts in (even(SHAPE, dims), ((0, 2, 5, 9)[: dims[0]] + (9,), (0, 3, 4, 11)[: dims[1]] + (11,))):
-            for losses, parameters, field in spawn(
-                lambda comm, d=dims, c=cuts: run(comm, d, c, True), int(np.prod(dims))
-            ):
-                np.testing.assert_allclose(losses, want[0], rtol=1e-11, err_msg=f"{dims} {cuts}")
-                assert_close(parameters, want[1], 1e-8)
-                assert_close({"prediction": field}, {"prediction": want[2]}, 1e-8)
+    for turn, dims in enumerate(((2, 1), (1, 3), (2, 2), (3, 2)), SIDES.index(kind) + WALLS.index(mode)):
+        uneven = (0, 2, 5, 9)[: dims[0]] + (9,), (0, 3, 4, 11)[: dims[1]] + (11,)
+        cuts = uneven if turn % 2 else even(SHAPE, dims)
+        for losses, parameters, field in spawn(lambda comm, d=dims, c=cuts: run(comm, d, c, True), int(np.prod(dims))):
+            np.testing.assert_allclose(losses, want[0], rtol=1e-11, err_msg=f"{dims} {cuts}")
+            assert_close(parameters, want[1], 1e-8)
+            assert_close({"prediction": field}, {"prediction": want[2]}, 1e-8)
 
 
 def sides_of(kind: str, place: int, dims: int, ghosts: int) -> tuple[int, int]:
@@ -375,7 +377,7 @@ def test_a_rollout_has_ghost_cells_between_ranks_alone() -> None:
         trainer = nn.Rollout(net, 3).as_distributed(domain=grid, **options(comm))
         x = whole[:, *(slice(a - low, b + high) for (a, b), (low, high) in zip(mine, sides, strict=True))]
         target = y[:, *(slice(a, b) for a, b in mine)]
-        return [trainer.step(x, target) for _ in range(3)], grid.gather(trainer.predict(x))
+        return [trainer.step(x, target) for _ in range(2)], grid.gather(trainer.predict(x))
 
     losses, field = spawn(lambda comm: run(comm, (1, 1), 0), 1)[0]
     for dims in ((2, 1), (3, 2)):

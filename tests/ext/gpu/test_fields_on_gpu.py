@@ -61,9 +61,9 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def trained(
     comm: Any, name: str, dims: tuple[int, ...], cuts: Any, loss: str, precision: str, device: str
 ) -> list[float]:
-    """Losses of three steps and the sum of a prediction's squares."""
+    """Losses of two steps and the sum of a prediction's squares."""
     make, shape, _ = CASES[name]
-    fields = np.random.default_rng(1).standard_normal((3, 2, *shape, 2))
+    fields = np.random.default_rng(1).standard_normal((2, 2, *shape, 2))
     place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
     steps = optim.AdamW(lr=1e-2) if precision == "float64" else optim.SGD(lr=1e-2)  # Adam makes rounding errors steps
     options: dict[str, Any] = {"domain": grid, "comm": comm, "precision": precision, "device": device}
@@ -115,8 +115,9 @@ def test_scalars_and_rollouts_on_a_gpu(gpu: str, of: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_formats_of_fewer_bits(gpu: str, name: str) -> None:
+    """16 bits, and of every other model float32, whose kernels are those of float64."""
     _, shape, grids = MODELS[name]
-    for precision, bound in (("float32", 2e-4), ("bf16", 2e-2)):
+    for precision, bound in (("bf16", 2e-2), ("float32", 2e-4))[: 2 - list(MODELS).index(name) % 2]:
         both(bound, name, grids[0], even(shape, grids[0]), precision=precision)
 
 
