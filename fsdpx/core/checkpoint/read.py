@@ -96,7 +96,7 @@ def open_checkpoint(path: Path) -> CheckpointSource:
     folder = resolve_checkpoint(path)
     if folder.is_file():
         read_header(folder)
-        raise CheckpointError(f"{path}: this is a safetensors file, and a checkpoint is a folder; use load_parameters")
+        raise CheckpointError(f"{path}: this is a safetensors file, but a checkpoint is a folder; use load_parameters")
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint" + _describe_nearest_folder(path))
     if not is_checkpoint(folder):

@@ -277,7 +277,7 @@ def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> A
     largest = LARGEST_INTEGERS.get(compute) if takes == "numbers" and array.dtype.kind in "iu" else None
     if largest is not None and array.size and max(-int(array.min()), int(array.max())) > largest:
         raise DataError(
-            f"input {name!r} is {array.dtype} and holds numbers beyond {largest}, the largest of {compute.name}"
+            f"input {name!r} is {array.dtype} but contains numbers beyond {largest}, the largest of {compute.name}"
         )
     return convert_input(array, takes, placement.formats.compute)
 
@@ -298,9 +298,7 @@ def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) ->
     )
 
 
-def _prepare_target_of_output(
-    placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool
-) -> Any:
+def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:
     """Return the target of output number `index` as `prepare_target` does. Errors refer to it by `name`."""
     layout = placement.sample_layout
     target = layout.take_local_target(to_device_array(placement, y, name), index)

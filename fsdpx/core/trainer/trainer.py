@@ -662,8 +662,8 @@ class Trainer:
         path, self._call_runner.ignored_position = self._call_runner.ignored_position, ""
         if self._placement.axes.world.rank == 0:
             warn(
-                f"{path} has the position of a loader in the data, and load was given no loader, so the data begin "
-                "anew: load(path, loader=loader) continues where they were",
+                f"{path} has the position of a loader in the data, but load was given no loader, so the data start "
+                "from the beginning: load(path, loader=loader) restores the position",
             )
 
     def _warn_of_skipped_update(self, loss: float) -> None:

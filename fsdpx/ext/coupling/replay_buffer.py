@@ -344,14 +344,14 @@ class ReplayBuffer:
             if array.shape != shape or array.dtype.kind == "c":
                 raise DataError(
                     f"field {i} has shape {array.shape} and dtype {array.dtype}, but this rank's part has "
-                    f"{self._part.local_shape} cells, in layout {layout!r}: give real numbers of these"
+                    f"{self._part.local_shape} cells, in layout {layout!r}: pass real numbers of this shape"
                 )
         if not arrays:
             raise DataError("give at least one field")
         if self._samples:
             kinds, before = ([(a.dtype.name, a.shape) for a in sample] for sample in (arrays, self._samples[0]))
             if kinds != before:
-                raise DataError(f"a sample of {kinds}, those before it of {before}")
+                raise DataError(f"this sample has fields {kinds}, but earlier samples have {before}")
 
     def _merge_moments(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
         """Return the moments of all samples before, merged with those of a sample."""

@@ -344,7 +344,7 @@ def _find_stretched_taps(
     dim, if the number of positions does not fit."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
-    positions, period = spacing.find_values(n, periodic, name)
+    positions, period = spacing.compute_value_positions(n, periodic, name)
     for a, b, offset, row in _split_cells_by_stencil(start, stop, n, periodic, scheme):
         cells = np.arange(a, b)[:, None] + offset + np.arange(len(row))
         points = positions[cells % n] + period * (cells // n)

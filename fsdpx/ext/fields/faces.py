@@ -24,7 +24,7 @@ from fsdpx.ext.fields.halo import (
 )
 from fsdpx.ext.fields.halo_plan import slice_dim
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
-from fsdpx.ext.fields.spacing import CellPositions, find_widths, parse_spacing, shape_along_dim
+from fsdpx.ext.fields.spacing import CellPositions, compute_cell_widths, parse_spacing, shape_along_dim
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 from fsdpx.nn.shape import Add
@@ -83,7 +83,7 @@ class _NeighborLayer(FieldLayer):
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         if self.dim >= len(parts.cuts):
-            raise ShapeError(f"{self!r} moves values along dim {self.dim}, and reads {parts}")
+            raise ShapeError(f"{self!r} moves values along dim {self.dim}, but reads {parts}")
         cuts = list(parts.cuts)
         cuts[self.dim] = self._plan_move(parts).outputs
         return parts.with_cuts(tuple(cuts))
@@ -124,7 +124,7 @@ def _plan_cells_to_faces(
 ) -> NeighborMove:
     cuts, first = parts.cuts[dim], 0 if faces == "high" else -1
     outputs = make_output_cuts(cuts, cuts, cuts[-1] + (faces == "all"))
-    widths = find_widths(spacing, cuts[-1], parts.get_dim_name(dim))
+    widths = compute_cell_widths(spacing, cuts[-1], parts.get_dim_name(dim))
     around = np.pad(widths, 1, "wrap" if "circular" in mode else "edge") if len(widths) else np.zeros(2)
     below, above = (around[i : i + outputs[-1]] for i in (first + 1, first + 2))
     halo = _make_neighbor_halo(parts, dim, outputs, first, mode)
@@ -143,7 +143,7 @@ def _plan_faces_to_cells(
     if count < 1:
         raise ShapeError(f"{name} has {cuts[-1]} faces, and no cell between them")
     outputs = make_output_cuts(cuts, cuts, count)
-    widths = find_widths(spacing, count, name)
+    widths = compute_cell_widths(spacing, count, name)
     upper = 1.0 / widths if derivative else np.full(count, 0.5)
     halo = _make_neighbor_halo(parts, dim, outputs, -1 if faces == "high" else 0, mode)
     return NeighborMove(outputs, halo, -upper if derivative else upper, upper)
@@ -268,7 +268,7 @@ class FaceDivergence(Graph):
         each = spacing if isinstance(spacing, list | tuple) else (spacing,) * dims
         modes = expand_padding_modes(self, "padding_mode", padding_mode, dims)
         if len(each) != dims:
-            raise ConfigError(f"FaceDivergence: spacing is of {len(each)} dims, and dims={dims}: give one for each")
+            raise ConfigError(f"FaceDivergence: spacing has {len(each)} entries, but dims={dims}: give one per dim")
         nodes: dict[str, tuple[Any, ...]] = {}
         for j, d in enumerate(order):
             source = f"x{j}"

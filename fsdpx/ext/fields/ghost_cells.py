@@ -11,7 +11,7 @@ from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["add_ghost_cells", "drop_ghost_cells", "exchange_ghost_cells", "exchange_ghost_cells_backward"]
+__all__ = ["add_to_own_cells", "drop_ghost_cells", "exchange_ghost_cells", "exchange_ghost_cells_backward"]
 
 
 def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
@@ -44,7 +44,7 @@ def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> 
     return state[_make_own_index(env, parts)]
 
 
-def add_ghost_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldPartition) -> Array:
+def add_to_own_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldPartition) -> Array:
     """Return a copy of `ghosts`, an array with ghost cells, to whose own cells `own` is added."""
     state = ghosts.copy()
     state[_make_own_index(env, parts)] += own

@@ -440,7 +440,7 @@ class Grid(Domain):
         MeshError : if the ranks of a grid are not on one data axis, or their order differs between pipeline stages
         """
         if mesh.domain not in ((), self.dims):
-            wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; leave the one or the other out"
+            wrong = f"Mesh(domain={mesh.domain}): the grid has {self.dims} ranks; omit one of them"
             raise ConfigError(wrong)
         mine = self.gather_ranks(world.rank)
         grids = [None] * world.size if mine is None else world.all_gather_data(list(mine))
@@ -849,7 +849,7 @@ class FieldSamples(SplitSamples):
             self.grid.with_partition(kind) if isinstance(kind, FieldPartition) else None for kind in self.output_kinds
         )
         if found == (None,):
-            raise ConfigError("output_grid: the model's output are scalars, which every rank has whole")
+            raise ConfigError("output_grid: the model's outputs are scalars, which every rank holds in full")
         return found if len(found) > 1 else found[0]  # type: ignore[return-value]
 
 

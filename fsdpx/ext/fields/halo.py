@@ -242,7 +242,7 @@ def expand_padding_modes(
         )
     for pair in pairs:
         if pair[0] != pair[1] and "circular" in pair:
-            raise ConfigError(f"{type(layer).__name__}: {name}: {pair}: 'circular' holds for both ends of a dim")
+            raise ConfigError(f"{type(layer).__name__}: {name}: {pair}: set 'circular' at both ends of a dim")
     return tuple((pair[0], pair[1]) for pair in pairs)
 
 

@@ -51,7 +51,7 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     ConfigError with the path of the first layer that cannot run on a part, or if the output is not one field."""
     made, _, kinds = partition_model_of_fields(model, (parts,))
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
-        raise ConfigError(f"domain=: {type(model).__name__} gives {', '.join(map(str, kinds))}: it must give one field")
+        raise ConfigError(f"domain=: {type(model).__name__} must return one field, not {', '.join(map(str, kinds))}")
     return made, kinds[0]
 
 
@@ -84,10 +84,10 @@ def partition_model_of_fields(
         for i, (kind, output) in enumerate(zip(kinds, outputs, strict=True))
         if kind != output and isinstance(kind, FieldPartition) and isinstance(output, FieldPartition)
     }
-    return PartitionedModel(_shift_outputs(made, shifts), inputs, outputs)
+    return PartitionedModel(_apply_to_outputs(made, shifts), inputs, outputs)
 
 
-def _shift_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
+def _apply_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
     """Return `model` with a layer applied to some of its outputs. `shifts` maps the number of an output to the
     layer."""
     if not isinstance(model, Container):
@@ -138,7 +138,7 @@ def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redist
     if 0 < fields < len(kinds) and not isinstance(reader, Container | TakesScalars):
         got = ", ".join(map(str, kinds))
         raise ConfigError(
-            f"{reader!r} reads {got} together: scalars, which each rank has whole, meet a field in nn.FiLM or "
+            f"{reader!r} reads {got} together: combine scalars, which each rank has in full, with fields in nn.FiLM or "
             "nn.ConcatScalars"
         )
     if kinds and not fields and reader.collective and not isinstance(reader, Container):

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.core.array.namespace import concatenate_on_device
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.ghost_cells import (
-    add_ghost_cells,
+    add_to_own_cells,
     drop_ghost_cells,
     exchange_ghost_cells,
     exchange_ghost_cells_backward,
@@ -101,7 +101,7 @@ class Rollout(Layer, TakesScalars):
     ) -> None:
         require_positive(self, steps=steps, inputs=inputs)
         if not isinstance(net, Layer) or not net.n_inputs or net.n_outputs != 1:
-            raise ConfigError(f"Rollout: a model of one output, and of one or more inputs, is needed, got {net!r}")
+            raise ConfigError(f"Rollout: the model must have one output and at least one input, got {net!r}")
         for name, value, stop in (("constants", constants, math.inf), ("pushforward", pushforward, steps)):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < stop:
                 below = f", below steps={steps}" if name == "pushforward" else ""
@@ -134,7 +134,7 @@ class Rollout(Layer, TakesScalars):
         location = f"{request.path!r} {self!r}"
         for i, other in enumerate(others, 1):
             if other != (Replicated() if i in self.scalar_inputs else kind):
-                wanted = "scalars, which each rank has whole" if i in self.scalar_inputs else f"{kind}, as the state"
+                wanted = "scalars, which each rank has in full" if i in self.scalar_inputs else f"{kind}, as the state"
                 raise ConfigError(f"{location} reads {other} as input {i}, which must be {wanted}")
         net, found = partition_model(self.net, kind)
         if found != kind.without_ghosts():
@@ -154,7 +154,7 @@ class Rollout(Layer, TakesScalars):
             y, _ = self.net.forward(env.child(f"step{step}"), p, given)
             if y.shape[1] != last.shape[1] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
                 raise ShapeError(
-                    f"{self!r}: a step makes {tuple(y.shape)} of {tuple(last.shape)}: it must keep the shape"
+                    f"{self!r}: a step returns {tuple(y.shape)} for {tuple(last.shape)}: it must keep the shape"
                 )
             found.append(y)
             if ghosts is not None and step < self.steps - 1:
@@ -292,7 +292,7 @@ class Rollout(Layer, TakesScalars):
         assert ghosts is not None
         dwalls = env.xp.zeros_like(dstate)
         own = exchange_ghost_cells_backward(env, dstate.copy(), dwalls, ghosts)
-        return add_ghost_cells(env, own, dwalls, ghosts)
+        return add_to_own_cells(env, own, dwalls, ghosts)
 
 
 def _add(xp: Any, total: Array | None, piece: Array) -> Array:

@@ -148,7 +148,7 @@ class TimeEmbedding(Layer):
     def __init__(self, dim: int, max_period: float = 10000.0) -> None:
         require_positive(self, dim=dim)
         if dim < 4 or dim % 2 or not max_period > 0:
-            raise ConfigError(f"TimeEmbedding(dim={dim}, max_period={max_period}): dim is even and at least 4")
+            raise ConfigError(f"TimeEmbedding(dim={dim}, max_period={max_period}): dim must be even and at least 4")
         self.dim, self.max_period = dim, float(max_period)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

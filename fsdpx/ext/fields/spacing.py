@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, LayerContext
 
-__all__ = ["CellPositions", "compute_stencil_weights", "find_widths", "parse_spacing", "shape_along_dim"]
+__all__ = ["CellPositions", "compute_cell_widths", "compute_stencil_weights", "parse_spacing", "shape_along_dim"]
 
 
 class CellPositions(tuple[float, ...]):
@@ -23,7 +23,7 @@ class CellPositions(tuple[float, ...]):
         """Return short text, since a message may show a layer whose dims have thousands of cells."""
         return f"{len(self)} positions from {self[0]:g} to {self[-1]:g}"
 
-    def find_values(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:
+    def compute_value_positions(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:
         """Return the positions of the n values of a field along a dim, and the period of that dim.
 
         If bounds of cells are given, values lie at the centers, and the period is the distance between the outer
@@ -63,7 +63,7 @@ def _parse_spacing_along_dim(layer: object, given: Any) -> Any:
     return CellPositions(float(at) for at in given)
 
 
-def find_widths(spacing: float | CellPositions, n: int, name: str) -> np.ndarray:
+def compute_cell_widths(spacing: float | CellPositions, n: int, name: str) -> np.ndarray:
     """Return the signed widths of n cells along a dim, which are negative if positions decrease.
 
     Raises ShapeError, with the `name` of the dim, unless `spacing` is a number or the bounds of n cells."""

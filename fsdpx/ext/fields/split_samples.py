@@ -103,11 +103,11 @@ class SplitSamples(ABC):
 
     def to_model_scalars(self, array: Any, name: str, batched: bool) -> Any:
         """Return scalars of the caller as (samples, n), or as (samples,). Raise DataError if they have other dims.
-        `name` is what errors call them."""
+        Errors refer to them by `name`."""
         if array.ndim not in ((1, 2) if batched else (0, 1)):
             wanted = "(samples, n)" if batched else f"(n,), as the {self.whole.removesuffix('s')} has no dim of samples"
             raise DataError(
-                f"{name} has shape {tuple(array.shape)}: the model reads or gives scalars there, which every rank "
-                f"passes whole, as {wanted}"
+                f"{name} has shape {tuple(array.shape)}: the model reads or returns scalars there, which every rank "
+                f"passes in full, as {wanted}"
             )
         return array if batched else array[None]

@@ -29,7 +29,7 @@ class StaticChannels(Layer):
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values)
         if self.values.dtype.kind not in "fiub" or self.values.ndim < 1:
-            raise ConfigError(f"StaticChannels: numbers or bools for each cell are needed, got {self.values.dtype}")
+            raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 
     def __repr__(self) -> str:
         """Return text without the values: ranks compare this text, but each rank has other values."""

@@ -232,13 +232,13 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
         names = _list_output_names(result)
         if output not in names:
             there = f"there are {', '.join(map(str, names))}" if names else f"it gives {type(result).__name__}"
-            raise ConfigError(f"{caller}: forward gives no {output!r}; {there}")
+            raise ConfigError(f"{caller}: forward returns no {output!r}; {there}")
         result = result[output] if isinstance(result, Mapping) else getattr(result, output)
     elif output is not None:
         result = result[output]
     if not isinstance(result, torch.Tensor):
         raise ConfigError(
-            f"{caller}: forward gives {type(result).__name__}, and a layer gives one tensor: say which, output=..."
+            f"{caller}: forward returns {type(result).__name__}, but a layer gives one tensor: choose it with output="
         )
     return result
 

@@ -69,8 +69,8 @@ class EdgeFeatures(GraphLayer):
         found = graph.edge_features.shape[1]
         if found != self.features:
             raise ConfigError(
-                f"{self!r}: edges of the partition have {found} features, the model wants {self.features}: pass "
-                "positions= or edge_features= to the Partition, or edge_features= of another size to the model"
+                f"{self!r}: edges of the partition have {found} features, but the model expects {self.features}: pass "
+                "positions= or edge_features= to the Partition, or change edge_features= of the model"
             )
         if has_no_data(env):
             return env.xp.empty((x.shape[0], graph.edges, found), dtype=x.dtype), ()

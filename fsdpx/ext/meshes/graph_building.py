@@ -287,7 +287,7 @@ def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: in
         raise ConfigError(
             f"Partition: {lost} of {count} edges have no reverse edge: no rank passes the edge from node {sender} to "
             f"node {receiver}. If edges have no direction, pass undirected=True, which makes both directions of each; "
-            "if they have, undirected=False"
+            "if they do, pass undirected=False"
         )
 
 

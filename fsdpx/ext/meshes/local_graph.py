@@ -174,7 +174,7 @@ class MeshPartition(FieldPartition):
         """Return {1: (number of this rank's first node, number of nodes)} if the rows are nodes, where nodes are
         numbered in the order of the ranks."""
         if self.kind != "nodes":
-            raise ConfigError(f"Dropout reads {self}: put it where values are those of nodes")
+            raise ConfigError(f"Dropout reads {self}: use it only on values of nodes")
         (cuts,) = self.cuts
         return {1: (cuts[lines[0].rank], cuts[-1])} if len(cuts) > 2 else {}
 
@@ -193,7 +193,7 @@ class GraphLayer(Layer):
     def graph(self) -> LocalGraph:
         """This rank's part of the mesh. Raises ConfigError if there is none."""
         if self.parts is None:
-            raise ConfigError(f"{self!r} needs a mesh: give distribute domain=fsdpx.Partition(...)")
+            raise ConfigError(f"{self!r} needs a mesh: pass domain=fsdpx.Partition(...)")
         return self.parts.graph
 
     @property
@@ -206,7 +206,7 @@ class GraphLayer(Layer):
         location = f"{request.path!r} {self!r}"
         for wanted, kind in zip(self.reads, request.kinds, strict=True):
             if not isinstance(kind, MeshPartition):
-                raise ConfigError(f"{location} reads {kind}, and needs a mesh: give distribute domain=fsdpx.Partition")
+                raise ConfigError(f"{location} reads {kind}, and needs a mesh: pass domain=fsdpx.Partition")
             if kind.kind not in (("nodes", "ghosts") if wanted == "nodes" else (wanted,)):
                 raise ConfigError(f"{location} reads {kind}, and needs values of {wanted}")
         first = request.kinds[0]

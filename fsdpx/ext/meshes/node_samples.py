@@ -126,7 +126,7 @@ class NodeSamples(SplitSamples):
         assert isinstance(self.partition, Domain)
         found = tuple(self.partition if isinstance(kind, MeshPartition) else None for kind in self.output_kinds)
         if found == (None,):
-            raise ConfigError("output_grid: the model's output are scalars, which every rank has whole")
+            raise ConfigError("output_grid: the model's outputs are scalars, which every rank holds in full")
         return found if len(found) > 1 else self.partition
 
     def _to_model_layout(self, array: Any, kind: MeshPartition, name: str) -> Any:

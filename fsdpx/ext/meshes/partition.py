@@ -380,9 +380,7 @@ class Partition(Domain):
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
-            raise ConfigError(
-                f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; leave the one or the other out"
-            )
+            raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
         mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
         return make_sample_groups(mesh, world.rank, self.dims, world.all_gather_data(mine))
 
@@ -423,7 +421,7 @@ class Partition(Domain):
         """
         if len(array) != self._local_rows:
             raise DataError(
-                f"Partition.update_ghosts: {len(array)} rows, and the rank has {self._local_rows} with ghosts"
+                f"Partition.update_ghosts: {len(array)} rows, but this rank has {self._local_rows} with ghosts"
             )
         flat = array.reshape(len(array), int(np.prod(array.shape[1:])))
         found = exchange_arrays(self.comm, [flat[rows] for rows in self._lent_rows])
@@ -451,7 +449,7 @@ class Partition(Domain):
         dim = max(array.ndim - 2, 0)
         if array.ndim < 1 or array.shape[dim] != self.total_nodes:
             raise DataError(
-                f"Partition.take_local: an array of shape {tuple(array.shape)} has not {self.total_nodes} nodes"
+                f"Partition.take_local: an array of shape {tuple(array.shape)} does not have {self.total_nodes} nodes"
             )
         return array[(slice(None),) * dim + (self.numbers,)]
 
@@ -475,7 +473,7 @@ class Partition(Domain):
         dim = max(array.ndim - 2, 0)
         error = ""
         if array.ndim < 1 or array.shape[dim] not in self.row_counts:
-            error = f"an array of shape {array.shape} has not the {self.graph.nodes} rows of its nodes"
+            error = f"an array of shape {array.shape} does not have the {self.graph.nodes} rows of its nodes"
         else:
             array = self.take_owned_rows(array) if dim else self.take_owned_rows(array[None])[0]
         everyone = all_gather_plain_data(self.comm, (error, np.ascontiguousarray(self.numbers), array))
@@ -575,4 +573,4 @@ def _require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> 
     for rank, others in enumerate(everyone):
         for name, ours, theirs in zip(sums, everyone[0], others, strict=True):
             if ours != theirs:
-                raise ConfigError(f"Partition.split: rank {rank} has other {name} than rank 0: pass the same graph")
+                raise ConfigError(f"Partition.split: rank {rank} passes other {name} than rank 0: pass the same graph")

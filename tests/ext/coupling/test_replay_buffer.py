@@ -149,7 +149,7 @@ def test_wrong_samples_and_folders_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="policy='fifo' has none"):
             buffer.update_priorities([0], [1.0])
         buffer.add(grid.take_local(U[0]))
-        with pytest.raises(DataError, match=r"a sample of \[\('float32', .* before it of \[\('float64'"):
+        with pytest.raises(DataError, match=r"sample has fields \[\('float32', .* earlier samples have \[\('float64'"):
             buffer.add(grid.take_local(V[0]))
         ranked = data.ReplayBuffer(3, grid, "priority")
         with pytest.raises(DataError, match="1 priorities for 2 samples"):
@@ -175,7 +175,7 @@ def test_a_sample_that_one_rank_cannot_take_is_left_out_on_all() -> None:
         u, wrong = np.ones(3), [np.full(3, np.nan), np.full(3, "a"), np.full(3, 1j), np.ones(2), np.ones(3, np.float32)]
         for k in range(6):
             buffer.add(u * k)
-            with pytest.raises(DataError, match=r"ReplayBuffer\.add: rank 1: (field|channel|a sample)"):
+            with pytest.raises(DataError, match=r"ReplayBuffer\.add: rank 1: (field|channel|this sample)"):
                 buffer.add(wrong[k % 5] if comm.rank == 1 else u)
         with pytest.raises(DataError, match="give at least one field"):
             buffer.add(*([u] * (comm.rank != 1)))

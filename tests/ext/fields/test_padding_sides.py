@@ -131,7 +131,7 @@ def test_five_steps_with_walls_are_those_of_one_process(dims: tuple[int, int], g
         ),
         (
             lambda: nn.Conv2d(1, 1, 3, 1, 1, padding_mode=(("circular", 1.0), "zeros")),
-            "Conv2d: padding_mode: ('circular', 1.0): 'circular' holds for both ends of a dim",
+            "Conv2d: padding_mode: ('circular', 1.0): set 'circular' at both ends of a dim",
         ),
         (lambda: nn.Conv2d(1, 1, 3, 1, 1, padding_mode=float("nan")), "Conv2d: padding_mode=nan: "),
         (lambda: nn.Pad(((1, 1),), True), "Pad: mode=True: choose one of zeros"),

@@ -260,7 +260,7 @@ CONV = nn.Conv2d(2, 2, 3, padding=1)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: nn.Rollout(nn.Graph({"a": (CONV, "x"), "b": (CONV, "x")}, outputs=("a", "b")), 2), "one output, and"),
+        (lambda: nn.Rollout(nn.Graph({"a": (CONV, "x"), "b": (CONV, "x")}, outputs=("a", "b")), 2), "one output and"),
         (lambda: nn.Rollout(CONV, 2, pushforward=2), "pushforward must be a whole number >= 0, below steps=2, got 2"),
         (lambda: nn.Rollout(CONV, 2, constants=-1), "Rollout: constants must be a whole number >= 0, got -1"),
         (lambda: nn.Rollout(CONV, 2, inputs=0), "Rollout: inputs must be a whole number >= 1, got 0"),

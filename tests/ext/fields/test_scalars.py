@@ -292,13 +292,13 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: film(c, (CELLS, np.ones((1, 2)))), "input 's' has shape (1, 2): the model reads or gives scala"),
+        (lambda c: film(c, (CELLS, np.ones((1, 2)))), "input 's' has shape (1, 2): the model reads or returns scala"),
         (lambda c: film(c, (CELLS[None], np.ones((2, 2)))), "input 's' has 2 samples, input 'u' has 1"),
         (lambda c: film(c, (CELLS, np.ones(3))), "wants an input of shape (samples, ..., 2), got (1, 3)"),
         (lambda c: film(c, (np.ones((4, 3, 2)), np.ones(2))), "a field of 2 channels takes 4 scales and shifts, got 2"),
         (
             domain_of({"l": (nn.Linear(2, 1), "s"), "y": (nn.Add(), "u", "l")}, ("u", "s"), ("y",)),
-            "Add() reads a part of a field of 4 x 6 cells, a whole input together: scalars, which each rank has whole,",
+            "Add() reads a part of a field of 4 x 6 cells, a whole input together: combine scalars,",
         ),
         (
             domain_of({"c": (nn.Conv2d(1, 2, 1), "u"), "f": (nn.ScaleShift(), "u", "c")}, ("u",), ("f",)),
@@ -310,13 +310,13 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
         ),
         (lambda c: two(c, BOTH, CELLS), "the target must be a tuple with one array for each of 2 outputs"),
         (lambda c: two(c, BOTH, (CELLS,)), "the model has 2 outputs: give a tuple of as many targets, got 1"),
-        (lambda c: two(c, BOTH, (CELLS, np.ones((1, 1)))), "target 1 has shape (1, 1): the model reads or gives sca"),
+        (lambda c: two(c, BOTH, (CELLS, np.ones((1, 1)))), "target 1 has shape (1, 1): the model reads or returns sc"),
         (lambda c: two(c, BOTH, (CELLS[:3], np.ones(1))), "target 0 has shape (3, 3, 1), but this rank's part, in"),
         (lambda c: two(c, nn.MultiOutputLoss(nn.MSELoss()), CELLS), "has 1 losses, and the model 2 outputs"),
         (lambda c: nn.MultiOutputLoss(), "MultiOutputLoss: give a loss for each output, got "),
         (lambda c: nn.MultiOutputLoss(nn.MSELoss(), loss_weights=(1, 2)), "1 losses have 2 loss_weights"),
-        (lambda c: nn.TimeEmbedding(5), "TimeEmbedding(dim=5, max_period=10000.0): dim is even and at least 4"),
-        (lambda c: nn.StaticChannels("a"), "StaticChannels: numbers or bools for each cell are needed, got <U1"),
+        (lambda c: nn.TimeEmbedding(5), "TimeEmbedding(dim=5, max_period=10000.0): dim must be even and at least 4"),
+        (lambda c: nn.StaticChannels("a"), "StaticChannels: give a number or bool for each cell, got <U1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(call: Any, message: str) -> None:

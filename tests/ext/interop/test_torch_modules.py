@@ -574,8 +574,8 @@ ERRORS = {
     "input": "forward writes into input 0: compute new tensors instead",
     "parameter": "forward writes into lin.weight: compute new tensors instead",
     "random": "the module draws random numbers in a way that is not known here",
-    "two": "forward gives tuple, and a layer gives one tensor: say which, output=...",
-    "dict": "forward gives dict, and a layer gives one tensor",
+    "two": "forward returns tuple, but a layer gives one tensor: choose it with output=",
+    "dict": "forward returns dict, but a layer gives one tensor",
 }
 
 
@@ -622,7 +622,7 @@ def test_a_module_that_returns_its_loss_is_told_what_to_return(loss: Any) -> Non
         trainer = fsdpx.distribute(
             from_torch(WithLoss(what), output="other"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)
         )
-        with pytest.raises(ConfigError, match=f"forward gives no 'other'; {said}"):
+        with pytest.raises(ConfigError, match=f"forward returns no 'other'; {said}"):
             trainer.step(x, x)
 
 

@@ -309,7 +309,7 @@ def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
         (lambda: nn.BatchNorm(3), "reads the nodes of a part of a mesh of 23 nodes"),
         (lambda: nn.Aggregate(), "needs values of edges"),
         (lambda: nn.GatherNodes("sender"), "must give one value of nodes"),
-        (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, the model wants 4"),
+        (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, but the model expects 4"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text: str) -> None:
@@ -325,7 +325,7 @@ def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text
     one = Graph.random(0, 1)
     with pytest.raises(ConfigError, match="needs the cells of a grid, and cannot be computed on a mesh"):
         spawn(lambda comm: train(comm, one, "split", nn.BandRMSE(0, 2)), 1)
-    with pytest.raises(ConfigError, match=r"needs a mesh: give distribute domain=fsdpx\.Partition"):
+    with pytest.raises(ConfigError, match=r"needs a mesh: pass domain=fsdpx\.Partition"):
         nn.GraphConv(3, 2).as_distributed().predict(np.zeros((1, 5, 3)))
     for wrong in (lambda: nn.Aggregate("min"), lambda: nn.GatherNodes("both"), lambda: nn.GATConv(3, 0)):
         with pytest.raises(ConfigError):

@@ -75,7 +75,7 @@ def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None
         wide = np.full((rows.size, 2, 1), np.nan)
         wide[made.owned_rows, :, 0] = made.take_local(whole)
         np.testing.assert_array_equal(made.update_ghosts(wide)[..., 0], whole[rows])
-        with pytest.raises(DataError, match=r"update_ghosts: 3 rows, and the rank has \d+ with ghosts"):
+        with pytest.raises(DataError, match=r"update_ghosts: 3 rows, but this rank has \d+ with ghosts"):
             made.update_ghosts(np.zeros((3, 2)))
         return list_edges(made)
 
@@ -193,8 +193,8 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (numbered([2, 3], [True, False]), "node 3 is a ghost on rank 1, and no rank owns it"),
     (placed, r"node 2 is at \[2\.0, 1\.0\] on rank 1, which owns it, and at \[2\.0, 7\.0\] on rank 0"),
     (split(parts=[0, 1, 1, 3]), r"rank 1: parts must be 4 numbers of ranks, from 0 to 2"),
-    (split(parts=[0, 1, 0, 2]), "rank 1 has other parts than rank 0: pass the same graph"),
-    (split(edges=EDGES[:, :1]), "rank 1 has other edges than rank 0"),
+    (split(parts=[0, 1, 0, 2]), "rank 1 passes other parts than rank 0: pass the same graph"),
+    (split(edges=EDGES[:, :1]), "rank 1 passes other edges than rank 0"),
     (split(nodes=2.5), "rank 1: nodes=2.5: give the number of nodes of the whole graph"),
     (lambda comm: fsdpx.Partition.split(comm, EDGES, 4), "needs positions=, or choose method"),
     (lambda comm: fsdpx.Partition.split(comm, EDGES, 4, method="best"), "choose one of 'coordinates', 'metis'"),
@@ -243,9 +243,9 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
             trainer.predict(np.zeros((2, 3)))
         with pytest.raises(DataError, match=r"of 3 values for each node in turn, as array\.reshape\(-1, 3\)"):
             trainer.predict(wide.reshape(-1))
-        with pytest.raises(DataError, match="has not 23 nodes"):
+        with pytest.raises(DataError, match="does not have 23 nodes"):
             made.take_local(values[:5])
-        with pytest.raises(DataError, match=r"rank 0: an array of shape \(3,\) has not the"):
+        with pytest.raises(DataError, match=r"rank 0: an array of shape \(3,\) does not have the"):
             made.gather(np.zeros(3))
         made.close()
         return losses, trainer.output_grid is made
