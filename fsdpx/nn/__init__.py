@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fsdpx.ext.meshes.ghosts import ExchangeGhosts as ExchangeGhosts
     from fsdpx.ext.meshes.graph_conv import GATConv as GATConv, GraphConv as GraphConv
     from fsdpx.ext.meshes.mesh_graph_net import MeshGraphNet as MeshGraphNet
+    from fsdpx.ext.meshes.node_types import OneHot as OneHot, WhereType as WhereType
     from fsdpx.nn.gpt import GPT as GPT
     from fsdpx.nn.llama import Llama as Llama
     from fsdpx.ext.fields.derivatives import (

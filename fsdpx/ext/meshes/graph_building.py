@@ -51,12 +51,26 @@ class GraphArguments(NamedTuple):
 
 class BuiltGraph(NamedTuple):
     """The result of `build_local_graph`: this rank's graph, the rank that owns each of the caller's rows, the number of
-    nodes of each rank, and the number of edges of the whole graph."""
+    nodes of each rank, the number of edges of the whole graph, and how edges came here."""
 
     graph: LocalGraph
     owners: Table
     counts: list[int]
     total_edges: int
+    routes: EdgeRoutes
+
+
+class EdgeRoutes(NamedTuple):
+    """How values of the edges that ranks pass come to the ranks that own the receivers.
+
+    Attributes
+    ----------
+    sent : for each rank, which of the edges that this rank passed go there
+    taken : for each edge of this rank's graph, its place among the edges that all ranks send to this one, in rank order
+    """
+
+    sent: list[Table]
+    taken: Table
 
 
 class _Edges(NamedTuple):
@@ -82,13 +96,14 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     rows = np.flatnonzero(owners == rank)
     numbers = given.numbers[rows]
     counts = [int(n) for n in all_gather_plain_data(comm, int(rows.size))]
-    edges = _send_edges_to_receivers(comm, size, given, owners)
+    edges, routes = _send_edges_to_receivers(comm, size, given, owners)
     order = np.argsort(numbers, kind="stable")
     if given.undirected is None:
         _require_directed_or_complete(comm, size, edges, sum(counts))
     receivers = order[np.searchsorted(numbers, edges.receivers, sorter=order)]
     sorting = np.lexsort((edges.repeats, edges.senders, receivers))
     edges, receivers = edges.take(sorting), receivers[sorting]
+    routes = routes._replace(taken=routes.taken[sorting])
     away = edges.owners != rank
     ghosts = np.unique(np.stack([edges.owners[away], edges.senders[away]]), axis=1)
     senders = np.empty(receivers.size, np.int64)
@@ -119,7 +134,7 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
         _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], total), receivers[by_sender],
         np.ascontiguousarray(features), sends, receives,
     )  # fmt: skip
-    return BuiltGraph(graph, owners, counts, sum(all_gather_plain_data(comm, int(receivers.size))))
+    return BuiltGraph(graph, owners, counts, sum(all_gather_plain_data(comm, int(receivers.size))), routes)
 
 
 def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:
@@ -230,8 +245,8 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
     raise_first_error(comm, text, names_rank=False)
 
 
-def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> _Edges:
-    """Return the edges whose receivers this rank owns, from all ranks that pass some of them.
+def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> tuple[_Edges, EdgeRoutes]:
+    """Return the edges whose receivers this rank owns, from all ranks that pass some of them, and how they came here.
 
     An edge that several ranks pass is one edge. If one rank passes an edge several times, it is several edges, unless
     the graph is undirected."""
@@ -254,7 +269,7 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
     keys = found[order][:, [0, 1, 3]]
     is_first = np.ones(len(keys), bool)
     is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-    return everyone.take(order[is_first])
+    return everyone.take(order[is_first]), EdgeRoutes(places, order[is_first])
 
 
 def _count_repeats(senders: Table, receivers: Table) -> Table:

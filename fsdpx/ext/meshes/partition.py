@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,9 @@ class Partition(Domain):
         )
         made = cls.__new__(cls)
         made._build(comm, local)
+        if not undirected:
+            taken, made._passed_edges = np.flatnonzero(wanted), given.edges.shape[1]
+            made._routes = made._routes._replace(sent=[taken[rows] for rows in made._routes.sent])
         made._local_rows = made.local_shape[0]  # the caller has no ghosts
         made._owned_rows, none = np.arange(made._local_rows), np.zeros(0, np.int64)
         made._ghost_rows = made._lent_rows = [none] * size
@@ -261,6 +265,7 @@ class Partition(Domain):
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         cuts = tuple(int(n) for n in np.cumsum([0, *built.counts]))
         self.graph, self.total_edges, self._rank = built.graph, built.total_edges, rank
+        self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
         self.dims, self.partition = (size,), MeshPartition((cuts,), graph=built.graph)
         self._owned_rows, self._local_rows = np.flatnonzero(built.owners == rank), given.numbers.size
         self._ghost_rows = [
@@ -309,6 +314,12 @@ class Partition(Domain):
     def numbers(self) -> np.ndarray:
         """Global numbers of the nodes that this rank owns, in the order of their rows in arrays."""
         return self.graph.numbers[: self.graph.nodes]
+
+    @property
+    def edges(self) -> np.ndarray:
+        """Global numbers of the sender and the receiver of each edge that this rank computes on, (2, edges), in the
+        order of inputs of edges."""
+        return np.stack([self.graph.numbers[self.graph.senders], self.graph.numbers[self.graph.receivers]])
 
     @property
     def owned_rows(self) -> np.ndarray:
@@ -429,6 +440,40 @@ class Partition(Domain):
             array[rows] = values.reshape(len(rows), *array.shape[1:])
         return array
 
+    def exchange_edges(self, array: Any) -> np.ndarray:
+        """Send values of the edges that ranks passed to the ranks that compute on them, and return those of this rank,
+        in the order in which models read them. Collective over `comm`.
+
+        Of an edge that several ranks passed, the value of the lowest rank is taken.
+
+        Parameters
+        ----------
+        array : (edges, features) or (samples, edges, features) for the edges that this rank passed to the partition, in
+            their order; for `split`, for all edges
+
+        Returns
+        -------
+        numpy.ndarray
+            in the shape of the input, with the edges of this rank
+
+        Raises
+        ------
+        DataError : on all ranks, if the array of a rank does not have its edges, or with undirected=True, where edges
+            stand for both directions: use `edges` to compute values of each
+        """
+        array, error = np.asarray(array), ""
+        if self._passed_edges < 0:
+            error = "undirected=True: compute values of each direction, whose ends are in `edges`"
+        elif array.ndim not in (2, 3) or array.shape[-2] != self._passed_edges:
+            error = f"an array of shape {array.shape} has not the {self._passed_edges} edges that the rank passed"
+        others = (*array.shape[:-2], array.shape[-1]) if not error else ()
+        everyone = self._all_gather_or_raise("exchange_edges", error, (others, array.dtype.str))
+        if odd := next((rank for rank, kind in enumerate(everyone) if kind != everyone[0]), 0):
+            raise DataError(f"Partition.exchange_edges: rank 0 has {everyone[0]}, and rank {odd} {everyone[odd]}")
+        flat = np.moveaxis(array, -2, 0).reshape(self._passed_edges, prod(others))
+        found = np.concatenate(exchange_arrays(self.comm, [flat[rows] for rows in self._routes.sent]))
+        return np.ascontiguousarray(np.moveaxis(found[self._routes.taken].reshape(-1, *others), 0, -2))
+
     def take_local(self, array: Any) -> Any:
         """Return the rows of this rank's nodes of an array of the whole mesh. Communicates nothing.
 
@@ -476,14 +521,19 @@ class Partition(Domain):
             error = f"an array of shape {array.shape} does not have the {self.graph.nodes} rows of its nodes"
         else:
             array = self.take_owned_rows(array) if dim else self.take_owned_rows(array[None])[0]
-        everyone = all_gather_plain_data(self.comm, (error, np.ascontiguousarray(self.numbers), array))
-        for rank, (text, *_) in enumerate(everyone):
-            if text:
-                raise DataError(f"Partition.gather: rank {rank}: {text}")
+        everyone = self._all_gather_or_raise("gather", error, (np.ascontiguousarray(self.numbers), array))
         whole = np.empty((*array.shape[:dim], self.total_nodes, *array.shape[dim + 1 :]), array.dtype)
-        for _, numbers, part in everyone:
+        for numbers, part in everyone:
             whole[(slice(None),) * dim + (numbers,)] = part
         return whole
+
+    def _all_gather_or_raise(self, method: str, error: str, value: Any) -> list[Any]:
+        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error`: that of the first."""
+        everyone = all_gather_plain_data(self.comm, (error, value))
+        for rank, (text, _) in enumerate(everyone):
+            if text:
+                raise DataError(f"Partition.{method}: rank {rank}: {text}")
+        return [found for _, found in everyone]
 
 
 def _open(comm: Any) -> Any:

@@ -47,12 +47,14 @@ class Graph:
         return Graph(self.nodes, new[self.edges], self.positions[order], self.parts[order]), order
 
 
-def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> fsdpx.Partition:
+def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> Any:
     """The partition of `graph` if ranks pass their parts in some way. Rows are shuffled, with ghosts among them."""
     if way == "split":
-        return fsdpx.Partition.split(
+        made = fsdpx.Partition.split(
             comm, graph.edges, graph.nodes, parts=graph.parts, positions=graph.positions, **more
         )
+        made.passed = np.arange(graph.edges.shape[1])  # which edges this rank passed
+        return made
     rng = np.random.default_rng(0)  # the same on all ranks
     ends = graph.parts[graph.edges]
     somewhere = rng.integers(0, comm.size, ends.shape[1])
@@ -71,17 +73,21 @@ def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> f
         assert (own == np.arange(own.size) + (graph.parts < comm.rank).sum()).all()
         where = np.zeros(graph.nodes, np.int64)
         where[rows] = np.arange(rows.size)
-        return fsdpx.Partition(
+        made = fsdpx.Partition(
             comm, owned=own.size, ghosts=ghosts, owners=graph.parts[ghosts], edges=where[graph.edges[:, mine]],
             positions=graph.positions[rows], **more,
         )  # fmt: skip
+        made.passed = mine
+        return made
     rows = np.random.default_rng(comm.rank).permutation(known)
     where = np.zeros(graph.nodes, np.int64)
     where[rows] = np.arange(rows.size)
-    return fsdpx.Partition.from_numbers(
+    made = fsdpx.Partition.from_numbers(
         comm, rows, graph.parts[rows] == comm.rank, edges=where[graph.edges[:, mine]], positions=graph.positions[rows],
         **more,
     )  # fmt: skip
+    made.passed = mine
+    return made
 
 
 def env_of(comm: Communicator, training: bool = True) -> LayerContext:

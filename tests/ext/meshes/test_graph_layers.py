@@ -21,6 +21,7 @@ from mesh_graphs import (
     slope_of,
     train,
 )
+from torch_graphs import mesh_graph_net_in_torch, mlp_in_torch, reduce_in_torch, softmax_in_torch
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -77,40 +78,6 @@ LAYERS: dict[str, Callable[[], nn.Layer]] = {
 }
 
 
-def reduce_in_torch(values: Any, receivers: Any, nodes: int, how: str, temperature: float = 1.0) -> Any:
-    """(samples, edges, ...) -> (samples, nodes, ...)."""
-    shape = (values.shape[0], nodes, *values.shape[2:])
-    if how == "max":
-        index = receivers.reshape(1, -1, *(1,) * (values.ndim - 2)).expand(values.shape)
-        most = torch.full(shape, -torch.inf, dtype=values.dtype).scatter_reduce(1, index, values, "amax")
-        return torch.where(most == -torch.inf, 0.0, most)
-    zeros = torch.zeros(shape, dtype=values.dtype)
-    if how == "softmax":
-        values = values * softmax_in_torch(values * temperature, receivers, nodes)
-    total = zeros.index_add(1, receivers, values)
-    if how != "mean":
-        return total
-    degree = torch.bincount(receivers, minlength=nodes).clamp(min=1)
-    return total / degree.reshape(1, -1, *(1,) * (values.ndim - 2))
-
-
-def softmax_in_torch(scores: Any, receivers: Any, nodes: int) -> Any:
-    most = reduce_in_torch(scores.detach(), receivers, nodes, "max")
-    e = (scores - most[:, receivers]).exp()
-    return e / torch.zeros_like(most).index_add(1, receivers, e)[:, receivers]
-
-
-def mlp_in_torch(p: Any, path: str, x: Any, activation: Any, norm: bool = True) -> Any:
-    places = sorted({int(name[len(path) + 1 :].split(".")[0]) for name in p if name.startswith(f"{path}.")})
-    for i in places[: len(places) - norm]:
-        x = activation(x) if i else x
-        x = torch.nn.functional.linear(x, p[f"{path}.{i}.weight"], p[f"{path}.{i}.bias"])
-    if not norm:
-        return x
-    weight, bias = (p[f"{path}.{places[-1]}.{name}"] for name in ("weight", "bias"))
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
-
-
 def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
     s, r = torch.tensor(graph.edges)
     n, positions = graph.nodes, torch.tensor(graph.positions)
@@ -134,14 +101,8 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
         weight = softmax_in_torch(torch.nn.functional.leaky_relu(score, 0.2 if name == "gat" else 0.1), r, n)
         y = reduce_in_torch(weight[..., None] * h[:, s], r, n, "sum")
         return y.flatten(2) + p["bias"] if name == "gat" else y.mean(2)
-    act = torch.nn.functional.silu if name == "net" else torch.tanh
-    e, h = mlp_in_torch(p, "edge_encoder", features, act), mlp_in_torch(p, "node_encoder", x, act)
-    for i in range(2):
-        m = mlp_in_torch(p, f"edge_{i}", torch.cat([e, h[:, s], h[:, r]], dim=-1), act)
-        e = e + m
-        got = reduce_in_torch(*((m, r, n, "sum") if name == "net" else (e, r, n, "mean")))
-        h = h + mlp_in_torch(p, f"node_{i}", torch.cat([got, h], dim=-1), act)
-    return mlp_in_torch(p, "decoder", h, act, norm=False)
+    act, residual = (torch.nn.functional.silu, "messages") if name == "net" else (torch.tanh, "edges")
+    return mesh_graph_net_in_torch(p, x, features, graph, act, residual, "sum" if name == "net" else "mean")
 
 
 def run_whole_in_torch(name: str, p: dict[str, np.ndarray], x: np.ndarray, graph: Graph) -> Ran:

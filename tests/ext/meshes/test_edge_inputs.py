@@ -1,0 +1,128 @@
+"""Features of edges that differ between samples, and types of nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mesh_graphs import WAYS, Graph, make_partition
+from torch_graphs import mesh_graph_net_in_torch
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import DataError, ShapeError
+from fsdpx.testing import assert_close
+
+torch = pytest.importorskip("torch")
+
+NODES, EDGES, STEPS = 23, 93, 5
+RNG = np.random.default_rng(12)
+X, T, E = (RNG.standard_normal((STEPS, 2, n, k)) for n, k in ((NODES, 3), (NODES, 3), (EDGES, 2)))
+TYPES = RNG.integers(0, 3, (STEPS, 2, NODES, 1))
+
+
+def make_net() -> nn.Graph:
+    net = nn.MeshGraphNet(6, 3, 3, 6, 2, activation="silu", residual="edges", edge_inputs=2)
+    return nn.Graph(
+        {
+            "types": (nn.OneHot(3), "kinds"),
+            "wide": (nn.Concat(), "x", "types"),
+            "moved": (nn.Tanh(), "edges"),
+            "net": (net, "wide", "moved"),
+            "kept": (nn.WhereType((0, 2)), "kinds", "net", "x"),
+        },
+        inputs=("x", "kinds", "edges"),
+        outputs=("kept",),
+    )
+
+
+def train(comm: Communicator, graph: Graph, way: str) -> Any:
+    mesh = make_partition(comm, graph, way)
+    trainer = make_net().as_distributed(
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh
+    )
+    before = trainer.parameters()
+    inputs = [
+        (mesh.take_local(x), mesh.take_local(kinds), mesh.exchange_edges(e[:, mesh.passed]))
+        for x, kinds, e in zip(X, TYPES, E, strict=True)
+    ]
+    losses = [trainer.step(x, mesh.take_local(t)) for x, t in zip(inputs, T, strict=True)]
+    y = mesh.gather(trainer.predict(tuple(a[0] for a in inputs[0])))
+    trainer.forward(inputs[0])
+    dx, _, de = trainer.backward(mesh.take_local(T[0]))
+    numbered = mesh.exchange_edges(mesh.passed[:, None].astype(float))[:, 0].astype(int)
+    assert (mesh.edges == graph.edges[:, numbered]).all()
+    return losses, {"y": y, "dx": mesh.gather(dx)}, (numbered, de), before, trainer.parameters()
+
+
+def run_in_torch(p: Any, x: Any, kinds: Any, e: Any, graph: Graph) -> Any:
+    (s, r), positions = torch.tensor(graph.edges), torch.tensor(graph.positions)
+    apart = positions[s] - positions[r]
+    still = torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(x.shape[0], -1, -1)
+    wide = torch.cat([x, torch.nn.functional.one_hot(kinds[..., 0], 3).to(x.dtype)], dim=-1)
+    p = {name.removeprefix("net."): value for name, value in p.items()}
+    features = torch.cat([still, e.tanh()], dim=-1)
+    y = mesh_graph_net_in_torch(p, wide, features, graph, torch.nn.functional.silu, "edges")
+    return torch.where(kinds == 1, x, y)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
+def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks: int) -> None:
+    graph, way = Graph.random(9, ranks), WAYS[ranks % len(WAYS)]
+    graph = graph.in_rank_order()[0] if way == "owned" else graph
+    found = spawn(lambda comm: train(comm, graph, way), ranks)
+    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][3].items()}
+    step, wanted = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), []
+    for x, kinds, e, t in zip(*map(torch.tensor, (X, TYPES, E, T)), strict=True):
+        step.zero_grad()
+        loss = torch.nn.functional.mse_loss(run_in_torch(p, x, kinds, e, graph), t)
+        loss.backward()
+        step.step()
+        wanted.append(loss.item())
+    x, e = (torch.tensor(a[0], requires_grad=True) for a in (X, E))
+    y = run_in_torch(p, x, torch.tensor(TYPES[0]), e, graph)
+    (y * torch.tensor(T[0])).sum().backward()
+    de = np.full(E[0].shape, np.nan)
+    for losses, values, (numbers, part), _, parameters in found:
+        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+        np.testing.assert_allclose(values["y"], y[0].detach().numpy(), rtol=0, atol=1e-11)
+        np.testing.assert_allclose(values["dx"], x.grad.numpy(), rtol=0, atol=1e-11)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-11)
+        de[:, numbers] = part
+    np.testing.assert_allclose(de, e.grad.numpy(), rtol=0, atol=1e-11)
+
+
+def exchange(rows: int, width: int = 1, **more: Any) -> Any:
+    def run(mesh: fsdpx.Partition) -> Any:
+        return mesh.exchange_edges(np.zeros((rows if mesh.offsets[0] else EDGES, width if mesh.offsets[0] else 1)))
+
+    return run, more
+
+
+def predict(model: nn.Layer, x: Any) -> Any:
+    return lambda mesh: model.as_distributed(comm=mesh.comm, domain=mesh).predict(x), {}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (exchange(92), r"Partition.exchange_edges: rank 1: an array of shape \(92, 1\) has not the 93 edges"),
+        (exchange(93, 2), "rank 0 has .*, and rank 1 "),
+        (exchange(93, undirected=True), "rank 0: undirected=True: compute values of each direction"),
+        (predict(nn.Sequential(nn.Aggregate()), np.zeros((5, 2))), r"has shape \(5, 2\), but this rank has \d+ edges"),
+        (predict(nn.OneHot(2), np.full((NODES, 1), 2)), "types must be whole numbers from 0 to 1"),
+        (predict(nn.OneHot(2), np.zeros((NODES, 2))), r"wants types of shape \(samples, nodes, 1\)"),
+    ],
+)
+def test_edges_and_types_that_do_not_fit_are_refused(call: Any, text: str) -> None:
+    run, more = call
+    ranks = 2 if run.__name__ == "run" else 1
+
+    def one(comm: Communicator) -> None:
+        graph = Graph.random(9, ranks)
+        run(fsdpx.Partition.split(comm, graph.edges, NODES, parts=graph.parts, **more))
+
+    with pytest.raises((DataError, ShapeError), match=text):
+        spawn(one, ranks)
