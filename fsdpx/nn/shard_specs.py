@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
@@ -270,6 +270,9 @@ class FieldPartition:
     ghosts: tuple[tuple[GhostWidths, ...], ...] = ()
     periods: tuple[bool, ...] = ()
     letters: str = ""
+
+    has_cells: ClassVar[bool] = True
+    """Whether arrays are (samples, channels, *cells); else they are (samples, rows, features)."""
 
     @classmethod
     def on_one_rank(cls, shape: Sequence[int]) -> FieldPartition:

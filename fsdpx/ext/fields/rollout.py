@@ -31,7 +31,8 @@ from fsdpx.nn.layer import (
     require_positive,
 )
 from fsdpx.nn.linearize import resolve_input_takes
-from fsdpx.nn.shard_specs import FieldPartition, Replicated, ShardingContext
+from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
+from fsdpx.nn.tensor_plan import ShardingWalk
 
 __all__ = ["Rollout"]
 
@@ -56,7 +57,8 @@ class Rollout(Layer, TakesScalars):
 
     It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under
     the same names. Only the states are saved for backward, which recomputes each step, so memory holds all states and
-    the activations of one step.
+    the activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes, steps x features):
+    there, read features for channels and the last dim for dim 1.
 
     The first input of the model is the state, as `data.FieldDataset` makes it: the last `inputs` states, oldest first,
     and then `constants` channels that never change. The model returns the next state. If the model has more inputs, so
@@ -133,15 +135,23 @@ class Rollout(Layer, TakesScalars):
             return super().shard_over_ranks(request)
         location = f"{request.path!r} {self!r}"
         for i, other in enumerate(others, 1):
-            if other != (Replicated() if i in self.scalar_inputs else kind):
+            if kind.has_cells and other != (Replicated() if i in self.scalar_inputs else kind):
                 wanted = "scalars, which each rank has in full" if i in self.scalar_inputs else f"{kind}, as the state"
                 raise ConfigError(f"{location} reads {other} as input {i}, which must be {wanted}")
-        net, found = partition_model(self.net, kind)
+        net, found = self._shard_net(request, kind)
         if found != kind.without_ghosts():
-            raise ConfigError(f"{location}: a step must keep the shape and the partition of a field")
+            raise ConfigError(f"{location}: a step returns {found} for {kind}: it must keep the shape and the partition")
         made = copy(self)
         made.net, made.parts, made.kernel_names = net, kind, list_kernels(net)
         return ShardedLayer(made, found)
+
+    def _shard_net(self, request: ShardingContext, kind: FieldPartition) -> tuple[Layer, Kind]:
+        """Return the model that each rank runs, and how its output is distributed, if states are distributed as
+        `kind`."""
+        if kind.has_cells:
+            return partition_model(self.net, kind)
+        net, kinds = ShardingWalk(1, None, {}).shard_layer(self.net, request.path, request.kinds)
+        return net, kinds[0]
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         first, *others = x if self._has_step_values else (x,)
@@ -152,7 +162,7 @@ class Rollout(Layer, TakesScalars):
         for step in range(self.steps):
             given = self._make_step_inputs(env, SavedStates(tuple(states), constants, tuple(others)), step)
             y, _ = self.net.forward(env.child(f"step{step}"), p, given)
-            if y.shape[1] != last.shape[1] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
+            if y.shape[self._dim] != last.shape[self._dim] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
                 raise ShapeError(
                     f"{self!r}: a step returns {tuple(y.shape)} for {tuple(last.shape)}: it must keep the shape"
                 )
@@ -161,7 +171,7 @@ class Rollout(Layer, TakesScalars):
                 y = exchange_ghost_cells(env, y, last, ghosts)
             states.append(y)
         kept = (None,) * self.pushforward + tuple(states[self.pushforward : -1])
-        return concatenate_on_device(env.xp, found, 1), tuple(SavedStates(kept, constants, tuple(others)))
+        return concatenate_on_device(env.xp, found, self._dim), tuple(SavedStates(kept, constants, tuple(others)))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         kept = []
@@ -188,13 +198,14 @@ class Rollout(Layer, TakesScalars):
     ) -> Any:
         """Run backward through the steps that have a gradient, in reverse order, and return the gradients of the
         inputs. `run_step(step, context, saved, dy)` returns the gradients of the model's inputs in one step."""
-        xp, ghosts, channels = env.xp, self._ghost_partition, dy.shape[1] // self.steps
+        xp, ghosts, dim = env.xp, self._ghost_partition, self._dim
+        channels = dy.shape[dim] // self.steps
         shape = next(state.shape for state in saved.states if state is not None)
         dstates: list[Array | None] = [None] * (self.inputs + self.steps)
         dwalls = None if ghosts is None else xp.zeros(shape, dtype=dy.dtype)
         dconstants, per_step = None, [dict[int, Array]() for _ in saved.others]
         for step in reversed(range(self.pushforward, self.steps)):
-            dy_step = xp.ascontiguousarray(dy[:, step * channels : (step + 1) * channels])
+            dy_step = xp.ascontiguousarray(_take_range(dy, dim, step * channels, channels))
             dnext = dstates[self.inputs + step]
             if dnext is not None:
                 dnext = dnext if ghosts is None else exchange_ghost_cells_backward(env, dnext, dwalls, ghosts)
@@ -206,10 +217,11 @@ class Rollout(Layer, TakesScalars):
             dwindow, *dothers = found if self._has_step_values else (found,)
             for i in range(step, step + self.inputs):
                 if i < self.inputs or not self.detach:
-                    piece = dwindow[:, (i - step) * channels : (i - step + 1) * channels]
+                    piece = _take_range(dwindow, dim, (i - step) * channels, channels)
                     dstates[i] = _add(xp, dstates[i], piece)
             if self.constants:
-                dconstants = _add(xp, dconstants, dwindow[:, self.inputs * channels :])
+                constants = _take_range(dwindow, dim, self.inputs * channels, self.constants)
+                dconstants = _add(xp, dconstants, constants)
             for found_per_step, dother in zip(per_step, dothers, strict=True):
                 if dother is not None:
                     found_per_step[step] = dother
@@ -220,7 +232,7 @@ class Rollout(Layer, TakesScalars):
             first = [self._add_noise_backward(env, d) for d in first]
         if self.constants:
             first.append(dconstants)
-        dx = first[0] if len(first) == 1 else concatenate_on_device(xp, first, 1)
+        dx = first[0] if len(first) == 1 else concatenate_on_device(xp, first, dim)
         rows = zip(saved.others, per_step, self._has_step_values, strict=True)
         return unwrap_single([dx, *(self._join_steps(xp, *row) for row in rows)])
 
@@ -232,39 +244,51 @@ class Rollout(Layer, TakesScalars):
         if not has_step_values:
             return sum(list(found.values())[1:], start=next(iter(found.values())))
         zeros = xp.zeros_like(next(iter(found.values())))
-        return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], 1)
+        return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], self._get_dim(other))
 
     @property
     def _ghost_partition(self) -> FieldPartition | None:
         """The partition of the states if arrays have ghost cells, else None."""
         return self.parts if self.parts is not None and self.parts.ghosts else None
 
+    @property
+    def _dim(self) -> int:
+        """The dim in which states are stacked: that of channels, or of the features of nodes."""
+        return 1 if self.parts is None or self.parts.has_cells else 2
+
+    def _get_dim(self, other: Array) -> int:
+        """Return the dim in which values of an input besides the states are stacked; scalars are (samples, n)."""
+        return min(self._dim, other.ndim - 1)
+
     def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:
         """Return the given states, oldest first, and the constant channels, or None if there are none."""
-        channels, rest = divmod(x.shape[1] - self.constants, self.inputs) if x.ndim > 1 else (0, 0)
+        dim = self._dim
+        channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)
         if channels < 1 or rest:
+            shape = "(samples, channels, ...)" if dim == 1 else "(samples, nodes, features)"
             raise ShapeError(
-                f"{self!r} wants (samples, channels, ...) with {self.inputs} states of as many channels, and "
+                f"{self!r} wants {shape} with {self.inputs} states of as many {'channels' if dim == 1 else 'features'}, and "
                 f"{self.constants} constants after them, got {tuple(x.shape)}"
             )
         if self.inputs == 1 and not self.constants:
             return [x], None
-        states = [x[:, i * channels : (i + 1) * channels] for i in range(self.inputs)]
-        return states, x[:, self.inputs * channels :] if self.constants else None
+        states = [_take_range(x, dim, i * channels, channels) for i in range(self.inputs)]
+        return states, _take_range(x, dim, self.inputs * channels, self.constants) if self.constants else None
 
     def _make_step_inputs(self, env: LayerContext, saved: SavedStates, step: int) -> Any:
         """Return the inputs of the model in one step: an array, or a tuple if there are several."""
         window = [*saved.states[step : step + self.inputs], *([] if saved.constants is None else [saved.constants])]
-        first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, 1)
+        first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, self._dim)
         others = []
         for other, has_step_values in zip(saved.others, self._has_step_values, strict=True):
             if has_step_values:
-                size, rest = divmod(other.shape[1], self.steps) if other.ndim > 1 else (0, 0)
+                dim = self._get_dim(other)
+                size, rest = divmod(other.shape[dim], self.steps) if other.ndim > 1 else (0, 0)
                 if size < 1 or rest:
                     raise ShapeError(
-                        f"{self!r} wants {self.steps} values of each forcing in dim 1, got {tuple(other.shape)}"
+                        f"{self!r} wants {self.steps} values of each forcing in dim {dim}, got {tuple(other.shape)}"
                     )
-                other = env.xp.ascontiguousarray(other[:, step * size : (step + 1) * size])
+                other = env.xp.ascontiguousarray(_take_range(other, dim, step * size, size))
             others.append(other)
         return unwrap_single([first, *others])
 
@@ -293,6 +317,11 @@ class Rollout(Layer, TakesScalars):
         dwalls = env.xp.zeros_like(dstate)
         own = exchange_ghost_cells_backward(env, dstate.copy(), dwalls, ghosts)
         return add_to_own_cells(env, own, dwalls, ghosts)
+
+
+def _take_range(array: Array, dim: int, start: int, count: int) -> Array:
+    """Return a view of `count` elements along a dim, from `start` on."""
+    return array[(slice(None),) * dim + (slice(start, start + count),)]
 
 
 def _add(xp: Any, total: Array | None, piece: Array) -> Array:

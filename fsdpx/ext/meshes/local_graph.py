@@ -149,6 +149,7 @@ class MeshPartition(FieldPartition):
     graph: LocalGraph = NO_GRAPH
     kind: str = "nodes"
 
+    has_cells: ClassVar = False
     PHRASES: ClassVar = {"nodes": "the nodes", "ghosts": "the nodes and ghosts", "edges": "the edges"}
 
     def __str__(self) -> str:

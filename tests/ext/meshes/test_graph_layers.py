@@ -28,7 +28,7 @@ from fsdpx import nn, optim, spawn
 from fsdpx.core.array.kernels import choice
 from fsdpx.core.array.namespace import parse_dtype
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.meshes import kernels
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
 
@@ -75,6 +75,7 @@ LAYERS: dict[str, Callable[[], nn.Layer]] = {
     "net of edges": lambda: nn.MeshGraphNet(
         3, 3, 2, 6, 2, residual="edges", how="mean", hidden_layers=1, recompute_hidden=False, activation="tanh"
     ),
+    "rollout": lambda: nn.Rollout(make_net(), 3, constants=1),
 }
 
 
@@ -101,6 +102,11 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
         weight = softmax_in_torch(torch.nn.functional.leaky_relu(score, 0.2 if name == "gat" else 0.1), r, n)
         y = reduce_in_torch(weight[..., None] * h[:, s], r, n, "sum")
         return y.flatten(2) + p["bias"] if name == "gat" else y.mean(2)
+    if name == "rollout":
+        states = [x[..., :2]]
+        for _ in range(3):
+            states.append(run_in_torch("net", p, torch.cat([states[-1], x[..., 2:]], dim=-1), graph))
+        return torch.cat(states[1:], dim=-1)
     act, residual = (torch.nn.functional.silu, "messages") if name == "net" else (torch.tanh, "edges")
     return mesh_graph_net_in_torch(p, x, features, graph, act, residual, "sum" if name == "net" else "mean")
 
@@ -131,6 +137,40 @@ def test_any_partition_gives_what_pytorch_gives(name: str) -> None:
         x = np.random.default_rng(k).standard_normal((2, graph.nodes, 3))
         got = run_layer(layer, p, x, slope_of, graph, way, ranks)
         assert_ran_alike(got, run_whole_in_torch(name, p, x, graph), f"{name} {ranks} {way}")
+
+
+class Forced(nn.Composite):
+    """A state of two features and a constant one, with a forcing."""
+
+    def __init__(self) -> None:
+        self.conv = nn.GraphConv(4, 2)
+
+    def compose(self, x: Any, f: Any) -> Any:
+        return self.conv(nn.Concat()(x, f))
+
+
+def test_each_step_of_a_rollout_reads_its_forcing() -> None:
+    graph = Graph.random(4, 3)
+    rng = np.random.default_rng(3)
+    x, f, t = (rng.standard_normal((2, graph.nodes, n)) for n in (3, 3, 6))
+
+    def run(comm: Communicator) -> Any:
+        made = make_partition(
+            comm, Graph(graph.nodes, graph.edges, graph.positions, graph.parts % comm.size), "anywhere"
+        )
+        options: dict[str, Any] = {"comm": comm, "domain": made, "precision": "float64"}
+        options |= {"loss": nn.MSELoss(), "optimizer": optim.SGD(lr=0.1)}
+        trainer = nn.Rollout(Forced(), 3, constants=1, forcing="f").as_distributed(**options)
+        one, (u, g, later) = Forced().as_distributed(**options), map(made.take_local, (x, f, t))
+        states = [u[..., :2]]
+        for i in range(3):
+            states.append(one.predict((np.concatenate([states[-1], u[..., 2:]], axis=2), g[..., i : i + 1])))
+        np.testing.assert_allclose(trainer.predict((u, g)), np.concatenate(states[1:], axis=2), rtol=1e-12)
+        with pytest.raises(DataError, match=r"target of the output's shape: \(2, \d+, 6\), got \(2, \d+, 2\)"):
+            trainer.step((u, g), later[..., :2])
+        return [trainer.step((u, g), later) for _ in range(3)]
+
+    np.testing.assert_allclose(spawn(run, 3)[0], spawn(run, 1)[0], rtol=1e-12)
 
 
 def test_bfloat16_stays_bfloat16() -> None:
