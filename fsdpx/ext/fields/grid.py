@@ -805,13 +805,10 @@ class FieldSamples(SplitSamples):
         around = [sum(joined.ghosts[d][0]) if joined.ghosts else 0 for d in range(len(joined.cuts))]
         return (*shape[:2], *(n + g for n, g in zip(joined.shape, around, strict=True)))
 
-    def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-        return [
-            (*shape[:2], *kind.local_shape(self.grid.coords))
-            if isinstance(kind, FieldPartition)
-            else self.require_scalar_output(shape, i)
-            for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True))
-        ]
+    def compute_part_shapes(
+        self, shape: tuple[int, ...], kind: FieldPartition
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (*shape[:2], *kind.shape), (*shape[:2], *kind.local_shape(self.grid.coords))
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]

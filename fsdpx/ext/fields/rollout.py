@@ -265,9 +265,9 @@ class Rollout(Layer, TakesScalars):
         dim = self._dim
         channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)
         if channels < 1 or rest:
-            shape = "(samples, channels, ...)" if dim == 1 else "(samples, nodes, features)"
+            each, shape = ("channels", "channels, ...") if dim == 1 else ("features", "nodes, features")
             raise ShapeError(
-                f"{self!r} wants {shape} with {self.inputs} states of as many {'channels' if dim == 1 else 'features'}, and "
+                f"{self!r} wants (samples, {shape}) with {self.inputs} states of as many {each}, and "
                 f"{self.constants} constants after them, got {tuple(x.shape)}"
             )
         if self.inputs == 1 and not self.constants:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.core.array.namespace import namespace_of, to_host
 from fsdpx.core.comm.mesh import MeshAxes
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
 __all__ = ["SplitSamples"]
@@ -95,11 +95,29 @@ class SplitSamples(ABC):
             found.append(None if dx is None else self.to_caller_layout(dx, batched))
         return found
 
-    def require_scalar_output(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-        """Return the shape of output number `index`, which must be scalars."""
-        if len(shape) != 2:
-            raise ConfigError(f"output {index} of shape {tuple(shape)}: scalars must leave a model as (samples, n)")
-        return tuple(shape)
+    @abstractmethod
+    def compute_part_shapes(
+        self, shape: tuple[int, ...], kind: FieldPartition
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes that the whole and this rank's part of an output must have, which is distributed as `kind`,
+        and is `shape` in a run of the model on whole samples."""
+
+    def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        found = []
+        for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
+            if isinstance(kind, FieldPartition):
+                wanted, local = self.compute_part_shapes(tuple(shape), kind)
+                if tuple(shape) != wanted:  # otherwise a loss would compare parts of different shapes
+                    raise ShapeError(
+                        f"output {i} of the model is {tuple(shape)} for the whole {self.whole}, and must be {wanted}: "
+                        "a layer changes the number of cells or rows without saying so"
+                    )
+                found.append(local)
+            elif len(shape) != 2:
+                raise ConfigError(f"output {i} of shape {tuple(shape)}: scalars must leave a model as (samples, n)")
+            else:
+                found.append(tuple(shape))
+        return found
 
     def to_model_scalars(self, array: Any, name: str, batched: bool) -> Any:
         """Return scalars of the caller as (samples, n), or as (samples,). Raise DataError if they have other dims.

@@ -82,13 +82,11 @@ class NodeSamples(SplitSamples):
         of_edges = kind.kind == "edges"
         return (shape[0], self.partition.total_edges if of_edges else self.partition.total_nodes, *shape[2:])
 
-    def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-        return [
-            (shape[0], self.partition.graph.nodes, *shape[2:])
-            if isinstance(kind, FieldPartition)
-            else self.require_scalar_output(shape, i)
-            for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True))
-        ]
+    def compute_part_shapes(
+        self, shape: tuple[int, ...], kind: FieldPartition
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        whole, local = self.partition.total_nodes, self.partition.graph.nodes
+        return (shape[0], whole, *shape[2:]), (shape[0], local, *shape[2:])
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]

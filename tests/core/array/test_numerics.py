@@ -11,6 +11,7 @@ from layouts import lay
 from references import BF16, F16, FAMILIES, KERNELS, TOLERANCE, agree, cases
 
 from fsdpx.core.array import kernels
+from fsdpx.errors import ShapeError
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 ELEMENTWISE = {
@@ -139,6 +140,12 @@ def test_bad_indices_are_refused_not_read():
             kernels.cross_entropy_backward(np, x, np.array([0, 3, -1]), x[:, 0], 1.0)
         with pytest.raises(IndexError, match="index 9 at 1 is out of range for 3 rows"):
             kernels.embedding_backward(np, x, np.array([0, 9]), x[:2])
+        with pytest.raises(ShapeError, match="3 rows of logits, and targets of shape"):
+            kernels.cross_entropy(np, x, np.array([0, 1]))
+        with pytest.raises(ShapeError, match=r"of one shape are needed, got \(3, 4\) and \(2, 4\)"):
+            kernels.squared_error(np, x, x[:2])
+        with pytest.raises(ShapeError, match="of one shape are needed"):
+            kernels.squared_error_backward(np, x, x[:2], 1.0)
 
 
 def test_unknown_gelu(mode):

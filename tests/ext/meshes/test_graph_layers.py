@@ -304,12 +304,25 @@ def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
             np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-11, err_msg=key)
 
 
+class Doubled(nn.Layer):
+    """A layer that says to keep the rows, and does not."""
+
+    acts_on = "position"
+
+    def forward(self, env: nn.LayerContext, p: Any, x: Any) -> tuple[Any, Any]:
+        return env.xp.concatenate([x, x], axis=1), ()
+
+    def backward_input(self, env: nn.LayerContext, p: Any, saved: Any, dy: Any) -> tuple[Any, Any]:
+        return dy[:, ::2] + dy[:, 1::2], ()
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: nn.BatchNorm(3), "reads the nodes of a part of a mesh of 23 nodes"),
         (lambda: nn.Aggregate(), "needs values of edges"),
-        (lambda: nn.GatherNodes("sender"), "must give one value of nodes"),
+        (lambda: nn.GatherNodes("sender"), "outputs must be values of nodes, or scalars"),
+        (Doubled, r"output 0 of the model is \(1, 46, 3\) for the whole mesh, and must be \(1, 23, 3\)"),
         (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, but the model expects 4"),
     ],
 )

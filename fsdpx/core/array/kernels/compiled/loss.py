@@ -23,6 +23,7 @@ from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views, make
 from fsdpx.core.array.kernels.compiled.scalar import exp, use_widest_vectors
 from fsdpx.core.array.kernels.squares import BLOCK
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
+from fsdpx.errors import ShapeError
 
 FIRST = np.zeros(2, np.int64)
 
@@ -126,6 +127,8 @@ def _prepare_logits_and_target(
     `extra_classes` is 1 if a target may be a class that is not among these logits, because classes are split over
     ranks.
     """
+    if target.shape != logits.shape[:1]:
+        raise ShapeError(f"cross_entropy: {logits.shape[0]} rows of logits, and targets of shape {target.shape}")
     logits, target = np.ascontiguousarray(logits), as_contiguous(target, np.int64)
     counted = _count_targets_or_find_invalid(target, logits.shape[1] + extra_classes, ignored)
     if counted < 0:

@@ -12,6 +12,7 @@ from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.compiled.elements import as_contiguous, keep_alive
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
+from fsdpx.errors import ShapeError
 
 __all__ = [
     "make_flat_views", "make_flat_views_and_output", "to_channel_rows", "to_channels_last", "transpose_channels_into",
@@ -122,7 +123,9 @@ def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.nda
 
 def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
     """Return 1-D views, in memory order, of arrays of the same shape. Return None if their memory orders differ, or if
-    an array has gaps."""
+    an array has gaps. Raise ShapeError if their shapes differ, because loops would read past the end of an array."""
+    if any(a.shape != arrays[0].shape for a in arrays):
+        raise ShapeError(f"arrays of one shape are needed, got {' and '.join(str(a.shape) for a in arrays)}")
     if all(a.flags.c_contiguous for a in arrays):
         return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
