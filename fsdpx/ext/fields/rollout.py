@@ -140,7 +140,9 @@ class Rollout(Layer, TakesScalars):
                 raise ConfigError(f"{location} reads {other} as input {i}, which must be {wanted}")
         net, found = self._shard_net(request, kind)
         if found != kind.without_ghosts():
-            raise ConfigError(f"{location}: a step returns {found} for {kind}: it must keep the shape and the partition")
+            raise ConfigError(
+                f"{location}: a step returns {found} for {kind}: it must keep the shape and the partition"
+            )
         made = copy(self)
         made.net, made.parts, made.kernel_names = net, kind, list_kernels(net)
         return ShardedLayer(made, found)
