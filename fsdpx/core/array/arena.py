@@ -294,7 +294,7 @@ class Arena:
 
 
 def get_data_pointer(array: Any) -> int:
-    """Return the memory address of an array's first byte, on the host or on a GPU; 0 for arrays without data."""
-    if hasattr(array, "ctypes"):
-        return int(array.ctypes.data)
+    """Return the memory address of an array's first byte, on the host or on a device; 0 for arrays without data."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]  # quicker than `array.ctypes.data`
     return int(array.data.ptr) if hasattr(array, "data") else 0

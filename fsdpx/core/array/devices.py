@@ -45,10 +45,7 @@ class Device:
     def require_valid_map(self, device_map: DeviceMap) -> None:
         """Raise ConfigError if the user assigns devices to local ranks by `device_map`, but a host has only one."""
         if device_map is not None:
-            raise ConfigError(
-                f"device_map={device_map!r}: a host has only one device={self.name!r}; say the device whose numbers "
-                "these are, or leave device_map out"
-            )
+            raise ConfigError(f"device_map={device_map!r}: a host has only one device={self.name!r}; name another")
 
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Select the device of this rank if the host has several, and return messages for the user. Collective.

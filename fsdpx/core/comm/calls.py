@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.errors import ConfigError
 
 __all__ = [
     "COMPLETED", "POLLS_BEFORE_YIELD", "THREAD_POLLS", "AllCounts", "Array", "Arrays", "Call", "CompletedHandle",
     "Counts", "FlatPartition", "GeneratorHandle", "Handle", "HandleWithCallback", "LongWait", "Progress", "RankGroup",
-    "ReduceOp", "TimedTransfer", "copy_unless_same", "format_call_label", "get_data_pointer", "get_progress",
+    "ReduceOp", "TimedTransfer", "copy_unless_same", "format_call_label", "get_progress",
     "get_stack_frames", "is_in_place", "long_waits", "make_balanced_partition", "make_partition_from_counts",
     "spin_until", "split_evenly",
 ]  # fmt: skip
@@ -207,20 +208,12 @@ class RankGroup(Protocol):
     size: int
 
 
-def get_data_pointer(array: Array) -> int:
-    """Return the memory address of the first element. For an array without memory, return the id of the object."""
-    if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]
-    interface = getattr(array, "__cuda_array_interface__", None)
-    return interface["data"][0] if interface else id(array)
-
-
 def is_in_place(a: Array, b: Array) -> bool:
     """Return whether both arrays start at the same address, so that a call on them works in place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
         # test may_share_memory first: it is cheap, and false for most pairs
         return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))
-    return a is b or get_data_pointer(a) == get_data_pointer(b)
+    return a is b or get_data_pointer(a) == get_data_pointer(b) != 0
 
 
 def copy_unless_same(target: Array, source: Array) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.kernels import add_widened, cast_float, store
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.comm.calls import (
@@ -25,7 +26,6 @@ from fsdpx.core.comm.calls import (
     Progress,
     ReduceOp,
     copy_unless_same,
-    get_data_pointer,
     make_balanced_partition,
 )
 from fsdpx.core.comm.communicator import Communicator

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from threads import on_ranks
 
 from fsdpx import spawn
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.kernels import cast_float, store
 from fsdpx.core.comm import Communicator, RankDied
-from fsdpx.core.comm.calls import get_data_pointer
 from fsdpx.core.comm.node import atomics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 

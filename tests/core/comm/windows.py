@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.core.comm.calls import HandleWithCallback, get_data_pointer, get_progress
+from fsdpx.core.array.arena import get_data_pointer
+from fsdpx.core.comm.calls import HandleWithCallback, get_progress
 from fsdpx.core.comm.communicator import ReduceOp
 
 ROOM = 1 << 20

@@ -182,5 +182,5 @@ def test_another_thread_writes_back_to_the_gpu_that_the_array_is_on(cupy: Cupy) 
 
 
 def test_a_map_belongs_to_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"device_map=\[0\]: a host has only one device='cpu'; say the device"):
+    with pytest.raises(ConfigError, match=r"device_map=\[0\]: a host has only one device='cpu'; name another"):
         train(None, device_map=[0])

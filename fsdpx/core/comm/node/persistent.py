@@ -11,8 +11,9 @@ from weakref import ref
 
 import numpy as np
 
+from fsdpx.core.array.arena import get_data_pointer
 from fsdpx.core.array.jit import CompiledFunction
-from fsdpx.core.comm.calls import Array, Call, FlatPartition, ReduceOp, format_call_label, get_data_pointer, spin_until
+from fsdpx.core.comm.calls import Array, Call, FlatPartition, ReduceOp, format_call_label, spin_until
 from fsdpx.core.comm.node import atomics
 from fsdpx.core.comm.node.rendezvous import NodeGroup, make_timeout_error
 from fsdpx.core.comm.node.shared_windows import BOARD_SLOTS, WindowAddress

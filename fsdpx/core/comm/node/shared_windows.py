@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdpx.core.comm.calls import Array, get_data_pointer
+from fsdpx.core.array.arena import get_data_pointer
+from fsdpx.core.comm.calls import Array
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.node.shared_file import map_shared_file
 from fsdpx.core.comm.windows import SharedWindow
