@@ -282,8 +282,10 @@ def same(a: Any, b: Any) -> None:
     assert_close(a, b)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("layer", [pytest.param(n, marks=needs("fields") if "2d" in n else ()) for n in NUMBERS])
+@pytest.mark.parametrize(("layer", "precision"), [
+    *(pytest.param(n, "float32", marks=needs("fields") if "2d" in n else ()) for n in NUMBERS),
+    ("BatchNorm", "float64"), ("Linear", "float64"),
+])  # fmt: skip
 def test_whole_numbers_give_what_floats_of_the_same_values_give(layer: str, precision: str) -> None:
     want = results(None, NUMBERS[layer](), IMAGES.astype("float64"), precision=precision)
     for kind in FORMATS:

@@ -56,7 +56,7 @@ def options(comm: Communicator, **more: Any) -> dict[str, Any]:
 
 
 def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place: Any = None, **more: Any) -> Any:
-    """Five steps and what follows: numbers that all ranks share, and the parts of fields with where they lie."""
+    """Two steps and what follows: numbers that all ranks share, and the parts of fields with where they lie."""
     rank, samples = place or (comm.rank, slice(None))
     at = place_of(rank, dims) if dims else []
     if dims:
@@ -70,7 +70,7 @@ def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place
     trainer = net(mine(TERRAIN, 1), mine(VOLUMES, 0)).as_distributed(**options(comm, microbatches=2, **more))
     x = tuple(mine(a)[samples] if a.ndim > 2 else a[samples] for a in (U, TIMES, FORCING, NUMBERS))
     y = mine(NEXT)[samples], DRAG[samples]
-    found: dict[str, Any] = {"losses": [trainer.step(x, y) for _ in range(5)], "evaluated": trainer.evaluate(x, y)}
+    found: dict[str, Any] = {"losses": [trainer.step(x, y) for _ in range(2)], "evaluated": trainer.evaluate(x, y)}
     history = trainer.fit([(x, y)], validation=[(x, y)], metrics={"same": options(comm)["loss"]}, progress=False)
     found |= {"metric": history.metrics["same"][0][1], "validated": history.validation[0][1]}
     out, found["drag"] = trainer.predict(x)
@@ -103,7 +103,7 @@ def compare(found: Any, cuts: Cuts, wanted: Any = None) -> None:
 
 @pytest.mark.parametrize("dims", [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], ids=str)
 def test_scalars_and_fields_on_any_parts(dims: tuple[int, int]) -> None:
-    for seed in range(3 if dims in ((1, 3), (2, 2)) else 2):
+    for seed in range(2):
         cuts = cuts_of(SHAPE, dims, seed).cuts
         for found in spawn(lambda comm, c=cuts: trained(comm, dims, c), int(np.prod(dims))):
             compare(found, cuts)

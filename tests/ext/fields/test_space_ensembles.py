@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,12 @@ def batch(rows: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.standard_normal((rows, *SHAPE, 2)), rng.standard_normal((rows, 5, 4, 3))
 
 
+@lru_cache
 def alone(rows: int, norm: nn.Layer | None = None) -> Any:
     def run(comm: Communicator) -> Any:
         trainer = net(norm).as_distributed(comm=comm, optimizer=optim.AdamW(lr=1e-2), **OPTIONS)
         x, y = (np.moveaxis(a, -1, 1) for a in batch(rows))
-        return [trainer.step(x, y) for _ in range(3)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
+        return [trainer.step(x, y) for _ in range(2)], trainer.parameters(), np.moveaxis(trainer.predict(x), 1, -1)
 
     return spawn(run, 1)[0]
 
@@ -67,7 +69,7 @@ def trained(
     outputs = trainer.inspect.placement.sample_layout.outputs
     there = [slice(c[p], c[p + 1]) for c, p in zip(outputs.cuts, grid.coords, strict=True)]
     samples = slice(sum(rows[: trainer.data_group.rank]), sum(rows[: trainer.data_group.rank + 1]))
-    losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(3)]
+    losses = [trainer.step(x[samples, *here], y[samples, *there]) for _ in range(2)]
     found = trainer.predict(x[samples, *here])
     sizes = trainer.data_group.size, trainer.data_group.rank, trainer.domain_group.size
     return losses, trainer.parameters(), found, (samples, *there), sizes, member
@@ -126,7 +128,7 @@ def test_stages_of_a_pipe_hold_parts(order: tuple[str, ...]) -> None:
         outputs = trainer.inspect.placement.sample_layout.outputs
         there = slice(outputs.cuts[0][at], outputs.cuts[0][at + 1])
         x, y = batch(4)
-        losses = [trainer.step(x[:, here], y[:, there]) for _ in range(3)]
+        losses = [trainer.step(x[:, here], y[:, there]) for _ in range(2)]
         return losses, trainer.parameters(), trainer.predict(x[:, here]), there
 
     for got, values, mine, there in spawn(run, 4):

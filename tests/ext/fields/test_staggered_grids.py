@@ -24,13 +24,14 @@ def alone() -> Any:
 @pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (5, 1), (1, 5)], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_flow_on_faces_is_that_of_one_process(alone: Any, dims: tuple[int, int], shared: bool) -> None:
-    """On uneven parts, some of them empty, and with the faces between ranks once or twice."""
+    """On uneven parts, some of them empty, and with the faces between ranks once or twice; on even parts and on drawn
+    ones by turns."""
     losses, values, predicted = alone
     assert losses[-1] < losses[0]
     assert [one.shape for one in predicted] == [U.shape, V.shape]
     even = tuple(tuple(n * r // d for r in range(d + 1)) for n, d in zip((NY, NX), dims, strict=True))
     behind = tuple((0, n) if d == 1 else (0, n - 1, *(n,) * (d - 1)) for n, d in zip((NY, NX), dims, strict=True))
-    for cuts in (even, random_cuts((NY, NX), dims), behind):
+    for cuts in (random_cuts((NY, NX), dims) if (sum(dims) + shared) % 2 else even, behind):
         for got, found, mine in spawn(lambda comm, c=cuts: trained(comm, dims, c, shared), int(np.prod(dims))):
             np.testing.assert_allclose(got, losses, rtol=1e-12)
             assert_close(found, values, 1e-12)
@@ -67,7 +68,7 @@ def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], sha
         (y, x), (ny, nx), ghosts = grid.offsets, grid.local_shape, grid.ghosts
         mine = wide[y : y + ny + 2, x : x + nx + sum(ghosts[1]), None]
         assert sum(ghosts[1]) == 2 + (shared and place_of(comm.rank, width)[1] < width[1] - 1)
-        losses = [trainer.step(mine, grid.take_local(target)) for _ in range(5)]
+        losses = [trainer.step(mine, grid.take_local(target)) for _ in range(2)]
         return losses, trainer.parameters(), grid.gather(trainer.predict(mine))
 
     losses, values, predicted = spawn(lambda comm: run(comm, (1, 1)), 1)[0]
@@ -114,7 +115,7 @@ def test_inputs_of_two_resolutions() -> None:
             comm=comm, domain=grid.with_inputs(grid, below), loss=loss, optimizer=optim.SGD(lr=0.1), precision="float64"
         )
         x = grid.take_local(fine), below.take_local(coarse)
-        losses = [trainer.step(x, x) for _ in range(5)]
+        losses = [trainer.step(x, x) for _ in range(2)]
         return losses, [out.gather(y) for out, y in zip(trainer.output_grid, trainer.predict(x), strict=True)]
 
     losses, predicted = spawn(lambda comm: run(comm, (1, 1), ((0, 8), (0, 6)), ((0, 4), (0, 3))), 1)[0]

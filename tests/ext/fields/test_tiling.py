@@ -113,11 +113,10 @@ def test_a_grid_in_any_order_has_its_cells_where_they_are(data: st.DataObject) -
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (0, 3, 1, 4, 2, 5), (5, 2, 0, 4, 1, 3)])
-def test_training_is_the_same_in_any_order(order: tuple[int, ...], strategy: str) -> None:
+def test_training_is_the_same_in_any_order(strategy: str) -> None:
     """Also that of rows of x first, as PETSc and Veros number ranks."""
     dims, cuts = (2, 3), cuts_of((8, 12), (2, 3), 1).cuts
-    fields = np.random.default_rng(0).standard_normal((3, 1, 8, 12, 2))
+    fields = np.random.default_rng(0).standard_normal((2, 1, 8, 12, 2))
     net = nn.Sequential(nn.UNet(2, 2, 2, 8, 1, ("reflect", "circular")), nn.Dropout(0.2), nn.FNO(2, 2, (4, 4), 4, 1))
 
     def run(comm: Communicator, order: tuple[int, ...]) -> Any:
@@ -129,9 +128,10 @@ def test_training_is_the_same_in_any_order(order: tuple[int, ...], strategy: str
         return losses, grid.gather(trainer.predict(mine[0][0]))
 
     losses, field = spawn(lambda comm: run(comm, tuple(range(6))), 6)[0]
-    for found in spawn(lambda comm: run(comm, order), 6):
-        np.testing.assert_allclose(found[0], losses, rtol=1e-13)
-        np.testing.assert_allclose(found[1], field, rtol=1e-10)
+    for order in ((0, 3, 1, 4, 2, 5), (5, 2, 0, 4, 1, 3)):
+        for found in spawn(lambda comm, o=order: run(comm, o), 6):
+            np.testing.assert_allclose(found[0], losses, rtol=1e-13, err_msg=f"{order}")
+            np.testing.assert_allclose(found[1], field, rtol=1e-10, err_msg=f"{order}")
 
 
 def test_dims_say_how_many_ranks_a_member_has() -> None:
