@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Sequence
 from math import prod
@@ -28,6 +27,13 @@ from fsdpx.ext.meshes.graph_building import (
 from fsdpx.ext.meshes.input_kinds import find_input_kinds
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.ext.meshes.node_samples import NodeSamples
+from fsdpx.ext.meshes.solver_meshes import (
+    SolverMesh,
+    exchange_cell_neighbors,
+    list_edges_of_cells,
+    read_dmplex,
+    read_dolfinx_space,
+)
 from fsdpx.ext.meshes.splitting import assign_parts
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import FieldPartition, Kind
@@ -172,15 +178,78 @@ class Partition(Domain):
         if numbers is None and not error:
             numbers, rows = np.unique(table, return_inverse=True)
             rows = rows.reshape(table.shape)
-        corners = table.shape[1] if table.ndim == 2 else 0
-        joined = list(itertools.combinations(range(corners), 2)) if pairs is None else [tuple(pair) for pair in pairs]
-        if not error and any(len(pair) != 2 or not 0 <= min(pair) <= max(pair) < corners for pair in joined):
-            error = f"pairs={pairs}: give pairs of numbers from 0 to {corners - 1}, the nodes of a cell"
-        columns = [[p[k] for p in joined] for k in range(2)]
-        edges = np.zeros((2, 0), np.int64) if error else np.stack([rows[:, columns[k]].reshape(-1) for k in range(2)])
-        comm = _open(comm)
+        edges, wrong = list_edges_of_cells(rows, pairs)
+        comm, error = _open(comm), error or wrong
         raise_first_error(comm, error)
         return cls.from_numbers(comm, numbers, owned_mask, edges=edges, positions=positions, undirected=True)
+
+    @classmethod
+    def from_dolfinx(
+        cls, V: Any, *, pairs: Sequence[tuple[int, int]] | None = None, positions: Any = None
+    ) -> Partition:
+        """Return the partition of the dofs of a function space of dolfinx. Collective over the mesh's communicator.
+
+        Dofs of a cell are joined by edges in both directions, as they are in an assembled matrix. A space of degree 0
+        has the cells as nodes, which are joined where they share a facet. Any ghost mode gives the same graph.
+
+        Arrays have the rows of `Function.x.array.reshape(-1, V.dofmap.index_map_bs)`; ghosts are dolfinx's.
+
+        Parameters
+        ----------
+        V : the space, continuous or of degree 0: scalar or blocked, such as ("Lagrange", 2, (3,)), but not a subspace
+        pairs : which dofs of a cell are joined, by their places in a row of `V.dofmap.list`. Default: all pairs
+        positions : as in `Partition`, such as scaled coordinates. Default: those of the dofs
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : if no two cells of the space share a dof, or as for `Partition`
+        """
+        return cls._from_solver(read_dolfinx_space(V, pairs, positions))
+
+    @classmethod
+    def from_dmplex(cls, dm: Any, *, nodes: str = "vertices", positions: Any = None) -> Partition:
+        """Return the partition of the vertices or cells of a DMPlex of PETSc. Collective over its communicator.
+
+        Vertices are joined by the edges of the mesh, cells where they share a facet, in both directions. Any overlap
+        gives the same graph.
+
+        Arrays have the rows of local or global vectors with the same number of dofs at each of these points, as
+        `vector.array.reshape(-1, dofs)`.
+
+        Parameters
+        ----------
+        dm : the distributed mesh, with edges and facets (interpolated)
+        nodes : "vertices" (default) or "cells": what the nodes of the graph are
+        positions : as in `Partition`, such as scaled coordinates. Default: those of vertices, or centroids of cells
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : if the mesh has no edges and facets, or as for `Partition`
+        """
+        return cls._from_solver(read_dmplex(dm, nodes, positions))
+
+    @classmethod
+    def _from_solver(cls, mesh: SolverMesh) -> Partition:
+        """Return the partition of a solver's mesh. Rows of arrays are the solver's, even if edges read more ghosts."""
+        comm, edges, numbers, owned = _open(mesh.comm), mesh.edges, mesh.numbers, mesh.owned
+        raise_first_error(comm, mesh.error)
+        positions, rows = np.asarray(mesh.positions), numbers.size
+        if mesh.facets is not None:
+            edges, numbers = exchange_cell_neighbors(comm, _get_rank_and_size(comm)[1], mesh)
+            owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
+            if positions.shape[:1] == (rows,):
+                positions = positions[mesh.owned]
+        made = cls.__new__(cls)
+        made._build(comm, _parse_arguments(numbers, owned, edges, positions, None, True, ""), rows)
+        return made
 
     @classmethod
     def split(
@@ -256,8 +325,10 @@ class Partition(Domain):
         made._ghost_rows = made._lent_rows = [none] * size
         return made
 
-    def _build(self, comm: Any, given: GraphArguments | str) -> None:
-        """Finish the construction from this rank's arguments, or raise the error that they contain on all ranks."""
+    def _build(self, comm: Any, given: GraphArguments | str, rows: int | None = None) -> None:
+        """Finish the construction from this rank's arguments, or raise the error that they contain on all ranks.
+
+        The caller's arrays have the first `rows` of the rows; None: all."""
         rank, size = _get_rank_and_size(comm)
         raise_first_error(comm, given if isinstance(given, str) else "")
         assert isinstance(given, GraphArguments)
@@ -267,10 +338,9 @@ class Partition(Domain):
         self.graph, self.total_edges, self._rank = built.graph, built.total_edges, rank
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
         self.dims, self.partition = (size,), MeshPartition((cuts,), graph=built.graph)
-        self._owned_rows, self._local_rows = np.flatnonzero(built.owners == rank), given.numbers.size
-        self._ghost_rows = [
-            np.flatnonzero(built.owners == r) if r != rank else self._owned_rows[:0] for r in range(size)
-        ]
+        owners = built.owners[:rows]
+        self._owned_rows, self._local_rows = np.flatnonzero(owners == rank), owners.size
+        self._ghost_rows = [np.flatnonzero(owners == r) if r != rank else self._owned_rows[:0] for r in range(size)]
         order = np.argsort(self.numbers, kind="stable")
         asked = exchange_arrays(comm, [given.numbers[rows, None] for rows in self._ghost_rows])
         self._lent_rows = [

@@ -1,0 +1,148 @@
+"""What a `Partition` needs to know of the meshes of dolfinx and of PETSc's DMPlex. Neither is imported: their objects
+are read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.ext.meshes.graph_building import exchange_arrays
+
+__all__ = ["SolverMesh", "exchange_cell_neighbors", "list_edges_of_cells", "read_dmplex", "read_dolfinx_space"]
+
+Table = np.ndarray
+
+
+class SolverMesh(NamedTuple):
+    """The part of a solver's mesh that one rank has. Rows are nodes of the graph in the solver's own order.
+
+    Attributes
+    ----------
+    comm : the solver's communicator
+    numbers : global number of each row
+    owned : whether the rank owns each row
+    positions : coordinates (rows, dims), or of the owned rows only
+    edges : rows of the ends of each edge, (2, edges); None if `facets` is given
+    facets : row of an owned cell and global number of one of its facets, (2, facets of owned cells), if the nodes are
+        cells, which are joined where they share a facet; else None
+    error : what is wrong with the mesh, or ""
+    """
+
+    comm: Any
+    numbers: Table
+    owned: Table
+    positions: Any
+    edges: Table | None = None
+    facets: Table | None = None
+    error: str = ""
+
+
+def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, positions: Any) -> SolverMesh:
+    """Return the graph of the dofs of a function space of dolfinx. Arguments are those of `Partition.from_dolfinx`."""
+    dofs, topology = V.dofmap.index_map, V.mesh.topology
+    numbers = _list_global_numbers(dofs)
+    owned = np.arange(numbers.size) < dofs.size_local
+    if positions is None:
+        positions = V.tabulate_dof_coordinates()[:, : V.mesh.geometry.dim]
+    mesh = SolverMesh(V.mesh.comm, numbers, owned, positions)
+    cells, dim = np.asarray(V.dofmap.list), topology.dim
+    if cells.shape[1] > 1:
+        whole = topology.index_map(dim).size_global
+        if dofs.size_global == whole * cells.shape[1] and whole > 1:
+            text = "cells of V share no dofs, so no edge would join them: take a continuous space, or degree 0"
+            return mesh._replace(error=text)
+        edges, error = list_edges_of_cells(cells, pairs)
+        return mesh._replace(edges=edges, error=error)
+    if pairs is not None:
+        return mesh._replace(error="pairs= needs a space with several dofs in each cell")
+    topology.create_connectivity(dim, dim - 1)
+    facets = topology.connectivity(dim, dim - 1)
+    rows = np.repeat(cells[:, 0], np.diff(facets.offsets))
+    mine = owned[rows]
+    shared = _list_global_numbers(topology.index_map(dim - 1))[facets.array]
+    return mesh._replace(facets=np.stack([rows[mine], shared[mine]]))
+
+
+def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
+    """Return the graph of the vertices or cells of a DMPlex. Arguments are those of `Partition.from_dmplex`."""
+    of_cells = nodes == "cells"
+    first, stop = dm.getHeightStratum(0) if of_cells else dm.getDepthStratum(0)
+    given = (dm.getCellNumbering() if of_cells else dm.getVertexNumbering()).getIndices().astype(np.int64)
+    owned = given >= 0
+    numbers = np.where(owned, given, -given - 1)  # PETSc's numbers of ghosts
+    rows, dim = np.flatnonzero(owned), dm.getCoordinateDim()
+    points = dm.createPointNumbering().getIndices().astype(np.int64)  # collective: before any rank finds an error
+    error = ""
+    if nodes not in ("vertices", "cells"):
+        error = f'nodes={nodes!r}: choose "vertices" or "cells"'
+    elif dm.getDepth() not in (dm.getDimension(), -1):  # -1: a rank without cells
+        error = "the DMPlex has no edges and facets: call interpolate() first"
+    if error:
+        return SolverMesh(dm.comm, numbers, owned, positions, error=error)
+    if of_cells:
+        if positions is None:
+            positions = _stack([dm.computeCellGeometryFVM(first + row)[1] for row in rows], (rows.size, dim))
+        cones = [dm.getCone(first + row) for row in rows]
+        shared = points[np.concatenate([*cones, np.zeros(0, np.int64)]).astype(np.int64)]
+        facets = np.stack([np.repeat(rows, [len(cone) for cone in cones]), np.where(shared < 0, -shared - 1, shared)])
+        return SolverMesh(dm.comm, numbers, owned, positions, facets=facets)
+    if positions is None:
+        section, values = dm.getCoordinateSection(), dm.getCoordinatesLocal().array
+        offsets = np.array([section.getOffset(point) for point in range(first, stop)], np.int64)
+        positions = values[offsets[:, None] + np.arange(dim)]
+    low, high = dm.getDepthStratum(1)
+    ends = _stack([dm.getCone(edge) for edge in range(low, high)], (high - low, 2)).astype(np.int64)
+    return SolverMesh(dm.comm, numbers, owned, positions, edges=ends.T - first)
+
+
+def list_edges_of_cells(cells: Table, pairs: Sequence[tuple[int, int]] | None) -> tuple[Table, str]:
+    """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it, and a
+    text that says what is wrong with `pairs`, or "". `pairs` is as in `Partition.from_cells`."""
+    corners = cells.shape[1]
+    joined = list(itertools.combinations(range(corners), 2)) if pairs is None else [tuple(pair) for pair in pairs]
+    if any(len(pair) != 2 or not 0 <= min(pair) <= max(pair) < corners for pair in joined):
+        error = f"pairs={pairs}: give pairs of numbers from 0 to {corners - 1}, the nodes of a cell"
+        return np.zeros((2, 0), np.int64), error
+    columns = [[pair[end] for pair in joined] for end in range(2)]
+    return np.stack([cells[:, columns[end]].reshape(-1) for end in range(2)]), ""
+
+
+def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
+    """Return the edges (2, edges) between cells that share a facet, and the global numbers of their rows. Collective.
+
+    Rows are those of the mesh, and then the neighbors that this rank does not have: solvers without ghost cells know
+    nothing of cells beyond the facets between ranks. Each edge lies on one rank, which owns one of its ends."""
+    assert mesh.facets is not None
+    rows, shared = mesh.facets
+    home = shared % size
+    table = np.stack([shared, mesh.numbers[rows]], axis=1)
+    found = exchange_arrays(comm, [table[home == r] for r in range(size)])
+    everyone, source = np.concatenate(found), np.repeat(np.arange(size), [len(one) for one in found])
+    order = np.argsort(everyone[:, 0], kind="stable")
+    facets, cells, source = everyone[order, 0], everyone[order, 1], source[order]
+    first, second = [order[:0]], [order[:0]]
+    for apart in range(1, facets.size):  # a facet has two cells, or more where surfaces branch
+        same = np.flatnonzero(facets[apart:] == facets[:-apart])
+        if not same.size:
+            break
+        first.append(same)
+        second.append(same + apart)
+    a, b = np.concatenate(first), np.concatenate(second)
+    ends = np.stack([cells[a], cells[b]], axis=1)
+    pairs = np.concatenate(exchange_arrays(comm, [ends[source[a] == r] for r in range(size)])).T
+    numbers = np.concatenate([mesh.numbers, np.setdiff1d(pairs[1], mesh.numbers)])
+    order = np.argsort(numbers, kind="stable")
+    return order[np.searchsorted(numbers, pairs, sorter=order)], numbers
+
+
+def _list_global_numbers(index_map: Any) -> Table:
+    """Return the global number of each local index of an index map of dolfinx."""
+    return np.concatenate([np.arange(*index_map.local_range), index_map.ghosts]).astype(np.int64)
+
+
+def _stack(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
+    """Return rows as one array, which may have none."""
+    return np.array(rows).reshape(shape)
