@@ -69,7 +69,7 @@ def schedules(theme: str) -> Any:
         events = [replace(e, start=e.start * shorter, end=e.end * shorter) for e in simulate(made, costs)]
         idle = compute_bubble(simulate(made, costs), made, costs)
         alive = ", ".join(f"{n * shorter:g}" for n in count_in_flight(made))
-        title = f"{name}: {idle:.0%} idle; at most so many microbatches in flight, by rank: {alive}"
+        title = f"{name}: {idle:.0%} idle; maximum number of microbatches in flight on each rank: {alive}"
         panels.append(StepLanes(title, events, [f"rank {rank}" for rank in range(4)]))
     return make_figure(panels, theme)
 
@@ -80,10 +80,10 @@ OWNERS = ("forward", "gather", "backward", "reduce")
 REACH, APART = 2, 1.2
 """Cells that a convolution of 5 x 5 reaches, and cells between what ranks need."""
 SAID = {
-    0.0: "a wall: nothing comes\nfrom beyond",
-    3.0: "a part: what the solver\nhas on this rank",
-    7.0: "pale: cells that come from\nthe rank of that color",
-    11.5: "left and right the field is\nperiodic: what rank 0 needs\nleft of it, rank 1 has",
+    0.0: "wall: no halo cells\nbeyond it",
+    3.0: "a rank's part of the\nsolver's field",
+    7.0: "pale: halo cells received\nfrom the rank of that color",
+    11.5: "periodic dimension: rank 1\nowns the halo to the left\nof rank 0",
 }
 
 
@@ -103,7 +103,7 @@ def field(theme: str) -> Any:
         _part(axes, theme, rank, (needed[0][p], needed[1][q]), (top, left))
     for y, words in SAID.items():
         axes.text(-9.6, y, words, color=get_color("ink", theme), fontsize=9.5, va="top")
-    title = "A field of 13 x 16 cells over 2 x 2 ranks, and what a convolution of 5 x 5 needs of others"
+    title = "13 x 16 cells on 2 x 2 ranks, and the halos of a 5 x 5 convolution"
     drawn.text(0.01, (1 + share) / 2, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
     return drawn
 
@@ -167,7 +167,7 @@ CALLS = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "redu
 
 
 def strategies(theme: str) -> Any:
-    """Of one model on eight ranks: what a rank holds at most, and what it sends in a step."""
+    """Of one model on eight ranks: what a rank holds at most, and bytes sent per step."""
     tokens, machine, rows = ((SAMPLES, LONG), "int64"), Machine.load("epyc-100g"), {}
     for name, options in STRATEGIES.items():
         model, chosen = nn.GPT(4096, WIDTH, LAYERS, 8, LONG), {"strategy": "fsdp", **options}
@@ -181,8 +181,8 @@ def strategies(theme: str) -> Any:
     drawn = _empty(9.25, 4.1, theme)
     left = drawn.add_axes((0.115, 0.02, 0.42, 0.72), ylim=(len(rows) - 0.4, -0.6))
     right = drawn.add_axes((0.63, 0.02, 0.28, 0.72), ylim=(len(rows) - 0.4, -0.6))
-    _bars(left, theme, {name: held for name, (held, _) in rows.items()}, "memory of a rank at its most")
-    _bars(right, theme, {name: sent for name, (_, sent) in rows.items()}, "what it sends in a step")
+    _bars(left, theme, {name: held for name, (held, _) in rows.items()}, "peak memory per rank")
+    _bars(right, theme, {name: sent for name, (_, sent) in rows.items()}, "bytes sent per step")
     title = f"A GPT of {LAYERS} blocks of width {WIDTH} on {RANKS} ranks, {SAMPLES} samples of {LONG} tokens"
     drawn.text(0.01, 0.955, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
     for at, name in enumerate(rows):
@@ -260,7 +260,7 @@ def floors(theme: str) -> Any:
         said = "; ".join(dict.fromkeys(answers[name] for name in row if name in answers))
         said = "" if 0 < y < 3 else said or "extensions: the core below imports none"
         axes.text(4.0, y + 0.5, textwrap.fill(said, 74), color=ink, fontsize=8.5, va="center")
-    title = "The core imports from its own layer and from those below, and no extension"
+    title = "The core imports only from its own layer and the layers below, never from an extension"
     axes.text(0, -1.0, title, color=ink, fontsize=11, weight="bold", va="center")
     return drawn
 
@@ -442,7 +442,7 @@ def collectives(theme: str) -> Any:
         *axes.get_legend_handles_labels(), loc="lower right", ncols=3, frameon=False, labelcolor=ink, fontsize=9,
         bbox_to_anchor=(0.99, 0.86),
     )  # fmt: skip
-    title = "Collectives, two ranks of a host"
+    title = "Collectives on two ranks of one host"
     drawn.text(0.01, 0.93, title, color=ink, fontsize=11, weight="bold", va="center")
     return drawn
 
@@ -457,10 +457,10 @@ def heat(theme: str) -> Any:
     u, panels = example.make_random_plate(0), {}
     for state in range(301):
         if state in (0, 10, 300):
-            panels["at first" if state == 0 else f"after {state} states"] = u[1:-1, 1:-1].copy()
+            panels["initial state" if state == 0 else f"after {state} states"] = u[1:-1, 1:-1].copy()
         u = example.step_explicitly(u)
     borders = [([0, example.COLUMNS], [example.ROWS / 2] * 2), ([example.COLUMNS / 2] * 2, [0, example.ROWS])]
-    title = "A plate over 2 x 2 ranks, with one warm wall: the states from which the network learns"
+    title = "Training data: temperature of a plate on 2 x 2 ranks with one warm wall"
     return _draw_fields(panels, [borders] * 3, title, "inferno", theme)
 
 
@@ -476,8 +476,8 @@ def solver(theme: str) -> Any:
         made.advance_round(learned=False)
     later = np.hypot(*made.velocity)
     halves = [([0, side], [side / 2] * 2)], [([side / 2] * 2, [0, side])]
-    panels = {"at first": speed, "solved: rows of 2 ranks": later, "learned: columns of 2 ranks": later}
-    title = "A flow that two ranks solve while two others train on its snapshots"
+    panels = {"initial state": speed, "solver: rows on 2 ranks": later, "trainer: columns on 2 ranks": later}
+    title = "A flow that two ranks simulate while two others train on its snapshots"
     return _draw_fields(panels, [[], *halves], title, "viridis", theme)
 
 
@@ -531,7 +531,7 @@ def gan(theme: str) -> Any:
         axes.scatter(*circle.T, s=4, color=get_color("faint", theme), linewidths=0)
         axes.scatter(*np.asarray(points).T, s=5, color=get_color("backward", theme), linewidths=0)
         axes.text(0, 1.45, f"after {steps} steps", color=get_color("ink", theme), fontsize=9.5, ha="center")
-    title = "Points that the generator makes (colored), and points of the circle (gray)"
+    title = "Generated points (green) and real points on the circle (gray)"
     drawn.text(0.01, 0.94, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
     return drawn
 
