@@ -20,8 +20,8 @@ __all__ = ["BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays
 NEARLY_ALL = 0.1
 """Share of edges without a reverse edge below which the graph is assumed to be undirected."""
 TOLERANCE = 1e-6
-"""Largest difference between the coordinates of a ghost and those that its owner passes, relative to the largest
-coordinate."""
+"""Largest difference between what two ranks pass for a node or edge, relative to the largest coordinate of all nodes,
+or to the largest value of the feature."""
 
 Table = np.ndarray
 
@@ -232,7 +232,7 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
     theirs = exchange_arrays(comm, [positions[rows] for rows in shown])
     own, own_numbers, text = positions[mine] if has_ghosts else positions, numbers[mine], ""
     order = np.argsort(own_numbers, kind="stable")
-    span = np.abs(own).max(initial=0.0) or 1.0
+    span = max(all_gather_plain_data(comm, float(np.abs(positions).max(initial=0.0)))) or 1.0
     for r, (wanted, found) in enumerate(zip(asked, theirs, strict=True)):
         here = own[order[np.searchsorted(own_numbers, wanted[:, 0], sorter=order)]]
         wrong = np.flatnonzero(np.abs(here - found).max(axis=1, initial=0.0) > TOLERANCE * span)
@@ -248,8 +248,8 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
 def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> tuple[_Edges, EdgeRoutes]:
     """Return the edges whose receivers this rank owns, from all ranks that pass some of them, and how they came here.
 
-    An edge that several ranks pass is one edge. If one rank passes an edge several times, it is several edges, unless
-    the graph is undirected."""
+    An edge that several ranks pass is one edge, and must have the same features on them. If one rank passes an edge
+    several times, it is several edges, unless the graph is undirected."""
     senders, receivers = given.edges
     features = np.zeros((senders.size, 0)) if given.edge_features is None else given.edge_features
     if given.undirected:
@@ -262,14 +262,35 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
     home = owners[receivers]
     places = [np.flatnonzero(home == r) for r in range(size)]
     table = np.stack(edges[:4], axis=1)
-    found = np.concatenate(exchange_arrays(comm, [table[rows] for rows in places]))
+    tables = exchange_arrays(comm, [table[rows] for rows in places])
+    found, source = np.concatenate(tables), np.repeat(np.arange(size), [len(one) for one in tables])
     values = np.concatenate(exchange_arrays(comm, [edges.features[rows] for rows in places]))
     everyone = _Edges(found[:, 0], found[:, 1], found[:, 2], found[:, 3], values)
     order = np.lexsort((everyone.repeats, everyone.senders, everyone.receivers))
     keys = found[order][:, [0, 1, 3]]
     is_first = np.ones(len(keys), bool)
     is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    _require_equal_features(comm, everyone, order, order[is_first][np.cumsum(is_first) - 1], source)
     return everyone.take(order[is_first]), EdgeRoutes(places, order[is_first])
+
+
+def _require_equal_features(comm: Any, edges: _Edges, rows: Table, first: Table, source: Table) -> None:
+    """Raise ConfigError on all ranks if ranks pass other features for an edge than the lowest rank that passes it.
+
+    rows[i] and first[i] are two rows of `edges` with the same edge, of which rank source[first[i]] is the lowest that
+    passes it, and source[rows[i]] may be another."""
+    values, text = edges.features, ""
+    spans = np.max(all_gather_plain_data(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
+    wrong = np.flatnonzero((np.abs(values[rows] - values[first]) > TOLERANCE * spans).any(axis=1))
+    if wrong.size:
+        at, other = first[wrong[0]], rows[wrong[0]]
+        repeat = f" (number {edges.repeats[at]} of those between them)" if edges.repeats[at] else ""
+        text = (
+            f"the edge from node {edges.senders[at]} to node {edges.receivers[at]}{repeat} has the features "
+            f"{values[at].tolist()} on rank {source[at]}, and {values[other].tolist()} on rank {source[other]}: pass "
+            "the same on all ranks that pass an edge, and all edges between two nodes in the same order"
+        )
+    raise_first_error(comm, text, names_rank=False)
 
 
 def _count_repeats(senders: Table, receivers: Table) -> Table:

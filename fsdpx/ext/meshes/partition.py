@@ -660,6 +660,8 @@ def _parse_arguments(
                 wanted = " or ".join(map(str, sorted(rows)))
                 return f"{name} must be ({wanted}, n) numbers, got {array.dtype} of shape {array.shape}"
             array = np.ascontiguousarray(array, np.float64)
+            if wrong := np.argwhere(~np.isfinite(array)).tolist():
+                return f"{name} has {array[tuple(wrong[0])]} in row {wrong[0][0]}: give finite numbers"
         found.append(array)
     if owned is None and found[0] is not None and len(found[0]) != numbers.size:
         return "positions must have all rows"

@@ -320,7 +320,7 @@ class Doubled(nn.Layer):
     ("make", "text"),
     [
         (lambda: nn.BatchNorm(3), "reads the nodes of a part of a mesh of 23 nodes"),
-        (lambda: nn.Aggregate(), "needs values of edges"),
+        (lambda: nn.Sequential(nn.GraphConv(3, 3), nn.Aggregate()), "needs values of edges"),
         (lambda: nn.GatherNodes("sender"), "outputs must be values of nodes, or scalars"),
         (Doubled, r"output 0 of the model is \(1, 46, 3\) for the whole mesh, and must be \(1, 23, 3\)"),
         (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, but the model expects 4"),

@@ -163,6 +163,23 @@ def placed(comm: Communicator) -> Any:
     return fsdpx.Partition(comm, owned=2, ghosts=[(first + 2) % 6], edges=EDGES, positions=points)
 
 
+def far(comm: Communicator) -> Any:
+    """A node whose coordinates are 0 but for rounding where it is owned, in a mesh that extends to 1000."""
+    points = [[[np.cos(np.pi / 2), 0.0]], [[1000.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]]][comm.rank]
+    ghosts = [0] if comm.rank else []
+    return fsdpx.Partition(comm, owned=1, ghosts=ghosts, edges=[ghosts, ghosts], positions=points)
+
+
+def featured(ends: list[list[int]], features: list[list[float]]) -> Callable[[Communicator], Any]:
+    """All ranks pass an edge from node 0 to node 1, of which rank 1 says something else."""
+
+    def one(comm: Communicator) -> Any:
+        edges, values = (ends, features) if comm.rank == 1 else ([[0], [1]], [[2.0]])
+        return fsdpx.Partition.from_numbers(comm, [0, 1], edges=edges, edge_features=values)
+
+    return one
+
+
 def split(**change: Any) -> Callable[[Communicator], Any]:
     def one(comm: Communicator) -> Any:
         options = {"edges": EDGES, "nodes": 4, "parts": [0, 1, 1, 2], **(change if comm.rank == 1 else {})}
@@ -192,6 +209,15 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (numbered([2, 3], [True]), "rank 1: owned_mask must be 2 bools"),
     (numbered([2, 3], [True, False]), "node 3 is a ghost on rank 1, and no rank owns it"),
     (placed, r"node 2 is at \[2\.0, 1\.0\] on rank 1, which owns it, and at \[2\.0, 7\.0\] on rank 0"),
+    (far, None),  # type: ignore[list-item]
+    (owned(positions=np.full((3, 2), np.nan)), "rank 1: positions has nan in row 0: give finite numbers"),
+    (featured([[0], [1]], [[2.0 + 1e-12]]), None),  # type: ignore[list-item]
+    (
+        featured([[0], [1]], [[1.0]]),
+        r"the edge from node 0 to node 1 has the features \[2\.0\] on rank 0, and \[1\.0\] on rank 1",
+    ),
+    (featured([[0, 0], [1, 1]], [[1.0], [2.0]]), "all edges between two nodes in the same order"),
+    (featured([[0], [1]], [[np.inf]]), "rank 1: edge_features has inf in row 0: give finite numbers"),
     (split(parts=[0, 1, 1, 3]), r"rank 1: parts must be 4 numbers of ranks, from 0 to 2"),
     (split(parts=[0, 1, 0, 2]), "rank 1 passes other parts than rank 0: pass the same graph"),
     (split(edges=EDGES[:, :1]), "rank 1 passes other edges than rank 0"),
