@@ -47,6 +47,7 @@ __all__ = [
     "iterate_layers",
     "join_path",
     "list_kernels",
+    "require_finite",
     "require_fraction",
     "require_last_dim",
     "require_pair",
@@ -70,6 +71,14 @@ def require_fraction(owner: object, **values: Any) -> None:
     for name, value in values.items():
         if not isinstance(value, (int, float)) or not 0 <= value <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
+
+
+def require_finite(owner: object, **values: float) -> None:
+    """Raise ConfigError unless each keyword argument is a finite number. The message quotes the keywords, which are
+    names of constructor arguments of `owner`."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"{type(owner).__name__}: {name} must be a finite number, got {value!r}")
 
 
 def require_last_dim(layer: object, x: Any, size: int) -> None:

@@ -26,8 +26,12 @@ __all__ = [
     "MSELoss",
     "TensorParallelModel",
     "WeightedElementwiseLoss",
+    "WrappedLoss",
+    "backward_pieces",
     "compute_masked_error",
+    "require_one_output",
     "require_target_shape",
+    "sum_means_over_samples",
 ]
 
 
@@ -59,6 +63,8 @@ class Loss(ABC):
     counts: str = "unknown"
     """What the weight counts: "elements", the number of elements of y; "samples", a number that is proportional to the
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
+    skipna: bool = False
+    """Whether elements whose target is NaN are ignored, so that NaN in a target is no mistake."""
     __array_ufunc__ = None  # so that NumPy leaves `numpy.float64(2) * loss` to `__rmul__`
 
     def __init_subclass__(cls) -> None:
@@ -128,10 +134,18 @@ class Loss(ABC):
         """
         return self
 
+    def _list_terms(self) -> Sequence[tuple[float, "Loss"]]:
+        """Return the pairs of a factor and a loss that enter a sum of losses in place of this loss."""
+        return [(1.0, self)]
+
     def __add__(self, other: "Loss") -> "LossSum":
         return LossSum([(1.0, self), (1.0, other)]) if isinstance(other, Loss) else NotImplemented
 
-    def __mul__(self, factor: float) -> "LossSum":
+    def __radd__(self, other: float) -> "Loss":
+        """Return the loss itself for 0, with which `sum` begins."""
+        return self if isinstance(other, Real) and other == 0 else NotImplemented
+
+    def __mul__(self, factor: float) -> "Loss":
         return LossSum([(float(factor), self)]) if isinstance(factor, Real) else NotImplemented
 
     __rmul__ = __mul__
@@ -262,7 +276,6 @@ class WeightedElementwiseLoss(_Elementwise):
     `compute_errors` and `compute_slopes`."""
 
     weights: CellWeights | None = None
-    skipna = False
 
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
@@ -366,14 +379,17 @@ class LossSum(Loss):
         for factor, loss in terms:
             if not np.isfinite(factor):
                 raise ConfigError(f"a factor of a sum of losses must be finite, got {factor!r} for {loss!r}")
-            inside = loss.terms if isinstance(loss, LossSum) else [(1.0, loss)]
-            found += [(float(factor) * f, one) for f, one in inside]
+            found += [(float(factor) * f, one) for f, one in loss._list_terms()]
         self.terms: tuple[tuple[float, Loss], ...] = tuple(found)
         self._factors = [factor for factor, _ in found]
         self.kernel_names = tuple(dict.fromkeys(name for _, loss in found for name in loss.kernel_names))
         self._shares_weight = all(loss.counts == "elements" for _, loss in found)
         self.acts_on = "position" if self._shares_weight else "sample"
         self.counts = "elements" if self._shares_weight else "samples"
+        self.skipna = any(loss.skipna for _, loss in found)
+
+    def _list_terms(self) -> Sequence[tuple[float, Loss]]:
+        return self.terms
 
     def __repr__(self) -> str:
         return " + ".join(repr(loss) if factor == 1 else f"{factor!r} * {loss!r}" for factor, loss in self.terms)
@@ -391,44 +407,61 @@ class LossSum(Loss):
             pairs = list(zip(self._factors, each, strict=True))
             total = sum(factor * float(error) for factor, (error, *_) in pairs)
             return total, each[0][1], [[(factor, saved)] for factor, (*_, saved) in pairs]
-        n = target.shape[0]
-        pieces = [
-            (term, rows, self.terms[term][1].forward(env, _map_arrays(lambda a, r=rows: a[r], y), target[rows]))
-            for term, (_, loss) in enumerate(self.terms)
-            for rows in _list_row_slices(loss, n)
-        ]
-        weights = self._all_reduce_weights(env, [found[1] for *_, found in pieces])
-        total, counted = 0.0, np.zeros(n, np.bool_)
-        kept: list[list[tuple[float, Any]]] = [[] for _ in self.terms]
-        for (term, rows, found), weight in zip(pieces, weights, strict=True):
-            share = self._factors[term] * (rows.stop - rows.start) / weight if weight > 0 else 0.0
-            counted[rows] |= weight > 0
-            total += share * float(found[0])
-            kept[term].append((share, found[2]))
-        return total, float(counted.sum()) / env.mesh.parts.size, kept
+        by_sample = [loss.counts == "unknown" for _, loss in self.terms]
+        return sum_means_over_samples(env, self.terms, [(y, target)] * len(by_sample), by_sample)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         dy: Any = None
         for (_, loss), pieces in zip(self.terms, saved, strict=True):
-            found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
-            one = found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
+            one = backward_pieces(env, loss, pieces, seed)
             dy = one if dy is None else _map_arrays(lambda a, b: a + b, dy, one)
         return dy
 
-    def _all_reduce_weights(self, env: LayerContext, weights: Sequence[float]) -> list[float]:
-        """Return the weights, summed over the ranks that hold parts of the same samples. Collective over these ranks
-        if there are several."""
-        if env.mesh.parts.size == 1:
-            return [float(weight) for weight in weights]
-        sums = env.xp.asarray(np.array([float(weight) for weight in weights]))
-        env.mesh.parts.all_reduce(sums, "sum", what=repr(self)).wait()
-        return [float(weight) for weight in sums]
+
+Pieces = list[tuple[float, Any]]
+"""For each slice of the samples on which a loss was computed: what the loss is multiplied by, and what it saved."""
 
 
-def _list_row_slices(loss: Loss, n: int) -> list[slice]:
-    """Return the slices of n samples on which a term of a sum is computed: all samples at once if its weight is
-    proportional to their number, else each sample by itself."""
-    return [slice(0, n)] if loss.counts != "unknown" or n == 0 else [slice(i, i + 1) for i in range(n)]
+def sum_means_over_samples(
+    env: LayerContext, terms: Sequence[tuple[float, Loss]], pairs: Sequence[tuple[Any, Any]], by_sample: Sequence[bool]
+) -> tuple[float, float, list[Pieces]]:
+    """Return a sum of losses as a mean over samples: (total, number of samples, what `backward_pieces` needs for each
+    loss). Samples whose weight is 0 in all losses are not counted.
+
+    Collective over the ranks that hold parts of the same samples, if there are several.
+
+    Parameters
+    ----------
+    env : array namespace and mesh
+    terms : pairs of a factor and a loss
+    pairs : output and target for each loss
+    by_sample : for each loss, whether it is computed on each sample by itself, as is needed if its weight is not
+        proportional to the number of samples
+    """
+    n = (pairs[0][0][0] if isinstance(pairs[0][0], tuple) else pairs[0][0]).shape[0]
+    pieces = [
+        (term, rows, terms[term][1].forward(env, *(_map_arrays(lambda a, r=rows: a[r], one) for one in pairs[term])))
+        for term, apart in enumerate(by_sample)
+        for rows in ([slice(i, i + 1) for i in range(n)] if apart and n else [slice(0, n)])
+    ]
+    weights: Any = np.array([float(found[1]) for *_, found in pieces])
+    if env.mesh.parts.size > 1:
+        weights = env.xp.asarray(weights)
+        env.mesh.parts.all_reduce(weights, "sum", what="weights of losses").wait()
+    total, counted = 0.0, np.zeros(n, np.bool_)
+    kept: list[Pieces] = [[] for _ in terms]
+    for (term, rows, found), weight in zip(pieces, map(float, weights), strict=True):
+        share = terms[term][0] * (rows.stop - rows.start) / weight if weight > 0 else 0.0
+        counted[rows] |= weight > 0
+        total += share * float(found[0])
+        kept[term].append((share, found[2]))
+    return total, float(counted.sum()) / env.mesh.parts.size, kept
+
+
+def backward_pieces(env: LayerContext, loss: Loss, pieces: Pieces, seed: float) -> Any:
+    """Return the gradient with respect to the output of a loss that was computed in `pieces`."""
+    found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
+    return found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
 
 
 def _map_arrays(function: Callable[..., Any], *values: Any) -> Any:
@@ -438,9 +471,35 @@ def _map_arrays(function: Callable[..., Any], *values: Any) -> Any:
     return function(*values)
 
 
+def require_one_output(loss: Loss, shape: tuple[Any, ...], target: Any) -> None:
+    """Raise DataError if `shape` or `target` are those of several outputs."""
+    if isinstance(target, tuple) or any(isinstance(n, tuple) for n in shape):
+        raise DataError(
+            f"{loss!r} compares one output with one target: for a model with several outputs, give "
+            "nn.MultiOutputLoss(...) with a loss for each output, and a tuple of targets"
+        )
+
+
 def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
+    require_one_output(loss, wanted, target)
     if tuple(target.shape) != wanted:
         raise DataError(f"{loss!r} wants {what}: {wanted}, got {tuple(target.shape)}")
+
+
+class WrappedLoss(Loss):
+    """Base class for losses that compute another loss, `loss`, of arrays in another layout."""
+
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+        for name in ("kernel_names", "counts", "skipna"):  # which a loss that is no `Loss` may lack
+            setattr(self, name, getattr(loss, name, getattr(Loss, name)))
+        self.partial = self.partial or getattr(loss, "partial", False)
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        return self.loss.backward(env, saved, seed)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        self.loss.validate(shape, target)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fsdpx.nn import collectives
 from fsdpx.nn.gradient_accumulation import has_integer_dtype
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_time_dim
 from fsdpx.nn.linear import make_call_label, require_known_length
-from fsdpx.nn.losses import Loss
+from fsdpx.nn.losses import Loss, WrappedLoss
 
 __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "SplitSequence", "WithInputOutput"]
 
@@ -110,7 +110,7 @@ class WithInputOutput(Layer):
         return self.enter.backward_input(env, {}, entered, dx)[0] if self.enter else dx
 
 
-class ShardedBatchLoss(Loss):
+class ShardedBatchLoss(WrappedLoss):
     """Computes `loss` for an output that is sharded by samples (dim 0) over the tensor axis. All ranks have the full
     target.
 
@@ -118,21 +118,14 @@ class ShardedBatchLoss(Loss):
 
     partial = True
 
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.kernel_names = getattr(loss, "kernel_names", ())
-
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         return self.loss.forward(env, y, collectives.take_shard(env.xp, env.mesh.tensor, target, 0))
-
-    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        return self.loss.backward(env, saved, seed)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         self.loss.validate((target.shape[0], *shape[1:]), target)
 
 
-class ShardedSequenceLoss(Loss):
+class ShardedSequenceLoss(WrappedLoss):
     """Computes `loss` for an output that is sharded by positions (dim 1) over a tensor axis of `width` ranks. All
     ranks have the full target.
 
@@ -142,8 +135,8 @@ class ShardedSequenceLoss(Loss):
     partial = True
 
     def __init__(self, loss: Loss, width: int) -> None:
-        self.loss, self.width = loss, width
-        self.kernel_names = getattr(loss, "kernel_names", ())
+        super().__init__(loss)
+        self.width = width
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         assert env.mesh.tensor.size == self.width, f"a tensor axis of {env.mesh.tensor.size}, not {self.width}"
@@ -154,9 +147,6 @@ class ShardedSequenceLoss(Loss):
                 f"must be {time}, got a target of shape {tuple(target.shape)}"
             )
         return self.loss.forward(env, y, collectives.take_shard(env.xp, env.mesh.tensor, target, 1))
-
-    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        return self.loss.backward(env, saved, seed)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         if len(shape) < 2:

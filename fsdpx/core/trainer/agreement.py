@@ -21,6 +21,7 @@ from fsdpx.core.trainer.recipe import Recipe
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linearize import LayerList
+from fsdpx.nn.losses import Loss
 from fsdpx.optim.optimizer import get_scheduled_values
 
 __all__ = ["agree_on_choices", "list_choices_to_compare"]
@@ -74,8 +75,16 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
-    inside = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else ()
+    inside = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else _list_inside(layer_or_loss)
     return "\n".join([*lines, *filter(None, map(_describe_array_checksums, inside))])
+
+
+def _list_inside(loss: Any) -> list[Any]:
+    """Return the losses and layers that a loss holds, also in tuples and lists, such as the terms of a sum."""
+    values = list(getattr(loss, "__dict__", {}).values())
+    for value in values:  # which grows
+        values += value if isinstance(value, tuple | list) else ()
+    return [value for value in values if isinstance(value, Layer | Loss)]
 
 
 def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:

@@ -41,6 +41,7 @@ __all__ = [
     "checksum_arrays",
     "describe_different_calls",
     "has_sample_dim",
+    "has_target_per_output",
     "hash_text",
     "list_inputs_in_order",
     "make_shape_only_microbatch",
@@ -286,9 +287,9 @@ def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) ->
     """Return the target on this rank's device, partitioned like the model's output; a tuple if `y` has one target for
     each of several outputs. Raise DataError unless the target has `samples` samples, the same number as the inputs.
     `batched` says whether the caller's arrays have a sample dimension."""
-    count = len(placement.model.outputs)
-    if count == 1 or not (isinstance(y, tuple | list) and all(hasattr(one, "shape") for one in y)):
+    if not has_target_per_output(placement, y):
         return _prepare_target_of_output(placement, y, samples, TARGET, 0, batched)
+    count = len(placement.model.outputs)
     if len(y) != count:
         raise DataError(f"the model has {count} outputs: give a tuple of as many targets, got {len(y)}")
     names = [f"target {i}" for i in range(count)]
@@ -296,6 +297,12 @@ def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) ->
         _prepare_target_of_output(placement, one, samples, name, i, batched)
         for i, (one, name) in enumerate(zip(y, names, strict=True))
     )
+
+
+def has_target_per_output(placement: Placement, y: Any) -> bool:
+    """Return whether `y` is a tuple or list of arrays, and the model has several outputs."""
+    several = len(placement.model.outputs) > 1 and isinstance(y, tuple | list)
+    return several and all(hasattr(one, "shape") for one in y)
 
 
 def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:

@@ -14,7 +14,7 @@ from fsdpx.core.array.namespace import to_host
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.state.placement import Placement
-from fsdpx.core.trainer.batch import has_sample_dim, to_device_array
+from fsdpx.core.trainer.batch import has_sample_dim, has_target_per_output, to_device_array
 from fsdpx.core.trainer.call_runner import CallRunner
 from fsdpx.core.trainer.fit_checkpoints import FitHistory
 from fsdpx.errors import ConfigError, DataError, FsdpxError
@@ -49,6 +49,7 @@ class MetricSums:
         `all_gather_means` raises it on all ranks. Collective if a metric is a loss and fields are partitioned (option
         `domain`)."""
         several, batched = isinstance(output, tuple), True
+        target = tuple(target) if has_target_per_output(self._placement, target) else target
         if not self._layout.has_complete_samples:
             targets = target if several and isinstance(target, tuple | list) else (target,)
             local = (self._layout.take_local_target(np.asarray(to_host(t)), i) for i, t in enumerate(targets))

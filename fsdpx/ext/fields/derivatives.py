@@ -5,6 +5,7 @@ consists of the cells that the stencils of its own cells cover on other ranks.""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
@@ -68,7 +69,7 @@ def _to_tuple_unless_scalar(value: Any) -> Any:
 
 
 def _is_spacing(h: Any) -> bool:
-    return isinstance(h, CellPositions) or (isinstance(h, Real) and float(h) > 0)
+    return isinstance(h, CellPositions) or (isinstance(h, Real) and 0 < float(h) < math.inf)
 
 
 def _is_permutation(dims: Any) -> bool:

@@ -5,6 +5,7 @@ have only n of them: the low or the high face of each cell."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from numbers import Real
@@ -62,9 +63,10 @@ class _NeighborLayer(FieldLayer):
         if faces not in FACES:
             raise ConfigError(f"{name}: faces={faces!r}: choose one of {', '.join(FACES)}")
         self.dim, self.derivative, self.faces, self.padding_mode = int(dim), int(derivative), faces, padding_mode
-        one = isinstance(spacing, Real) or getattr(spacing, "ndim", 1) == 0
-        self.spacing = parse_spacing(self, (float(spacing) if one else spacing,))[0]  # type: ignore[arg-type]
-        if not isinstance(self.spacing, CellPositions) and not (isinstance(self.spacing, float) and self.spacing > 0):
+        one: Any = spacing.item() if isinstance(spacing, np.ndarray) and spacing.ndim == 0 else spacing
+        self.spacing = float(one) if isinstance(one, Real) else parse_spacing(self, (one,))[0]
+        is_width = isinstance(self.spacing, float) and 0 < self.spacing < math.inf
+        if not is_width and not isinstance(self.spacing, CellPositions):
             raise ConfigError(f"{name}: spacing={spacing!r} is not a number above 0, or the bounds of the cells")
         given: Any = padding_mode
         (self._mode,) = expand_padding_modes(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
-
-import numpy as np
 
 from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
-from fsdpx.nn.layer import Array, LayerContext
-from fsdpx.nn.losses import Loss
+from fsdpx.nn.layer import Array, LayerContext, require_finite
+from fsdpx.nn.losses import Loss, WrappedLoss, backward_pieces, sum_means_over_samples
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
 __all__ = ["MultiOutputLoss", "bind_loss_to_outputs"]
@@ -26,14 +24,13 @@ def bind_loss_to_outputs(loss: Loss, kinds: Sequence[Kind]) -> Loss:
     return kinds[0].bind_loss(loss) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
 
 
-class _ScalarLoss(Loss):
+class _ScalarLoss(WrappedLoss):
     """Computes `loss` for an output that every rank of a field holds in full, and counts each sample once: total and
     weight are divided by the number of these ranks."""
 
     def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.kernel_names, self.acts_on = loss.kernel_names, loss.acts_on
-        self.skipna = getattr(loss, "skipna", False)
+        super().__init__(loss)
+        self.acts_on = loss.acts_on
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         ranks = env.mesh.parts.size
@@ -42,9 +39,6 @@ class _ScalarLoss(Loss):
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         return self.loss.backward(self._make_context_of_one_rank(env), saved, seed / env.mesh.parts.size)
-
-    def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        self.loss.validate(shape, target)
 
     def _make_context_of_one_rank(self, env: LayerContext) -> LayerContext:
         """Return a context in which a loss that sums over the parts of a field finds a single part."""
@@ -55,9 +49,14 @@ class MultiOutputLoss(Loss):
     """Weighted sum of one loss for each output of a model: sum of w_i loss_i(output_i, target_i).
 
     The target is a tuple with one array for each output. On a grid, an output may be a field, of which each rank passes
-    its part of the target, or scalars (samples, n), of which every rank passes all. Each loss is a mean over the
-    samples of a microbatch; the sum is averaged over all samples. One all-reduce of 16 bytes per loss sums over the
-    parts of a field.
+    its part of the target, or scalars (samples, n), of which every rank passes all. A number times the loss multiplies
+    all `loss_weights`.
+
+    The sum is averaged over all samples. A loss with `skipna` is averaged over each sample first, and is 0 for samples
+    of which nothing is known; samples of which no loss knows anything are left out. Other losses whose weight varies
+    from sample to sample, as with `ignore_index`, are means over the samples of a microbatch, so that the result
+    depends on the number of microbatches. One all-reduce of 8 bytes per loss, or per sample with `skipna`, sums over
+    the parts of a field.
 
     Parameters
     ----------
@@ -72,11 +71,29 @@ class MultiOutputLoss(Loss):
         self.loss_weights = None if loss_weights is None else tuple(float(w) for w in loss_weights)
         if self.loss_weights is not None and len(self.loss_weights) != len(losses):
             raise ConfigError(f"MultiOutputLoss: {len(losses)} losses have {len(self.loss_weights)} loss_weights")
+        require_finite(self, **{f"loss_weights[{i}]": w for i, w in enumerate(self.loss_weights or ())})
         self.kernel_names = tuple(dict.fromkeys(name for loss in losses for name in loss.kernel_names))
-        self.skipna = any(getattr(loss, "skipna", False) for loss in losses)
+        self.skipna = any(loss.skipna for loss in losses)
 
     def __repr__(self) -> str:
         return f"MultiOutputLoss({', '.join(map(repr, self.losses))}, loss_weights={self.loss_weights})"
+
+    @property
+    def _terms(self) -> list[tuple[float, Loss]]:
+        return list(zip(self.loss_weights or (1.0,) * len(self.losses), self.losses, strict=True))
+
+    def _list_terms(self) -> Sequence[tuple[float, Loss]]:
+        raise ConfigError(
+            f"{self!r} cannot be added to a loss: add losses of one output, as in "
+            "nn.MultiOutputLoss(nn.MSELoss() + nn.L1Loss(), nn.MSELoss())"
+        )
+
+    def __mul__(self, factor: float) -> Loss:
+        if not isinstance(factor, Real):
+            return NotImplemented
+        return MultiOutputLoss(*self.losses, loss_weights=[float(factor) * weight for weight, _ in self._terms])
+
+    __rmul__ = __mul__
 
     def bind_kinds(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
         """Return the loss for outputs that are distributed over ranks as `kinds` says.
@@ -94,19 +111,12 @@ class MultiOutputLoss(Loss):
         return MultiOutputLoss(*bound, loss_weights=self.loss_weights)
 
     def forward(self, env: LayerContext, y: Any, target: Any) -> tuple[float, float, Any]:
-        found = [loss.forward(env, *pair) for loss, *pair in zip(self.losses, y, target, strict=True)]
-        sums = env.xp.asarray(np.array([[float(total), float(weight)] for total, weight, _ in found]))
-        sums = all_reduce_over_parts(env, sums, "MultiOutputLoss")
-        samples, ranks, value, slopes = float(y[0].shape[0]), env.mesh.parts.size, 0.0, []
-        for (total, weight), factor in zip(sums, self.loss_weights or (1.0,) * len(found), strict=True):
-            share = samples * factor / float(weight) if float(weight) > 0 else 0.0
-            value += share * float(total)
-            slopes.append(share)
-        return value / ranks, samples / ranks, ([saved for *_, saved in found], slopes)
+        by_sample = [loss.skipna and loss.counts == "unknown" for loss in self.losses]
+        return sum_means_over_samples(env, self._terms, list(zip(y, target, strict=True)), by_sample)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Any:
-        rows = zip(self.losses, *saved, strict=True)
-        return tuple(loss.backward(env, kept, seed * share) for loss, kept, share in rows)
+        rows = zip(self.losses, saved, strict=True)
+        return tuple(backward_pieces(env, loss, pieces, seed) for loss, pieces in rows)
 
     def validate(self, shape: tuple[Any, ...], target: Any) -> None:
         outputs = len(shape) if all(isinstance(one, tuple) for one in shape) else 1
@@ -117,5 +127,7 @@ class MultiOutputLoss(Loss):
             loss.validate(one, wanted)
 
     def _require_output_count(self, outputs: int) -> None:
+        if outputs == 1:
+            raise ConfigError(f"{self!r} is for several outputs, and the model has 1: give the loss of it by itself")
         if outputs != len(self.losses):
             raise ConfigError(f"{self!r} has {len(self.losses)} losses, and the model {outputs} outputs")

@@ -11,8 +11,8 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.halo import FieldLayer
 from fsdpx.ext.fields.over_parts import partition_model
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params, list_kernels
-from fsdpx.nn.losses import Loss
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, list_kernels, require_finite
+from fsdpx.nn.losses import Loss, WrappedLoss, require_one_output
 from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["MatchMean", "PhysicsLoss"]
@@ -45,7 +45,7 @@ class MatchMean(FieldLayer):
         return mean.astype(a.dtype).reshape(*mean.shape, *(1,) * (a.ndim - 2))
 
 
-class PhysicsLoss(Loss):
+class PhysicsLoss(WrappedLoss):
     """Physics-informed loss: loss + weight * mean(residual(y)^2), where the mean is over all elements of the residual.
 
     The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
@@ -64,7 +64,9 @@ class PhysicsLoss(Loss):
             raise ConfigError(f"PhysicsLoss: a loss and a layer are needed, got {loss!r} and {residual!r}")
         if (residual.n_inputs, residual.n_outputs) != (1, 1) or residual.specs():
             raise ConfigError(f"PhysicsLoss: {residual!r} must have one input, one output and no parameters")
-        self.loss, self.residual, self.weight = loss, residual, float(weight)
+        require_finite(self, weight=weight)
+        super().__init__(loss)
+        self.residual, self.weight = residual, float(weight)
         self.kernel_names = (*loss.kernel_names, *list_kernels(residual))
         self.counts = "unknown" if loss.counts == "unknown" else "samples"
 
@@ -88,4 +90,5 @@ class PhysicsLoss(Loss):
         return self.loss.backward(env, ours, seed) + dr
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        self.loss.validate(shape, target)
+        require_one_output(self, shape, target)
+        super().validate(shape, target)

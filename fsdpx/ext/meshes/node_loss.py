@@ -8,7 +8,7 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.losses import BandRMSE, BoundaryRMSE
 from fsdpx.ext.fields.physics import PhysicsLoss
 from fsdpx.nn.layer import Array, LayerContext
-from fsdpx.nn.losses import CellWeights, Loss
+from fsdpx.nn.losses import CellWeights, Loss, LossSum, WrappedLoss, require_one_output
 from fsdpx.nn.shard_specs import Cuts, FieldPartition
 
 __all__ = ["NodeLoss", "bind_loss_to_nodes"]
@@ -17,6 +17,8 @@ __all__ = ["NodeLoss", "bind_loss_to_nodes"]
 def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
     """Return the loss for this rank's nodes, given how the nodes are divided over the ranks. A loss of fields, and one
     with weights, reads the features as channels and the nodes as the cells of a field."""
+    if isinstance(loss, LossSum):
+        return LossSum([(factor, bind_loss_to_nodes(term, cuts)) for factor, term in loss.terms])
     if isinstance(loss, BandRMSE | BoundaryRMSE | PhysicsLoss):
         raise ConfigError(f"{loss!r} needs the cells of a grid, and cannot be computed on a mesh")
     of_fields = type(loss).bind_partition is not Loss.bind_partition
@@ -25,23 +27,20 @@ def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
     return NodeLoss(loss.bind_partition(FieldPartition(cuts)))
 
 
-class NodeLoss(Loss):
+class NodeLoss(WrappedLoss):
     """Computes a loss of fields (samples, channels, cells) on values (samples, nodes, features) of nodes."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss = loss
-        self.kernel_names, self.partial = loss.kernel_names, loss.partial
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         return self.loss.forward(env, _swap(y), _swap(target))
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        return env.xp.ascontiguousarray(_swap(self.loss.backward(env, saved, seed)))
+        return env.xp.ascontiguousarray(_swap(super().backward(env, saved, seed)))
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        require_one_output(self.loss, shape, target)
         if len(shape) != 3 or target.ndim != 3:
             raise DataError(f"{self.loss!r} compares (samples, nodes, features), got {shape} and {target.shape}")
-        self.loss.validate((shape[0], shape[2], shape[1]), _swap(target))
+        super().validate((shape[0], shape[2], shape[1]), _swap(target))
 
 
 def _swap(values: Array) -> Array:

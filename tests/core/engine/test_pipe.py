@@ -248,7 +248,8 @@ class Table(nn.Layer):
 )
 def test_arrays_that_differ_are_told(model: Any, weights: Any, text: str) -> None:
     def act(comm: Communicator, rank: int) -> None:
-        model(rank).as_distributed(loss=nn.MSELoss(weights(rank)), optimizer=optim.SGD(lr=0.1), comm=comm)
+        loss = nn.MSELoss(weights(rank)) + nn.L1Loss()
+        model(rank).as_distributed(loss=loss, optimizer=optim.SGD(lr=0.1), comm=comm)
 
     assert f"ConfigError: ranks differ in arrays: rank 0 has {text}" in alike(2, lambda comm: act(comm, comm.rank))
     spawn(act, 2, 1)

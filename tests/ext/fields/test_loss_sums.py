@@ -12,6 +12,8 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.meshes.node_loss import NodeLoss
+from fsdpx.nn.sequence import ShardedBatchLoss, ShardedSequenceLoss
 from fsdpx.testing import LossContract
 
 CELLS = 7, 6
@@ -96,6 +98,19 @@ def test_how_sums_print() -> None:
     )
     assert repr(np.float64(2) * nn.MSELoss()) == repr(nn.MSELoss() * 2) == "2.0 * MSELoss()"
     assert (SUMS["elements"].acts_on, SUMS["fields"].acts_on) == ("position", "sample")
+    assert repr(sum([nn.MSELoss(), nn.L1Loss()])) == "MSELoss() + L1Loss()"
+    two = nn.MultiOutputLoss(nn.MSELoss(), nn.L1Loss(), loss_weights=(2, 3))
+    assert repr(0.5 * two) == repr(two * 0.5) == "MultiOutputLoss(MSELoss(), L1Loss(), loss_weights=(1.0, 1.5))"
+
+
+def test_losses_around_others_say_whether_targets_may_be_nan() -> None:
+    """Else an error about NaN blames the target."""
+    for skipna in (False, True):
+        loss = nn.L1Loss(skipna=skipna)
+        around = [2 * loss, nn.PhysicsLoss(loss, nn.Tanh()), nn.MultiOutputLoss(loss), NodeLoss(loss)]
+        around += [ShardedBatchLoss(loss), ShardedSequenceLoss(loss, 2)]
+        assert {one.skipna for one in around} == {skipna}
+        assert {one.counts for one in around[-3:]} == {loss.counts}
 
 
 def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> Any:
@@ -186,6 +201,11 @@ def test_what_cannot_be_added() -> None:
     with pytest.raises(DataError, match=r"L1Loss\(\) wants a target of the output's shape"):
         (nn.L1Loss() + nn.MSELoss()).validate((2, 3), np.zeros((3, 2)))
     for call, text in (
+        (lambda: nn.HuberLoss(np.inf), "HuberLoss: delta must be a finite number, got inf"),
+        (lambda: nn.SmoothL1Loss(np.inf), "SmoothL1Loss: beta must be a finite number, got inf"),
+        (lambda: nn.PhysicsLoss(nn.L1Loss(), nn.Tanh(), np.nan), "PhysicsLoss: weight must be a finite number"),
+        (lambda: nn.VRMSE(np.nan), "VRMSE: eps must be a finite number, got nan"),
+        (lambda: nn.BandRMSE(0, np.nan), "BandRMSE: high must be a finite number, got nan"),
         (lambda: nn.HuberLoss(0), "HuberLoss: delta must be above 0, got 0"),
         (lambda: nn.SmoothL1Loss(-1), "SmoothL1Loss: beta must be at least 0, got -1"),
     ):

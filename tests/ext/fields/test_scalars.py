@@ -243,12 +243,36 @@ def test_several_outputs_of_whole_samples() -> None:
         wrong = [np.linalg.norm((b - targets[1]).reshape(6, -1), axis=1) / np.linalg.norm(targets[1], axis=1)]
         by_hand = 2.0 * np.mean((a - targets[0]) ** 2) + 0.5 * np.mean(wrong)
         np.testing.assert_allclose(trainer.evaluate(x[rows], list(mine)), by_hand, rtol=1e-12)
-        return losses, trainer.parameters()
+        parameters = trainer.parameters()
+        held = [(x[rows], list(mine))]
+        history = trainer.fit(held, validation=held, metrics={"half": 0.5 * loss}, progress=False)
+        assert history.metrics["half"][-1][1] == pytest.approx(0.5 * history.validation[-1][1], rel=1e-12)
+        return losses, parameters
 
     losses, parameters = spawn(run, 1)[0]
     for got, values in spawn(run, 3):
         np.testing.assert_allclose(got, losses, rtol=1e-12)
         assert_close(values, parameters, 1e-10)
+
+
+def losses_where_targets_lack(comm: Communicator, dims: tuple[int, int], microbatches: int) -> list[float]:
+    """A field and scalars of four samples: NaN in some cells of the first, all of the third, scalars of the last."""
+    cuts, at = random_cuts(SHAPE, dims), place_of(comm.rank, dims)
+    field, scalars = NEXT[:4].copy(), DRAG[:4].copy()
+    field[0, :, :2], field[2], scalars[2], scalars[3, 1] = np.nan, np.nan, np.nan, np.nan
+    model = nn.Graph({"c": (nn.Conv2d(2, 2, 3, padding=1), "u"), "m": (nn.GlobalMean(), "c")}, ("u",), ("c", "m"))
+    trainer = model.as_distributed(
+        loss=2 * nn.MultiOutputLoss(nn.MSELoss(skipna=True), nn.L1Loss(skipna=True)), optimizer=optim.SGD(lr=0.1),
+        comm=comm, domain=grid_at(comm, dims, cuts, layout="cyx"), microbatches=microbatches, precision="float64",
+    )  # fmt: skip
+    return [trainer.step(part(U[:4], cuts, at), (part(field, cuts, at), scalars)) for _ in range(3)]
+
+
+def test_missing_targets_count_alike_in_any_parts_and_microbatches() -> None:
+    (want,) = spawn(lambda comm: losses_where_targets_lack(comm, (1, 1), 1), 1)
+    for dims, microbatches in (((1, 1), 4), ((2, 2), 2)):
+        for got in spawn(lambda comm, d=dims, m=microbatches: losses_where_targets_lack(comm, d, m), dims[0] * dims[1]):
+            np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
@@ -265,13 +289,16 @@ def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
     assert find_scalar_inputs(nn.Linear(2, 2)) == (False,)  # and its sharding is refused
 
 
+MSE = nn.MSELoss()
+
+
 def grid_of(comm: Communicator) -> Any:
     return fsdpx.Grid(comm, (4, 3), dims=(1, 2))
 
 
-def film(comm: Communicator, x: Any, y: Any = None) -> Any:
+def film(comm: Communicator, x: Any, y: Any = None, loss: nn.Loss = MSE) -> Any:
     model = nn.Graph({"f": (nn.FiLM(2, 1), "u", "s")}, inputs=("u", "s"), outputs=("f",))
-    trainer = model.as_distributed(comm=comm, domain=grid_of(comm), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1))
+    trainer = model.as_distributed(comm=comm, domain=grid_of(comm), loss=loss, optimizer=optim.SGD(lr=0.1))
     return trainer.predict(x) if y is None else trainer.step(x, y)
 
 
@@ -315,6 +342,13 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
         (lambda c: two(c, nn.MultiOutputLoss(nn.MSELoss()), CELLS), "has 1 losses, and the model 2 outputs"),
         (lambda c: nn.MultiOutputLoss(), "MultiOutputLoss: give a loss for each output, got "),
         (lambda c: nn.MultiOutputLoss(nn.MSELoss(), loss_weights=(1, 2)), "1 losses have 2 loss_weights"),
+        (lambda c: nn.MultiOutputLoss(nn.MSELoss(), loss_weights=(np.nan,)), "loss_weights[0] must be a finite number"),
+        (lambda c: BOTH + nn.L1Loss(), "cannot be added to a loss: add losses of one output, as in nn.MultiOutputL"),
+        (lambda c: sum([nn.L1Loss(), BOTH]), "cannot be added to a loss: add losses of one output"),
+        (lambda c: two(c, nn.MSELoss(), (CELLS, np.ones(1))), "give nn.MultiOutputLoss(...) with a loss for each"),
+        (lambda c: two(c, nn.PhysicsLoss(nn.L1Loss(), nn.Tanh()), CELLS), "compares one output with one target: for a"),
+        (lambda c: film(c, (CELLS, np.ones(2)), CELLS, nn.MultiOutputLoss(nn.L1Loss())), "and the model has 1: give"),
+        (lambda c: nn.TimeEmbedding(6, np.inf), "TimeEmbedding: max_period must be a finite number, got inf"),
         (lambda c: nn.TimeEmbedding(5), "TimeEmbedding(dim=5, max_period=10000.0): dim must be even and at least 4"),
         (lambda c: nn.StaticChannels("a"), "StaticChannels: give a number or bool for each cell, got <U1"),
     ],

@@ -280,6 +280,7 @@ LOSSES = {
     "rmse": nn.RMSE(skipna=True),
     "most": nn.MaxError(),
     "conserved": nn.ConservedRMSE(),
+    "sum": 0.5 * nn.MSELoss() + nn.VRMSE() + nn.RMSE(skipna=True),
 }
 
 
@@ -338,7 +339,7 @@ def test_a_model_that_does_not_fit_is_refused(make: Callable[[], nn.Layer], text
         spawn(run, 2)
     one = Graph.random(0, 1)
     with pytest.raises(ConfigError, match="needs the cells of a grid, and cannot be computed on a mesh"):
-        spawn(lambda comm: train(comm, one, "split", nn.BandRMSE(0, 2)), 1)
+        spawn(lambda comm: train(comm, one, "split", 1.0 * nn.BandRMSE(0, 2)), 1)
     with pytest.raises(ConfigError, match=r"needs a mesh: pass domain=fsdpx\.Partition"):
         nn.GraphConv(3, 2).as_distributed().predict(np.zeros((1, 5, 3)))
     for wrong in (lambda: nn.Aggregate("min"), lambda: nn.GatherNodes("both"), lambda: nn.GATConv(3, 0)):
