@@ -29,7 +29,7 @@ BESIDE = [
     (OTHER_TRAINING, RuntimeOptions(), DistributionChoices("async")),
 ]
 
-PAGE = Path(__file__).parents[3] / "docs/sharp-bits.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/choices.md"
 
 
 def test_the_page_shows_the_lists() -> None:
