@@ -124,7 +124,7 @@ def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Return `facts`, which are plain data, and arrays of `to_native_numbers` as bytes. The arrays need not be
     contiguous.
 
-    Raises DataError for facts that are no plain data."""
+    Raises DataError for facts that are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])
     starts, at = [], _align(LENGTH_BYTES + len(head))
     for array in arrays:

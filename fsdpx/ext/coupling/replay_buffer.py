@@ -103,9 +103,9 @@ class ReplayBuffer:
 
         Raises
         ------
-        DataError : on all ranks, none of which then keeps the sample, if an array on one of them has complex numbers or
-            none, does not have the shape of that rank's part, differs from earlier samples in dtype or channels, or is
-            not finite
+        DataError : on all ranks, which then do not keep the sample, if an array of any rank is not numeric, is complex
+            or not finite, does not have the shape of that rank's part, or differs from earlier samples in dtype or
+            channels
         """
         arrays: tuple[np.ndarray, ...] = ()
         moments: list[np.ndarray | None] = []
@@ -354,7 +354,7 @@ class ReplayBuffer:
                 raise DataError(f"this sample has fields {kinds}, but earlier samples have {before}")
 
     def _merge_moments(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
-        """Return the moments of all samples before, merged with those of a sample."""
+        """Return the moments of all earlier samples, merged with those of a sample."""
         layout, before = self._part.layout, self._moments or [None] * len(arrays)
         channels = [
             np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays

@@ -55,10 +55,10 @@ class SavedStates(NamedTuple):
 class Rollout(Layer, TakesScalars):
     """Applies a model `steps` times to its own output, and returns all states stacked in dim 1.
 
-    It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under
-    the same names. Only the states are saved for backward, which recomputes each step, so memory holds all states and
-    the activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes, steps x features):
-    there, read features for channels and the last dim for dim 1.
+    It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under the
+    same names. Only the states are saved for backward, which recomputes each step, so memory holds all states and the
+    activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes, steps x features); below,
+    channels are then features, and dim 1 is the last dim.
 
     The first input of the model is the state, as `data.FieldDataset` makes it: the last `inputs` states, oldest first,
     and then `constants` channels that never change. The model returns the next state. If the model has more inputs, so
@@ -148,8 +148,7 @@ class Rollout(Layer, TakesScalars):
         return ShardedLayer(made, found)
 
     def _shard_net(self, request: ShardingContext, kind: FieldPartition) -> tuple[Layer, Kind]:
-        """Return the model that each rank runs, and how its output is distributed, if states are distributed as
-        `kind`."""
+        """Return the model that each rank runs, and how its output is distributed, for states distributed as `kind`."""
         if kind.has_cells:
             return partition_model(self.net, kind)
         net, kinds = ShardingWalk(1, None, {}).shard_layer(self.net, request.path, request.kinds)
@@ -255,11 +254,12 @@ class Rollout(Layer, TakesScalars):
 
     @property
     def _dim(self) -> int:
-        """The dim in which states are stacked: that of channels, or of the features of nodes."""
+        """The dim along which states are stacked: the channels, or the features of nodes."""
         return 1 if self.parts is None or self.parts.has_cells else 2
 
     def _get_dim(self, other: Array) -> int:
-        """Return the dim in which values of an input besides the states are stacked; scalars are (samples, n)."""
+        """Return the dim along which the values of an input other than the states are stacked. Scalars are (samples,
+        n)."""
         return min(self._dim, other.ndim - 1)
 
     def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:

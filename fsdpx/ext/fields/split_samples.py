@@ -99,8 +99,8 @@ class SplitSamples(ABC):
     def compute_part_shapes(
         self, shape: tuple[int, ...], kind: FieldPartition
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes that the whole and this rank's part of an output must have, which is distributed as `kind`,
-        and is `shape` in a run of the model on whole samples."""
+        """Return the shapes that an output must have on the whole domain and on this rank's part. The output is
+        distributed as `kind`, and has `shape` if the model runs on whole samples."""
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
         found = []

@@ -20,8 +20,8 @@ __all__ = ["BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays
 NEARLY_ALL = 0.1
 """Share of edges without a reverse edge below which the graph is assumed to be undirected."""
 TOLERANCE = 1e-6
-"""Largest difference between what two ranks pass for a node or edge, relative to the largest coordinate of all nodes,
-or to the largest value of the feature."""
+"""Largest difference between the values that two ranks pass for a node or edge, relative to the largest coordinate of
+all nodes, or to the largest value of the feature."""
 
 Table = np.ndarray
 
@@ -51,7 +51,7 @@ class GraphArguments(NamedTuple):
 
 class BuiltGraph(NamedTuple):
     """The result of `build_local_graph`: this rank's graph, the rank that owns each of the caller's rows, the number of
-    nodes of each rank, the number of edges of the whole graph, and how edges came here."""
+    nodes of each rank, the number of edges of the whole graph, and the routes of edge values."""
 
     graph: LocalGraph
     owners: Table
@@ -61,12 +61,12 @@ class BuiltGraph(NamedTuple):
 
 
 class EdgeRoutes(NamedTuple):
-    """How values of the edges that ranks pass come to the ranks that own the receivers.
+    """Routes of edge values from the ranks that pass the edges to the ranks that own the receivers.
 
     Attributes
     ----------
-    sent : for each rank, which of the edges that this rank passed go there
-    taken : for each edge of this rank's graph, its place among the edges that all ranks send to this one, in rank order
+    sent : for each rank, which of the edges that this rank passed are sent there
+    taken : for each edge of this rank's graph, its index among all edges received, in rank order
     """
 
     sent: list[Table]
@@ -246,7 +246,8 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
 
 
 def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> tuple[_Edges, EdgeRoutes]:
-    """Return the edges whose receivers this rank owns, from all ranks that pass some of them, and how they came here.
+    """Return the edges whose receivers this rank owns, from all ranks that pass some of them, and the routes of their
+    values.
 
     An edge that several ranks pass is one edge, and must have the same features on them. If one rank passes an edge
     several times, it is several edges, unless the graph is undirected."""
@@ -275,7 +276,8 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
 
 
 def _require_equal_features(comm: Any, edges: _Edges, rows: Table, first: Table, source: Table) -> None:
-    """Raise ConfigError on all ranks if ranks pass other features for an edge than the lowest rank that passes it.
+    """Raise ConfigError on all ranks if the features that ranks pass for an edge differ from those of the lowest rank
+    that passes it.
 
     rows[i] and first[i] are two rows of `edges` with the same edge, of which rank source[first[i]] is the lowest that
     passes it, and source[rows[i]] may be another."""

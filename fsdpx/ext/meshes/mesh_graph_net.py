@@ -33,8 +33,8 @@ class MeshGraphNet(Composite):
     """Graph network for simulations on meshes (Pfaff et al. 2021): (samples, nodes, node_features) -> (samples, nodes,
     out_features).
 
-    With `edge_inputs`, the model has a second input: features of the edges of each sample, (samples, edges,
-    edge_inputs), as `Partition.exchange_edges` returns them, which follow the features from the `Partition`.
+    With `edge_inputs`, the model has a second input: edge features of each sample, (samples, edges, edge_inputs), as
+    returned by `Partition.exchange_edges`. They are appended to the features from the `Partition`.
 
     MLPs encode the features of nodes and edges. Each message-passing step then updates each edge from itself and its
     ends, sums the messages at each node, and updates the node; both updates are added to the previous values. A last
@@ -52,7 +52,7 @@ class MeshGraphNet(Composite):
     hidden_layers : hidden layers of each MLP; default 2
     activation : name of the activation; default "relu"
     residual : what nodes sum: "messages" (default), the results of the edge MLPs, as in the code of Pfaff et al.; or
-        "edges", the edges to which these were added, as in PhysicsNeMo
+        "edges", the updated edges, as in PhysicsNeMo
     how : how nodes combine what they receive (`how` of `Aggregate`); default "sum"
     edge_inputs : number of edge features in the second input; default 0: there is one input
     recompute_hidden : whether backward recomputes the hidden layers of the MLPs instead of saving them, which takes

@@ -12,8 +12,8 @@ __all__ = ["OneHot", "WhereType"]
 
 
 class OneHot(Layer):
-    """One-hot encoding of types: whole numbers (samples, nodes, 1) -> (samples, nodes, types), where feature t is 1 for
-    type t, and 0 otherwise.
+    """One-hot encoding of types: integers (samples, nodes, 1) -> (samples, nodes, types), where feature t is 1 for type
+    t, and 0 otherwise.
 
     Parameters
     ----------
@@ -38,14 +38,14 @@ class OneHot(Layer):
 
 
 class WhereType(Layer):
-    """Chooses one of two values for each node by its type, for example to keep what is given on a boundary.
+    """Selects one of two values for each node by its type, for example to keep given values on a boundary.
 
-    Takes three inputs: types (samples, nodes, 1), and a and b, (samples, nodes, features). Gives a at nodes of the
-    given types and b elsewhere.
+    Takes three inputs: types (samples, nodes, 1), and a and b, (samples, nodes, features). Returns a at nodes of the
+    given types, and b elsewhere.
 
     Parameters
     ----------
-    types : numbers of the types of the nodes that get a
+    types : the types whose nodes get a
     """
 
     acts_on = "position"

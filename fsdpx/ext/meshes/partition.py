@@ -189,15 +189,15 @@ class Partition(Domain):
     ) -> Partition:
         """Return the partition of the dofs of a function space of dolfinx. Collective over the mesh's communicator.
 
-        Dofs of a cell are joined by edges in both directions, as they are in an assembled matrix. A space of degree 0
-        has the cells as nodes, which are joined where they share a facet. Any ghost mode gives the same graph.
+        Edges in both directions join the dofs of each cell, as in an assembled matrix. In a space of degree 0, the
+        nodes are the cells, and edges join cells that share a facet. The graph is the same for any ghost mode.
 
         Arrays have the rows of `Function.x.array.reshape(-1, V.dofmap.index_map_bs)`; ghosts are dolfinx's.
 
         Parameters
         ----------
         V : the space, continuous or of degree 0: scalar or blocked, such as ("Lagrange", 2, (3,)), but not a subspace
-        pairs : which dofs of a cell are joined, by their places in a row of `V.dofmap.list`. Default: all pairs
+        pairs : which dofs of a cell are joined, as indices into a row of `V.dofmap.list`. Default: all pairs
         positions : as in `Partition`, such as scaled coordinates. Default: those of the dofs
 
         Returns
@@ -214,8 +214,8 @@ class Partition(Domain):
     def from_dmplex(cls, dm: Any, *, nodes: str = "vertices", positions: Any = None) -> Partition:
         """Return the partition of the vertices or cells of a DMPlex of PETSc. Collective over its communicator.
 
-        Vertices are joined by the edges of the mesh, cells where they share a facet, in both directions. Any overlap
-        gives the same graph.
+        Vertices are joined by the edges of the mesh, cells if they share a facet, in both directions. The graph is the
+        same for any overlap.
 
         Arrays have the rows of local or global vectors with the same number of dofs at each of these points, as
         `vector.array.reshape(-1, dofs)`.
@@ -238,7 +238,8 @@ class Partition(Domain):
 
     @classmethod
     def _from_solver(cls, mesh: SolverMesh) -> Partition:
-        """Return the partition of a solver's mesh. Rows of arrays are the solver's, even if edges read more ghosts."""
+        """Return the partition of a solver's mesh. Arrays have the solver's rows, even if edges read additional
+        ghosts."""
         comm, edges, numbers, owned = _open(mesh.comm), mesh.edges, mesh.numbers, mesh.owned
         raise_first_error(comm, mesh.error)
         positions, rows = np.asarray(mesh.positions), numbers.size
@@ -328,7 +329,7 @@ class Partition(Domain):
     def _build(self, comm: Any, given: GraphArguments | str, rows: int | None = None) -> None:
         """Finish the construction from this rank's arguments, or raise the error that they contain on all ranks.
 
-        The caller's arrays have the first `rows` of the rows; None: all."""
+        The caller's arrays have the first `rows` rows; None: all rows."""
         rank, size = _get_rank_and_size(comm)
         raise_first_error(comm, given if isinstance(given, str) else "")
         assert isinstance(given, GraphArguments)
@@ -388,7 +389,7 @@ class Partition(Domain):
     @property
     def edges(self) -> np.ndarray:
         """Global numbers of the sender and the receiver of each edge that this rank computes on, (2, edges), in the
-        order of inputs of edges."""
+        order of edge inputs."""
         return np.stack([self.graph.numbers[self.graph.senders], self.graph.numbers[self.graph.receivers]])
 
     @property
@@ -514,7 +515,7 @@ class Partition(Domain):
         """Send values of the edges that ranks passed to the ranks that compute on them, and return those of this rank,
         in the order in which models read them. Collective over `comm`.
 
-        Of an edge that several ranks passed, the value of the lowest rank is taken.
+        If several ranks passed an edge, the value from the lowest rank is used.
 
         Parameters
         ----------
@@ -528,8 +529,8 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have its edges, or with undirected=True, where edges
-            stand for both directions: use `edges` to compute values of each
+        DataError : on all ranks, if the array of a rank does not have its edges, or with undirected=True, because each
+            edge then counts in both directions: use `edges` to compute values for each direction
         """
         array, error = np.asarray(array), ""
         if self._passed_edges < 0:
@@ -598,7 +599,8 @@ class Partition(Domain):
         return whole
 
     def _all_gather_or_raise(self, method: str, error: str, value: Any) -> list[Any]:
-        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error`: that of the first."""
+        """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks with the first of
+        them."""
         everyone = all_gather_plain_data(self.comm, (error, value))
         for rank, (text, _) in enumerate(everyone):
             if text:

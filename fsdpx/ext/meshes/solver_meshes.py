@@ -1,5 +1,5 @@
-"""What a `Partition` needs to know of the meshes of dolfinx and of PETSc's DMPlex. Neither is imported: their objects
-are read."""
+"""Read the graphs of meshes of dolfinx and of PETSc's DMPlex, for `Partition`. Their objects are read without importing
+the libraries."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class SolverMesh(NamedTuple):
     positions : coordinates (rows, dims), or of the owned rows only
     edges : rows of the ends of each edge, (2, edges); None if `facets` is given
     facets : row of an owned cell and global number of one of its facets, (2, facets of owned cells), if the nodes are
-        cells, which are joined where they share a facet; else None
-    error : what is wrong with the mesh, or ""
+        cells, which are joined if they share a facet; else None
+    error : error text for the mesh, or ""
     """
 
     comm: Any
@@ -99,8 +99,8 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
 
 
 def list_edges_of_cells(cells: Table, pairs: Sequence[tuple[int, int]] | None) -> tuple[Table, str]:
-    """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it, and a
-    text that says what is wrong with `pairs`, or "". `pairs` is as in `Partition.from_cells`."""
+    """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it, and an
+    error text for `pairs`, or "". `pairs` is as in `Partition.from_cells`."""
     corners = cells.shape[1]
     joined = list(itertools.combinations(range(corners), 2)) if pairs is None else [tuple(pair) for pair in pairs]
     if any(len(pair) != 2 or not 0 <= min(pair) <= max(pair) < corners for pair in joined):
@@ -113,8 +113,8 @@ def list_edges_of_cells(cells: Table, pairs: Sequence[tuple[int, int]] | None) -
 def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
     """Return the edges (2, edges) between cells that share a facet, and the global numbers of their rows. Collective.
 
-    Rows are those of the mesh, and then the neighbors that this rank does not have: solvers without ghost cells know
-    nothing of cells beyond the facets between ranks. Each edge lies on one rank, which owns one of its ends."""
+    Rows are those of the mesh, followed by the neighbors that this rank does not have, because solvers without ghost
+    cells do not know the cells of other ranks. Each edge is on one rank, which owns one of its ends."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size
@@ -144,5 +144,5 @@ def _list_global_numbers(index_map: Any) -> Table:
 
 
 def _stack(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
-    """Return rows as one array, which may have none."""
+    """Stack rows into one array, which may be empty."""
     return np.array(rows).reshape(shape)
