@@ -89,29 +89,28 @@ class Tanh(Layer):
     """Hyperbolic tangent of each element."""
 
     acts_on = "element"
+    kernel_names = ("tanh_backward",)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = env.xp.tanh(x)
         return y, (y,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (y,) = saved
-        return dy * (1 - y * y), ()
+        return kernels.tanh_backward(env.xp, saved[0], dy), ()
 
 
 class Sigmoid(Layer):
     """Logistic sigmoid of each element, 1 / (1 + exp(-x)), computed without overflow."""
 
     acts_on = "element"
-    kernel_names = ("sigmoid",)
+    kernel_names = ("sigmoid", "sigmoid_backward")
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.sigmoid(env.xp, x)
         return y, (y,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (y,) = saved
-        return dy * (y * (1 - y)), ()
+        return kernels.sigmoid_backward(env.xp, saved[0], dy), ()
 
 
 class Softmax(Layer):

@@ -20,16 +20,17 @@ class LeakyReLU(Layer):
     """
 
     acts_on = "element"
+    kernel_names = ("leaky_relu", "leaky_relu_backward")
 
     def __init__(self, negative_slope: float = 0.01) -> None:
         require_finite(self, negative_slope=negative_slope)
         self.negative_slope = float(negative_slope)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return env.xp.where(x > 0, x, x * self.negative_slope).astype(x.dtype, copy=False), (x,)
+        return kernels.leaky_relu(env.xp, x, self.negative_slope), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return env.xp.where(saved[0] > 0, dy, dy * self.negative_slope).astype(dy.dtype, copy=False), ()
+        return kernels.leaky_relu_backward(env.xp, saved[0], dy, self.negative_slope), ()
 
 
 class ELU(Layer):
@@ -41,19 +42,17 @@ class ELU(Layer):
     """
 
     acts_on = "element"
+    kernel_names = ("elu", "elu_backward")
 
     def __init__(self, alpha: float = 1.0) -> None:
         require_finite(self, alpha=alpha)
         self.alpha = float(alpha)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        xp = env.xp
-        return xp.where(x > 0, x, xp.expm1(xp.minimum(x, 0)) * self.alpha).astype(x.dtype, copy=False), (x,)
+        return kernels.elu(env.xp, x, self.alpha), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        xp, (x,) = env.xp, saved
-        dx = xp.where(x > 0, dy, dy * (xp.exp(xp.minimum(x, 0)) * self.alpha))
-        return dx.astype(dy.dtype, copy=False), ()
+        return kernels.elu_backward(env.xp, saved[0], dy, self.alpha), ()
 
 
 class Softplus(Layer):
@@ -66,7 +65,7 @@ class Softplus(Layer):
     """
 
     acts_on = "element"
-    kernel_names = ("sigmoid",)
+    kernel_names = ("softplus", "softplus_backward")
 
     def __init__(self, beta: float = 1.0, threshold: float = 20.0) -> None:
         require_finite(self, beta=beta)
@@ -75,11 +74,7 @@ class Softplus(Layer):
         self.beta, self.threshold = float(beta), float(threshold)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        xp, steep = env.xp, x * self.beta
-        y = (xp.maximum(steep, 0) + xp.log1p(xp.exp(-xp.abs(steep)))) * (1.0 / self.beta)
-        return xp.where(steep > self.threshold, x, y).astype(x.dtype, copy=False), (x,)
+        return kernels.softplus(env.xp, x, self.beta, self.threshold), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        steep = saved[0] * self.beta
-        dx = env.xp.where(steep > self.threshold, dy, dy * kernels.sigmoid(env.xp, steep))
-        return dx.astype(dy.dtype, copy=False), ()
+        return kernels.softplus_backward(env.xp, saved[0], dy, self.beta, self.threshold), ()

@@ -188,6 +188,33 @@ def elementwise(x, dy, dtype) -> Cases:
     }
 
 
+def rectifiers(x, dy, dtype) -> Cases:
+    below_zero, steep = np.minimum(x, 0), 2.0 * x
+    leaky, elu = np.where(x > 0, x, 0.1 * x), np.where(x > 0, x, 1.3 * np.expm1(below_zero))
+    slope = np.where(x > 0, 1.0, 1.3 * np.exp(below_zero))
+    plus = np.where(steep > 20.0, x, np.logaddexp(0.0, steep) / 2.0)
+    part = np.where(steep > 20.0, 1.0, logistic(steep))
+    s, t = of(logistic(x), dtype), of(np.tanh(x), dtype)
+
+    def run(name, *rest):
+        return lambda xp, *arrays: getattr(kernels, name)(xp, *arrays, *rest)
+
+    return {
+        "leaky_relu": [Case(run("leaky_relu", 0.1), (x,), leaky, np.abs(leaky))],
+        "leaky_relu_backward": [
+            Case(run("leaky_relu_backward", 0.1), (x, dy), np.where(x > 0, dy, 0.1 * dy), np.abs(dy))
+        ],
+        "elu": [Case(run("elu", 1.3), (x,), elu, np.abs(elu))],
+        "elu_backward": [Case(run("elu_backward", 1.3), (x, dy), dy * slope, np.abs(dy) * slope * (1 - below_zero))],
+        "softplus": [Case(run("softplus", 2.0, 20.0), (x,), plus, plus * (1 + np.abs(x)))],
+        "softplus_backward": [
+            Case(run("softplus_backward", 2.0, 20.0), (x, dy), dy * part, np.abs(dy) * part * (1 + np.abs(x)))
+        ],
+        "sigmoid_backward": [Case(kernels.sigmoid_backward, (s, dy), dy * (s * (1 - s)), np.abs(dy * s))],
+        "tanh_backward": [Case(kernels.tanh_backward, (t, dy), dy * (1 - t * t), np.abs(dy))],
+    }
+
+
 def casts(x, dy, dtype) -> Cases:
     """Exact, or rounded once."""
 
@@ -485,8 +512,8 @@ def products(x, dy, dtype) -> Cases:
 
 
 FAMILIES = (
-    gelu, gelu_tanh, elementwise, casts, softmax, layer_norm, rms_norm, losses, sums, lookups, dropped, channels,
-    attention, products,
+    gelu, gelu_tanh, elementwise, rectifiers, casts, softmax, layer_norm, rms_norm, losses, sums, lookups, dropped,
+    channels, attention, products,
 )  # fmt: skip
 if is_present("fields"):
     import window_references

@@ -316,7 +316,9 @@ x, w, h = noise(6, 4), noise(4), noise(2, 3, 2, 4)
 ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
     "to_float32": [(x,)], "cast_float": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
     "silu": [(x,)], "silu_backward": [(x, x)], "sigmoid": [(x,)], "gated": [(x, x)],
-    "gated_backward": [(x, x, x, "gelu")], "rotate": [(h, noise(3, 2), noise(3, 2))],
+    "leaky_relu": [(x, 0.1)], "leaky_relu_backward": [(x, x, 0.1)], "elu": [(x, 1.0)], "elu_backward": [(x, x, 1.0)],
+    "softplus": [(x, 1.0, 20.0)], "softplus_backward": [(x, x, 1.0, 20.0)], "sigmoid_backward": [(x, x)],
+    "tanh_backward": [(x, x)], "gated_backward": [(x, x, x, "gelu")], "rotate": [(h, noise(3, 2), noise(3, 2))],
     "binary_entropy": [(x, x)], "binary_entropy_backward": [(x, x, 2.0)], "squared_error_backward": [(x, x, 2.0)],
 }  # fmt: skip
 if is_present("meshes"):

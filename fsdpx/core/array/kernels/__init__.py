@@ -45,6 +45,11 @@ if TYPE_CHECKING:
         layer_norm_backward_params as layer_norm_backward_params, rms_norm as rms_norm,
         rms_norm_backward_input as rms_norm_backward_input, rms_norm_backward_params as rms_norm_backward_params,
     )  # fmt: skip
+    from fsdpx.core.array.kernels.rectifiers import (
+        elu as elu, elu_backward as elu_backward, leaky_relu as leaky_relu, leaky_relu_backward as leaky_relu_backward,
+        sigmoid_backward as sigmoid_backward, softplus as softplus, softplus_backward as softplus_backward,
+        tanh_backward as tanh_backward,
+    )  # fmt: skip
     from fsdpx.core.array.kernels.squares import (
         square_sum as square_sum, square_sums as square_sums,
     )  # fmt: skip

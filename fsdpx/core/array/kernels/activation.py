@@ -18,7 +18,7 @@ __all__ = [
     "gelu_recompute", "relu", "relu_backward", "sigmoid", "silu", "silu_backward", "sum_rows",
 ]  # fmt: skip
 
-SHIFT = 4.0
+SHIFT32, SHIFT64 = 2.9040000438690186, 4.0
 LIMIT = 40.0  # unnormalized_gaussian_density(LIMIT) is 0
 TAIL64 = (
     0.7552851304157514, -0.607896641971893, 0.3871374007422266, -0.1865218579595787, 0.06039657489036092,
@@ -29,9 +29,8 @@ TAIL64 = (
     -1.277235143295772e-09, -1.6886576966786735e-09,
 )  # fmt: skip
 TAIL32 = (
-    0.7552851438522339, -0.6078963875770569, 0.38713738322257996, -0.18652671575546265, 0.060396648943424225,
-    -0.007512231357395649, -0.0034799545537680387, 0.0015637868782505393, 0.00013365338963922113,
-    -0.00015732056635897607, -1.7310823068328318e-06,
+    0.7254358530044556, -0.4965156018733978, 0.21206937730312347, -0.03502287343144417, -0.013455594889819622,
+    0.005713015794754028, 0.0017137873219326138, -0.000724705692846328, -0.0003135260776616633,
 )  # fmt: skip
 
 
@@ -58,9 +57,10 @@ def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
 def gaussian_tail(xp: Any, x: Any, bell: Any) -> Any:
     """Return Phi(-|x|), the probability of the tail of the normal distribution, given `bell =
     unnormalized_gaussian_density(x)`."""
-    inverse = 1.0 / (xp.abs(x) + SHIFT)
-    t = 1.0 - (2.0 * SHIFT) * inverse
-    return evaluate_polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
+    shift, coefficients = (SHIFT32, TAIL32) if x.dtype == np.float32 else (SHIFT64, TAIL64)
+    inverse = 1.0 / (xp.abs(x) + shift)
+    t = 1.0 - (2.0 * shift) * inverse
+    return evaluate_polynomial(t, coefficients) * inverse * bell
 
 
 def gaussian_cdf(xp: Any, x: Any, bell: Any) -> Any:

@@ -26,7 +26,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import make_flat_views_and_output
 from fsdpx.core.array.kernels.compiled.scalar import (
     constant_like,
-    exp,
+    exp_of_negative,
     gaussian_tail,
     unnormalized_gaussian_density,
     use_widest_vectors,
@@ -39,7 +39,7 @@ __all__ = ["sum_columns_into"]
 
 @register_jitable
 def compute_sigmoid(x):
-    e = exp(-abs(x))
+    e = exp_of_negative(-abs(x))
     one = constant_like(x, 1.0)
     return (e if x < 0 else one) / (one + e)
 

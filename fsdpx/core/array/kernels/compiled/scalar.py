@@ -12,18 +12,28 @@ import platform
 from typing import Any
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.activation import SHIFT, TAIL32, TAIL64
+from fsdpx.core.array.kernels.activation import SHIFT32, SHIFT64, TAIL32, TAIL64
 from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable, types
 
 __all__ = [
-    "constant_like", "exp", "flush_denormals", "from_ordered_integer", "fused_multiply_add", "gaussian_tail",
-    "multiply_high", "read_control_register", "restore_control_register", "to_ordered_integer",
-    "unnormalized_gaussian_density", "use_widest_vectors",
+    "constant_like", "exp", "exp_minus_one_of_negative", "exp_of_negative", "flush_denormals", "from_ordered_integer",
+    "fused_multiply_add", "gaussian_tail", "log_one_plus_fraction", "multiply_high", "read_control_register",
+    "restore_control_register", "to_ordered_integer", "unnormalized_gaussian_density", "use_widest_vectors",
 ]  # fmt: skip
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # total bits, mantissa bits and exponent bias
-EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor series, error below 1e-8 for |r| <= log(2) / 2
-EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17 for |r| <= log(2) / 2
+# minimax polynomials in float32 (error 3e-9) and Taylor series in float64 (1e-17) of e^r for |r| <= log(2) / 2, and of
+# 2^f for |f| <= 1 / 2
+EXP32 = (1.0, 1.0, 0.49999993412160154, 0.16666520103720828, 0.04166839427203946, 0.008368780843479404,
+         0.001381446495449024)  # fmt: skip
+EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))
+EXP2_32 = (1.0, 0.6931472029862339, 0.24022647896721894, 0.055503321606673726, 0.009618438611237103,
+           0.0013399004265342268, 0.00015353257063246254)  # fmt: skip
+EXP2_64 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(14))
+
+# -log2(e) / 2 in two parts
+HALF_LOG2E_HIGH32, HALF_LOG2E_LOW32 = -0.7213475108146667, -9.629814955633087e-09
+HALF_LOG2E_HIGH64, HALF_LOG2E_LOW64 = -0.7213475204444817, -1.0177636870465517e-17
 
 # log(2) in two parts, where n times the first part is exact for every n that occurs (Cody and Waite 1980)
 LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
@@ -71,22 +81,41 @@ def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
 
 
 @intrinsic
-def multiply_by_power_of_two(typingctx: Any, x: Any, n: Any) -> Any:
-    """Return x 2^n for an integer-valued n. Multiplies twice, so that overflow and gradual underflow are correct."""
+def _add_magic_number(typingctx: Any, x: Any, factor: Any) -> Any:
+    """Return x * factor + 1.5 * 2^(mantissa bits), which has the integer nearest to x * factor in its low bits."""
+
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments, ir.Constant(arguments[0].type, 1.5 * 2.0 ** FLOATS[x][1]))
+
+    return x(x, x), emit_ir
+
+
+@intrinsic
+def _remove_magic_number(typingctx: Any, x: Any) -> Any:
+    """Return the integer in the low bits of a result of `_add_magic_number`, as a float."""
+
+    def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fsub(arguments[0], ir.Constant(arguments[0].type, 1.5 * 2.0 ** FLOATS[x][1]))
+
+    return x(x), emit_ir
+
+
+@intrinsic
+def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
+    """Return x 2^n for x near 1, where n is the integer in the low bits of `shifted`, a result of `_add_magic_number`.
+
+    The exponent of x is raised by the half of n, which cannot overflow. The result is multiplied by the other half, so
+    that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value, whole = arguments
+        value, shifted = arguments
         integer = ir.IntType(size)
-        # adding 1.5 * 2^(mantissa bits) puts the rounded integer into the low bits, which is faster than a conversion
-        magic = ir.Constant(value.type, 1.5 * 2.0**mantissa)
-        low = builder.bitcast(builder.fadd(whole, magic), integer)
-        count = builder.sub(low, builder.bitcast(magic, integer))
-        first = builder.ashr(count, integer(1))
-        for part in (first, builder.sub(count, first)):
-            power = builder.shl(builder.add(part, integer(bias)), integer(mantissa))
-            value = builder.fmul(value, builder.bitcast(power, value.type))
-        return value
+        low, bits = integer(mantissa), builder.bitcast(shifted, integer)
+        first = builder.shl(builder.ashr(bits, integer(1)), low)
+        power = builder.add(builder.sub(builder.shl(bits, low), first), integer(bias << mantissa))
+        value = builder.bitcast(builder.add(builder.bitcast(value, integer), first), value.type)
+        return builder.fmul(value, builder.bitcast(power, value.type))
 
     return x(x, x), emit_ir
 
@@ -104,11 +133,17 @@ def round_to_even(typingctx: Any, x: Any) -> Any:
 
 
 _exp_of_rest = make_polynomial(EXP32, EXP64)
+_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # divided by the rest
+_log_series = make_polynomial(*(tuple(2.0 / (2 * n + 1) for n in range(terms)) for terms in (8, 18)))
+_exp2_of_rest = make_polynomial(EXP2_32, EXP2_64)
 _tail_quotient = make_polynomial(TAIL32, TAIL64)
 _limit = make_polynomial((104.0,), (746.0,))  # exp(-limit) is 0
 _density_limit = make_polynomial((15.0,), (39.0,))  # unnormalized_gaussian_density(limit) is 0
 _log2_high = make_polynomial((LOG2_HIGH32,), (LOG2_HIGH64,))
 _log2_low = make_polynomial((LOG2_LOW32,), (LOG2_LOW64,))
+_half_log2e_high = make_polynomial((HALF_LOG2E_HIGH32,), (HALF_LOG2E_HIGH64,))
+_half_log2e_low = make_polynomial((HALF_LOG2E_LOW32,), (HALF_LOG2E_LOW64,))
+_tail_shift = make_polynomial((SHIFT32,), (SHIFT64,))
 
 
 @register_jitable
@@ -124,30 +159,62 @@ def _clamp(x, limit):
 
 
 @register_jitable
+def exp_of_negative(x):
+    """Return `exp(x)` for x <= 0."""
+    limit = -_limit(x)
+    return _exp_clamped(limit if x < limit else x)
+
+
+@register_jitable
 def _exp_clamped(x):
     """Return e^x without checking the range: x must be within the limits of `exp`, or slightly outside of them."""
-    n = round_to_even(x * constant_like(x, 1.4426950408889634))
+    shifted = _add_magic_number(x, constant_like(x, 1.4426950408889634))
+    n = _remove_magic_number(shifted)
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
-    return multiply_by_power_of_two(_exp_of_rest(rest), n)
+    return _multiply_by_power_of_two(_exp_of_rest(rest), shifted)
+
+
+@register_jitable
+def exp_minus_one_of_negative(x):
+    """Return e^x - 1 for x <= 0, without cancellation."""
+    limit = -_limit(x)
+    x = limit if x < limit else x
+    shifted = _add_magic_number(x, constant_like(x, 1.4426950408889634))
+    n = _remove_magic_number(shifted)
+    rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
+    power = _multiply_by_power_of_two(constant_like(x, 1.0), shifted)
+    return fused_multiply_add(rest * _exp_minus_one_of_rest(rest), power, power - constant_like(x, 1.0))
+
+
+@register_jitable
+def log_one_plus_fraction(x):
+    """Return log(1 + x) for 0 <= x <= 1, by the series of 2 artanh(x / (2 + x))."""
+    t = x / (constant_like(x, 2.0) + x)
+    return t * _log_series(t * t)
 
 
 @register_jitable
 def unnormalized_gaussian_density(x):
     """Return exp(-x^2 / 2), the Gaussian density without its constant factor. The rounding error of x^2, which matters
     in the tail, is corrected."""
-    x = _clamp(x, _density_limit(x))
-    half = x * constant_like(x, -0.5)
-    square = half * x
-    bell = _exp_clamped(square)
-    return fused_multiply_add(bell, fused_multiply_add(half, x, -square), bell)
+    a, limit = abs(x), _density_limit(x)
+    a = limit if a > limit else a
+    square = a * a
+    low = fused_multiply_add(a, a, -square)
+    high = _half_log2e_high(x)
+    shifted = _add_magic_number(square, high)
+    rest = fused_multiply_add(square, high, -_remove_magic_number(shifted))
+    rest = fused_multiply_add(low, high, fused_multiply_add(square, _half_log2e_low(x), rest))
+    return _multiply_by_power_of_two(_exp2_of_rest(rest), shifted)
 
 
 @register_jitable
 def gaussian_tail(x, bell):
     """Return Phi(-|x|), the probability of the tail of the normal distribution, given `bell =
     unnormalized_gaussian_density(x)`. See `kernels/activation.py`."""
-    inverse = constant_like(x, 1.0) / (abs(x) + constant_like(x, SHIFT))
-    t = fused_multiply_add(constant_like(x, -2.0 * SHIFT), inverse, constant_like(x, 1.0))
+    shift = _tail_shift(x)
+    inverse = constant_like(x, 1.0) / (abs(x) + shift)
+    t = fused_multiply_add(constant_like(x, -2.0) * shift, inverse, constant_like(x, 1.0))
     return _tail_quotient(t) * inverse * bell
 
 
