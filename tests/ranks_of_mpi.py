@@ -18,13 +18,14 @@ __all__ = ["TRANSPORTS", "Ranks", "in_turn"]
 TRANSPORTS = ["node", "mpi"]
 """Shared memory of the host, and messages alone."""
 SPINS_WITHOUT_CORE = 32
-"""How often a rank looks before it sleeps, where ranks outnumber cores: with more, looking takes half of the time."""
+"""How often a rank looks before it sleeps, where ranks take all cores: with more, looking takes half of the time."""
 
 
 def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Leaves out two thirds of the dtypes that the contract of communicators is tried with, others for each transport
     and each number of ranks, and one of the two transports of tests above communicators, the other one with two
-    ranks more; all of them are tried by `--hypothesis-profile=thorough`.
+    ranks more. Tests of extensions and commands run on two, three and four ranks, and each on either one or five. All of
+    them are tried by `--hypothesis-profile=thorough`.
 
     A dtype chooses what adds two numbers and how many bytes they take, the number of ranks who has which elements, and
     the transport how bytes travel. Each test still sees every two of the three together: each dtype on each number of
@@ -43,6 +44,8 @@ def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
             others = [value for name, value in parameters.items() if name != "world"]
             place = names.setdefault(f"{item.nodeid.partition('[')[0]} {others}", len(names))
             turn = (TRANSPORTS.index(parameters["world"]) + place + size // 2) % 2
+            if size in (1, 5) and "tests/core/" not in item.nodeid:
+                turn += (place // 2 + size // 4) % 2
         if THOROUGH or turn == 0:
             kept.append(item)
     return kept
@@ -66,7 +69,7 @@ class Ranks:
         config.option.basetemp = config.option.basetemp or str(self.folder / "tests")
         if self.rank:
             sys.stdout = self.said
-        if self.size > (os.cpu_count() or 1):  # ranks that wait for each other should leave the cores to those who work
+        if self.size >= (os.cpu_count() or 1):  # ranks that wait for each other should leave the cores to those who work
             calls._SPINS_BEFORE_SLEEP = SPINS_WITHOUT_CORE
 
     @pytest.hookimpl(tryfirst=True)

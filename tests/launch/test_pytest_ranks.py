@@ -89,6 +89,9 @@ def test_above_communicators_there_is_one_transport_and_with_two_ranks_more_the_
         assert [one for one in kept if one in then] == below
         assert sorted(one.nodeid for one in kept[:-2]) == ["tests/a.py::one[x]", "tests/a.py::two[x]"]
         assert len({one.callspec.params["world"] for one in kept[:-2]}) == 2
+    many = [case(f"tests/a.py::test_{n}[x]", world) for world in ("node", "mpi") for n in range(4)]
+    one, five = ({one.nodeid for one in in_turn(many, size)} for size in (1, 5))
+    assert (len(one), len(five), len(one | five)) == (2, 2, 4)
 
 
 @pytest.mark.jobs

@@ -79,7 +79,7 @@ def test_replicas_by_themselves(world: Communicator) -> None:
 
 def in_chunks(comm: Communicator, how: str) -> tuple[list[float], Bits]:
     losses, _, trainer = train(
-        comm, "gpt", how, sizes=(16,) * 3, reproducible_chunks=8, clip_norm=0.2, precision="float32"
+        comm, "gpt", how, sizes=(16,) * 2, reproducible_chunks=8, clip_norm=0.2, precision="float32"
     )
     digest = bits(trainer)
     trainer.close()
@@ -193,14 +193,14 @@ def test_every_schedule_equals_one_process(world: Communicator, schedule: str) -
 def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None:
     if world.size not in (2, 3, 4):
         pytest.skip("five heads")
-    for case in ("wide", "uneven"):
+    for case in ("wide", "uneven") if world.size == 4 else ("uneven",):
         check(world, Mesh(shard=1, tensor=world.size), "ddp", case, sequence=sequence, recompute="all")
     if world.size == 4:  # a pipe's messages of no bytes
         check(world, Mesh(shard=1, pipe=2, tensor=2), "ddp", "uneven", sequence=sequence, microbatches=3)
 
 
 def hashed(comm: Communicator, mesh: Mesh) -> Bits:
-    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 8, 4), reproducible_chunks=4, precision="float32")[2]
+    trainer = train_on_mesh(comm, "wide", mesh, "ddp", sizes=(8, 4), reproducible_chunks=4, precision="float32")[2]
     digest = bits(trainer)
     trainer.close()
     return digest
