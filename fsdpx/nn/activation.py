@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
+from fsdpx.core.array.random import NumberRange
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_fraction
 from fsdpx.nn.shard_specs import (
@@ -215,15 +216,18 @@ class Dropout(Layer):
     def _drop_elements(self, env: LayerContext, x: Array) -> tuple[Array, Array]:
         """Return x after dropout, and the boolean mask of kept elements. If x is sharded, the mask is this rank's
         slice of the mask for the full array."""
-        if not (places := self._get_sharded_dims(env, x)):
-            return kernels.drop(env.xp, x, env.random.get_number_range(x.shape), self.p)
-        keep = make_keep_mask(env, x.shape, self.p, places)
+        numbers = self._get_numbers(env, x)
+        if isinstance(numbers, NumberRange):
+            return kernels.drop(env.xp, x, numbers, self.p)
+        keep = numbers.make_fractions(env.xp) >= self.p
         return apply_dropout_mask(x, keep, self.p), keep
 
-    def _get_sharded_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
-        """Return {dim: (index of this rank's first element, size of the dim in the full array)} for each sharded dim
-        of x."""
-        return {} if self.parts is None else self.parts.locate_shard(env.mesh.domain)
+    def _get_numbers(self, env: LayerContext, x: Array) -> Any:
+        """Return the random numbers of this rank's elements of x, which are those of the same elements of the full
+        array."""
+        if self.parts is None:
+            return env.random.get_number_range(x.shape)
+        return self.parts.get_random_numbers(env.random, tuple(x.shape), env.mesh.domain)
 
 
 class ShardedDropout(Dropout):
@@ -243,14 +247,14 @@ class ShardedDropout(Dropout):
         super().__init__(p)
         self.dim, self.total, self.grain = dim, total, grain
 
-    def _get_sharded_dims(self, env: LayerContext, x: Array) -> dict[int, tuple[int, int]]:
-        comm, dim = env.mesh.tensor, self.dim % x.ndim
+    def _get_numbers(self, env: LayerContext, x: Array) -> Any:
+        comm, dim, shape = env.mesh.tensor, self.dim % x.ndim, tuple(x.shape)
         if comm.size == 1:
-            return {}
+            return env.random.get_number_range(shape)
         if self.total is None:
-            return {dim: env.sequence_offset(x.shape[dim])}
+            return env.random.get_number_subarray(shape, {dim: env.sequence_offset(shape[dim])})
         start, _ = shard_bounds(self.total // self.grain, comm.rank, comm.size)
-        return {dim: (start * self.grain, self.total)}
+        return env.random.get_number_subarray(shape, {dim: (start * self.grain, self.total)})
 
 
 def make_keep_mask(

@@ -323,7 +323,8 @@ class FieldPartition:
         """Return whether a layer that reads the partition of its input can run on a field that is distributed so."""
         return True
 
-    def to_channels_first(self, array: Any) -> Any:
+    @classmethod
+    def to_channels_first(cls, array: Any) -> Any:
         """Return an array of the field as a view (samples, channels, *cells), or the inverse."""
         return array
 
@@ -337,6 +338,12 @@ class FieldPartition:
 
         `lines` has one entry per cell dim: the ranks along that dim."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
+
+    def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
+        """Return the random numbers of `random`, a `core.array.random.Random`, for this rank's part of an array of the
+        field. They are those of the same cells of the full field. `lines` is as in `locate_shard`."""
+        cuts = self.locate_shard(lines)
+        return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 
     def get_dim_name(self, dim: int) -> str:
         """Return the name of a cell dim for error messages: "dim x" if the dims have letters, otherwise the index of

@@ -7,6 +7,7 @@ sharded. The generator is Philox 4x64 (Salmon et al., "Parallel random numbers: 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 __all__ = [
-    "NumberRange", "NumberSubarray", "Random", "TrainingMoment", "generate_raw_numbers", "normal",
+    "NumberRange", "NumberRows", "NumberSubarray", "Random", "TrainingMoment", "generate_raw_numbers", "normal",
     "random_permutation", "uniform",
 ]  # fmt: skip
 
@@ -120,6 +121,14 @@ class Random:
         starts[0] = self.moment.row
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
+    def get_number_rows(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
+        """Return the random numbers for an array of `shape` whose dim 1 has the given rows of a larger array, in any
+        order. They equal the numbers that `get_number_range` returns for the same elements of the larger array.
+
+        `total` is the number of rows of the larger array.
+        """
+        return NumberRows(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), self.moment.row, rows, total)
+
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
         """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is the sample."""
         return self.get_number_range(shape).make_fractions(xp).reshape(shape)
@@ -215,6 +224,42 @@ class NumberSubarray:
         if math.prod(self.shape[cut[-1] :]) >= MIN_RUN_ELEMENTS:
             return cut[-1]
         return cut[0] if len(cut) > 1 else cut[0] - 1
+
+
+@dataclass(frozen=True)
+class NumberRows:
+    """Random numbers of the counter-based stream (seed, name), for some rows of a larger array.
+
+    Element (i, j, ...) has the number of element (first_sample + i, rows[j], ...) of the larger array, whose dim 1 has
+    `total` rows, counted in C order.
+    """
+
+    seed: int
+    name: str
+    shape: tuple[int, ...]
+    first_sample: int
+    rows: np.ndarray
+    total: int
+
+    def make_fractions(self, xp: Any) -> Any:
+        """Return the numbers as a float32 array in [0, 1) of shape `shape`, on the device of `xp`.
+
+        Numbers of rows that are close to each other are generated in one call, with those between them."""
+        if getattr(xp, "holds_no_data", False):
+            return xp.empty(self.shape, dtype=np.float32)
+        out, width = np.empty(self.shape, np.float32), max(math.prod(self.shape[2:]), 1)
+        order = np.argsort(self.rows, kind="stable")
+        rows = self.rows[order]
+        is_apart = np.diff(rows) > max(MIN_RUN_ELEMENTS // width, 1)
+        is_apart |= np.diff(rows // max(PIECE_ELEMENTS // width, 1)) > 0
+        ends = [0, *(np.flatnonzero(is_apart) + 1).tolist(), rows.size] if rows.size else [0]
+        for sample in range(self.shape[0]):
+            first = (self.first_sample + sample) * self.total
+            for a, b in itertools.pairwise(ends):
+                start, stop = first + int(rows[a]), first + int(rows[b - 1]) + 1
+                numbers = NumberRange(self.seed, self.name, start * width, stop * width).make_fractions(np)
+                out[sample, order[a:b]] = numbers.reshape(-1, *self.shape[2:])[rows[a:b] - rows[a]]
+        return xp.asarray(out)
 
 
 def _make_key(seed: int, name: str) -> int:

@@ -31,6 +31,7 @@ from fsdpx.nn.layer import (
     require_positive,
 )
 from fsdpx.nn.linearize import resolve_input_takes
+from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
 from fsdpx.nn.tensor_plan import ShardingWalk
 
@@ -80,6 +81,9 @@ class Rollout(Layer, TakesScalars):
     noise : standard deviation of Gaussian noise that is added to the given states in training, so that the model
         learns to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the field is
         split over ranks. Default 0
+    noise_weights : factor of the noise in each cell of this rank's part, such as 0 on boundaries: an array (*cells) or
+        (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (features, nodes), for the nodes that this rank owns.
+        Default: all 1
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
         et al. 2022, who use 1 of 2 steps). Their errors count in the loss, but have no gradient. Default 0
     detach : whether no gradient flows from a step to the steps before it; default False
@@ -98,6 +102,7 @@ class Rollout(Layer, TakesScalars):
         constants: int = 0,
         forcing: str | Sequence[str] = (),
         noise: float = 0.0,
+        noise_weights: Any = None,
         pushforward: int = 0,
         detach: bool = False,
     ) -> None:
@@ -113,13 +118,13 @@ class Rollout(Layer, TakesScalars):
         self.net, self.steps, self.inputs, self.constants = net, steps, inputs, constants
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
         self.noise, self.pushforward, self.detach = float(noise), pushforward, bool(detach)
+        self.noise_weights = None if noise_weights is None else CellWeights("Rollout", noise_weights)
         names = list_input_names(net)
         if wrong := [name for name in self.forcing if name not in names[1:]]:
             raise ConfigError(
                 f"Rollout: forcing names {', '.join(map(repr, wrong))}; the inputs of the model after its first are "
                 f"{', '.join(map(repr, names[1:])) or 'none'}"
             )
-        self._has_step_values = tuple(name in self.forcing for name in names[1:])  # for each input but the first
         self.n_inputs = len(names)
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
         words = resolve_input_takes(net, len(names), [frozenset({"numbers"})])
@@ -253,6 +258,11 @@ class Rollout(Layer, TakesScalars):
         return self.parts if self.parts is not None and self.parts.ghosts else None
 
     @property
+    def _has_step_values(self) -> tuple[bool, ...]:
+        """For each input but the first, whether it has a value for each step."""
+        return tuple(name in self.forcing for name in list_input_names(self.net)[1:])
+
+    @property
     def _dim(self) -> int:
         """The dim along which states are stacked: the channels, or the features of nodes."""
         return 1 if self.parts is None or self.parts.has_cells else 2
@@ -302,15 +312,32 @@ class Rollout(Layer, TakesScalars):
         numbers that depend on the position in the full field."""
         ghosts, xp = self._ghost_partition, env.xp
         own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
-        cuts = {} if self.parts is None else self.parts.locate_shard(env.mesh.domain)
-        radius, angle = (
-            env.random.child(f"{name}{index}").get_number_subarray(tuple(own.shape), cuts).make_fractions(xp)
-            for name in ("radius", "angle")
-        )
-        radius = xp.sqrt(-2.0 * xp.log(1.0 - radius.astype(np.float64)))
-        noise = self.noise * radius * xp.cos(2.0 * math.pi * angle.astype(np.float64))
+        def make_fractions(name: str) -> Array:
+            random, shape = env.random.child(f"{name}{index}"), tuple(own.shape)
+            if self.parts is None:
+                return random.get_number_range(shape).make_fractions(xp).reshape(shape)
+            return self.parts.get_random_numbers(random, shape, env.mesh.domain).make_fractions(xp).reshape(shape)
+
+        radius = xp.sqrt(-2.0 * xp.log(1.0 - make_fractions("radius").astype(np.float64)))
+        noise = self.noise * radius * xp.cos(2.0 * math.pi * make_fractions("angle").astype(np.float64))
+        if self.noise_weights is not None:
+            noise = self._weigh_noise(env, noise)
         own = own + noise.astype(state.dtype)
         return own if ghosts is None else exchange_ghost_cells(env, own, state, ghosts)
+
+    def _weigh_noise(self, env: LayerContext, noise: Array) -> Array:
+        """Return the noise times the weight of each cell."""
+        if getattr(env.xp, "holds_no_data", False):
+            return noise
+        parts = FieldPartition if self.parts is None else self.parts
+        first: Array = parts.to_channels_first(noise)
+        assert self.noise_weights is not None
+        if self.noise_weights.array.shape not in (first.shape[1:], first.shape[2:]):
+            raise ShapeError(
+                f"{self!r}: noise_weights of shape {self.noise_weights.array.shape} do not fit: this rank's part of a "
+                f"state is (channels, *cells) = {first.shape[1:]}; give one for each cell, or for each channel of it"
+            )
+        return parts.to_channels_first(first * self.noise_weights.reshape_to_broadcast(env, first))
 
     def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
         """Return the gradient of a given state with ghost cells, given the gradient of that state with noise."""

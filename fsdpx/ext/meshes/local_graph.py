@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields.over_parts import PartitionedModel
 from fsdpx.ext.meshes.kernels import gather_rows, segment_sum
 from fsdpx.ext.meshes.node_loss import bind_loss_to_nodes
+from fsdpx.ext.meshes.over_mesh import TakesRows, partition_model_of_mesh
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext, bind_partition
@@ -165,30 +167,30 @@ class MeshPartition(FieldPartition):
     def can_run_bound(self, layer: Any) -> bool:
         return self.kind in getattr(layer, "rows_of_mesh", ())
 
-    def to_channels_first(self, array: Any) -> Any:
+    @classmethod
+    def to_channels_first(cls, array: Any) -> Any:
         return array.transpose(0, 2, 1)
 
     def bind_loss(self, loss: Loss) -> Loss:
         return bind_loss_to_nodes(loss, self.cuts)
 
-    def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
-        """Return {1: (number of this rank's first node, number of nodes)} if the rows are nodes, where nodes are
-        numbered in the order of the ranks."""
-        if self.kind != "nodes":
-            raise ConfigError(f"Dropout reads {self}: use it only on values of nodes")
-        (cuts,) = self.cuts
-        return {1: (cuts[lines[0].rank], cuts[-1])} if len(cuts) > 2 else {}
+    def partition_model(self, model: Layer) -> PartitionedModel:
+        """Return the model that each rank runs on its part, where this is the distribution of values of nodes."""
+        return partition_model_of_mesh(model, self)
+
+    def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
+        """Return the random numbers for this rank's nodes. They are those of the same nodes, by their global numbers,
+        on any partition."""
+        if self.kind == "edges":
+            raise ConfigError(f"Dropout reads {self}: put it where values are those of nodes")
+        return random.get_number_rows(shape, self.graph.numbers[: shape[1]], self.shape[0])
 
 
-class GraphLayer(Layer):
+class GraphLayer(Layer, TakesRows):
     """Base class for layers that read values of nodes and edges, and need to know the mesh."""
 
     parts: MeshPartition | None = None
     """Distribution of the first input; None unless the model runs on a mesh."""
-    reads: ClassVar[tuple[str, ...]] = ("nodes",)
-    """What the rows of each input are: "nodes" (with or without ghosts) or "edges"."""
-    gives: ClassVar[str] = "nodes"
-    """What the rows of the result are: "nodes", "ghosts" (nodes with ghosts) or "edges"."""
 
     @property
     def graph(self) -> LocalGraph:

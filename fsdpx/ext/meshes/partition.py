@@ -15,7 +15,6 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
-from fsdpx.ext.fields.over_parts import require_no_mixed_inputs
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.meshes.graph_building import (
     BuiltGraph,
@@ -24,7 +23,6 @@ from fsdpx.ext.meshes.graph_building import (
     exchange_arrays,
     raise_first_error,
 )
-from fsdpx.ext.meshes.input_kinds import find_input_kinds
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.solver_meshes import (
@@ -37,7 +35,6 @@ from fsdpx.ext.meshes.solver_meshes import (
 from fsdpx.ext.meshes.splitting import assign_parts
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import FieldPartition, Kind
-from fsdpx.nn.tensor_plan import ShardingWalk
 
 __all__ = ["Partition"]
 
@@ -435,15 +432,8 @@ class Partition(Domain):
         """
         nodes = self.partition if parts is None else parts[0]
         assert isinstance(nodes, MeshPartition)
-        walk = ShardingWalk(1, None, {}, (require_no_mixed_inputs,))
-        made, kinds = walk.shard_layer(model, "", find_input_kinds(model, nodes))
-        for kind in kinds:
-            if isinstance(kind, MeshPartition) and kind.kind != "nodes":
-                found = ", ".join(map(str, kinds))
-                raise ConfigError(
-                    f"domain=: {type(model).__name__} gives {found}: outputs must be values of nodes, or scalars"
-                )
-        return made, tuple(kinds)
+        made = nodes.partition_model(model)
+        return made.model, made.outputs
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
@@ -457,8 +447,8 @@ class Partition(Domain):
         -------
         NodeSamples
         """
-        inputs = tuple(find_input_kinds(model, self.partition))
-        return NodeSamples(self, inputs, self.shard_model(model)[1], axes)
+        made = self.partition.partition_model(model)
+        return NodeSamples(self, made.inputs, made.outputs, axes)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):

@@ -1,20 +1,46 @@
-"""Finds out whether each input of a model is values of nodes, values of edges, or scalars."""
+"""Conversion of a model of a whole mesh into the model that each rank runs on its part, and the finding out of whether
+each input is values of nodes, values of edges, or scalars."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from fsdpx.ext.fields.over_parts import TakesScalars
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.over_parts import PartitionedModel, TakesScalars, require_no_mixed_inputs
 from fsdpx.ext.fields.rollout import Rollout
-from fsdpx.ext.meshes.local_graph import GraphLayer, MeshPartition
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.shard_specs import Kind, Replicated
+from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
+from fsdpx.nn.tensor_plan import ShardingWalk
 
-__all__ = ["find_input_kinds"]
+__all__ = ["TakesRows", "partition_model_of_mesh"]
 
 
-def find_input_kinds(model: Layer, nodes: MeshPartition) -> list[Kind]:
+class TakesRows:
+    """Base class for layers that read values of nodes or edges of a mesh, and may change the one to the other."""
+
+    reads: ClassVar[tuple[str, ...]] = ("nodes",)
+    """What the rows of each input are: "nodes", with or without ghosts, or "edges"."""
+    gives: ClassVar[str] = "nodes"
+    """What the rows of the result are: "nodes", "ghosts" (nodes with ghosts) or "edges"."""
+
+
+def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
+    """Convert a model of a whole mesh to the model that each rank runs on its part, given the `MeshPartition` of values
+    of nodes. Communicates nothing.
+
+    Raises ConfigError with the path of the first layer that cannot run on a part, or if an output is neither values of
+    nodes nor scalars."""
+    inputs = _find_input_kinds(model, nodes)
+    made, outputs = ShardingWalk(1, None, {}, (require_no_mixed_inputs,)).shard_layer(model, "", inputs)
+    if any(isinstance(kind, FieldPartition) and kind != nodes for kind in outputs):
+        found = ", ".join(map(str, outputs))
+        raise ConfigError(f"domain=: {type(model).__name__} gives {found}: outputs must be values of nodes, or scalars")
+    return PartitionedModel(made, tuple(inputs), tuple(outputs))
+
+
+def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed, given the distribution of values of nodes.
 
     Values are of the same kind if a layer reads them together or makes the one of the other, unless the layer changes
@@ -59,7 +85,7 @@ class _Values:
                 self.set_kind(first, self._kinds.pop(other, ""))
         return first
 
-    def trace(self, layer: Layer, given: Sequence[int], nodes: MeshPartition) -> list[int]:
+    def trace(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
         """Note what a layer tells about the values that it reads, and return its results."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))
@@ -69,7 +95,7 @@ class _Values:
             return [known[name] for name in layer.outputs]
         if isinstance(layer, Rollout):
             return [self.join([given[0], *self.trace(layer.net, given, nodes)])]
-        if isinstance(layer, GraphLayer):
+        if isinstance(layer, TakesRows):
             for value, rows in zip(given, layer.reads, strict=True):
                 self.set_kind(value, rows)
             return [self.add("edges" if layer.gives == "edges" else "nodes")]
