@@ -24,8 +24,8 @@ SPINS_WITHOUT_CORE = 32
 def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
     """Leaves out two thirds of the dtypes that the contract of communicators is tried with, others for each transport
     and each number of ranks, and one of the two transports of tests above communicators, the other one with two
-    ranks more. Tests of extensions and commands run on two, three and four ranks, and each on either one or five. All of
-    them are tried by `--hypothesis-profile=thorough`.
+    ranks more. Tests of extensions and commands run on two, three and four ranks, and each on either one or five.
+    `--hypothesis-profile=thorough` tries all of them.
 
     A dtype chooses what adds two numbers and how many bytes they take, the number of ranks who has which elements, and
     the transport how bytes travel. Each test still sees every two of the three together: each dtype on each number of
@@ -69,7 +69,7 @@ class Ranks:
         config.option.basetemp = config.option.basetemp or str(self.folder / "tests")
         if self.rank:
             sys.stdout = self.said
-        if self.size >= (os.cpu_count() or 1):  # ranks that wait for each other should leave the cores to those who work
+        if self.size >= (os.cpu_count() or 1):  # ranks that wait should leave the cores to those who work
             calls._SPINS_BEFORE_SLEEP = SPINS_WITHOUT_CORE
 
     @pytest.hookimpl(tryfirst=True)
