@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,13 +15,18 @@ from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
 from fsdpx.ext.fields.sample_groups import make_sample_groups
-from fsdpx.ext.meshes.graph_building import (
-    BuiltGraph,
-    GraphArguments,
-    build_local_graph,
-    exchange_arrays,
-    raise_first_error,
+from fsdpx.ext.meshes.arguments import (
+    parse_count,
+    parse_graph,
+    parse_integers,
+    parse_mask,
+    parse_on_each_rank,
+    parse_whole_graph,
+    require_same_choices,
+    require_same_graph,
+    to_array,
 )
+from fsdpx.ext.meshes.graph_building import BuiltGraph, GraphArguments, build_local_graph, exchange_arrays
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.solver_meshes import (
@@ -32,7 +36,6 @@ from fsdpx.ext.meshes.solver_meshes import (
     read_dmplex,
     read_dolfinx_space,
 )
-from fsdpx.ext.meshes.splitting import assign_parts
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
@@ -85,21 +88,21 @@ class Partition(Domain):
     ) -> None:
         comm = _open(comm)
         rank, _ = _get_rank_and_size(comm)
-        error = "" if hasattr(owned, "__index__") and owned >= 0 else f"owned={owned!r}: give the number of owned nodes"
-        counts = all_gather_plain_data(comm, 0 if error else int(owned))
-        first = sum(counts[:rank])
-        own = np.arange(first, first + counts[rank])
-        numbers, error = _parse_integers("ghosts", ghosts, 1, error)
-        of_ghosts, error = _parse_integers("owners", numbers[:0] if owners is None else owners, 1, error)
-        if not error and owners is not None and of_ghosts.size != numbers.size:
-            error = f"owners has {of_ghosts.size} ranks for {numbers.size} ghosts"
-        given = _parse_arguments(
-            np.concatenate([own, numbers]), np.arange(own.size + numbers.size) < own.size, edges, positions,
-            edge_features, undirected, error,
-        )  # fmt: skip
-        if owners is not None and isinstance(given, GraphArguments):
-            given = given._replace(owners=np.concatenate([np.full(own.size, rank), of_ghosts]))
-        self._build(comm, given)
+        count = parse_on_each_rank(comm, lambda: parse_count("owned", owned, "owned nodes"))
+        first = sum(all_gather_plain_data(comm, count)[:rank])
+
+        def parse() -> GraphArguments:
+            numbers = np.concatenate([np.arange(first, first + count), parse_integers("ghosts", ghosts, 1)])
+            mask = np.arange(numbers.size) < count
+            given = parse_graph(numbers, mask, edges, positions, edge_features, undirected)
+            if owners is None:
+                return given
+            of_ghosts = parse_integers("owners", owners, 1)
+            if count + of_ghosts.size != numbers.size:
+                raise ConfigError(f"owners has {of_ghosts.size} ranks for {numbers.size - count} ghosts")
+            return given._replace(owners=np.concatenate([np.full(count, rank), of_ghosts]))
+
+        self._build(comm, parse)
 
     @classmethod
     def from_numbers(
@@ -130,12 +133,13 @@ class Partition(Domain):
         ------
         ConfigError : as for `Partition`
         """
-        found, error = _parse_integers("numbers", numbers, 1, "")
-        mask = None if owned_mask is None else np.asarray(owned_mask)
-        if mask is not None and (mask.dtype != bool or mask.shape != found.shape):
-            error = error or f"owned_mask must be {found.size} bools, got {mask.dtype} of shape {mask.shape}"
+
+        def parse() -> GraphArguments:
+            found = parse_integers("numbers", numbers, 1)
+            return parse_graph(found, parse_mask(owned_mask, found.size), edges, positions, edge_features, undirected)
+
         made = cls.__new__(cls)
-        made._build(_open(comm), _parse_arguments(found, mask, edges, positions, edge_features, undirected, error))
+        made._build(_open(comm), parse)
         return made
 
     @classmethod
@@ -170,15 +174,20 @@ class Partition(Domain):
         ------
         ConfigError : as for `Partition`
         """
-        table, error = _parse_integers("cells", cells, 2, "")
-        rows = table
-        if numbers is None and not error:
-            numbers, rows = np.unique(table, return_inverse=True)
-            rows = rows.reshape(table.shape)
-        edges, wrong = list_edges_of_cells(rows, pairs)
-        comm, error = _open(comm), error or wrong
-        raise_first_error(comm, error)
-        return cls.from_numbers(comm, numbers, owned_mask, edges=edges, positions=positions, undirected=True)
+
+        def parse() -> GraphArguments:
+            rows = parse_integers("cells", cells, 2)
+            if numbers is None:
+                found, inverse = np.unique(rows, return_inverse=True)
+                rows = inverse.reshape(rows.shape)
+            else:
+                found = parse_integers("numbers", numbers, 1)
+            mask, edges = parse_mask(owned_mask, found.size), list_edges_of_cells(rows, pairs)
+            return parse_graph(found, mask, edges, positions, None, True)
+
+        made = cls.__new__(cls)
+        made._build(_open(comm), parse)
+        return made
 
     @classmethod
     def from_dolfinx(
@@ -205,7 +214,7 @@ class Partition(Domain):
         ------
         ConfigError : if no two cells of the space share a dof, or as for `Partition`
         """
-        return cls._from_solver(read_dolfinx_space(V, pairs, positions))
+        return cls._from_solver(V.mesh.comm, lambda: read_dolfinx_space(V, pairs, positions))
 
     @classmethod
     def from_dmplex(cls, dm: Any, *, nodes: str = "vertices", positions: Any = None) -> Partition:
@@ -231,22 +240,23 @@ class Partition(Domain):
         ------
         ConfigError : if the mesh has no edges and facets, or as for `Partition`
         """
-        return cls._from_solver(read_dmplex(dm, nodes, positions))
+        return cls._from_solver(dm.comm, lambda: read_dmplex(dm, nodes, positions))
 
     @classmethod
-    def _from_solver(cls, mesh: SolverMesh) -> Partition:
+    def _from_solver(cls, comm: Any, read: Callable[[], SolverMesh]) -> Partition:
         """Return the partition of a solver's mesh. Arrays have the solver's rows, even if edges read additional
         ghosts."""
-        comm, edges, numbers, owned = _open(mesh.comm), mesh.edges, mesh.numbers, mesh.owned
-        raise_first_error(comm, mesh.error)
-        positions, rows = np.asarray(mesh.positions), numbers.size
+        comm = _open(comm)
+        mesh = parse_on_each_rank(comm, read)
+        edges, numbers, owned, rows = mesh.edges, mesh.numbers, mesh.owned, mesh.numbers.size
+        positions = parse_on_each_rank(comm, lambda: to_array("positions", mesh.positions))
         if mesh.facets is not None:
             edges, numbers = exchange_cell_neighbors(comm, _get_rank_and_size(comm)[1], mesh)
             owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
             if positions.shape[:1] == (rows,):
                 positions = positions[mesh.owned]
         made = cls.__new__(cls)
-        made._build(comm, _parse_arguments(numbers, owned, edges, positions, None, True, ""), rows)
+        made._build(comm, lambda: parse_graph(numbers, owned, edges, positions, None, True), rows)
         return made
 
     @classmethod
@@ -286,21 +296,9 @@ class Partition(Domain):
         """
         comm = _open(comm)
         rank, size = _get_rank_and_size(comm)
-        is_count = hasattr(nodes, "__index__") and nodes >= 0
-        raise_first_error(comm, "" if is_count else f"nodes={nodes!r}: give the number of nodes of the whole graph")
-        numbers = np.arange(nodes)
-        given = _parse_arguments(numbers, numbers >= 0, edges, positions, edge_features, undirected, "")
-        raise_first_error(comm, given if isinstance(given, str) else "")
-        assert isinstance(given, GraphArguments)
-        chosen, error = (
-            _parse_integers("parts", parts, 1, "")
-            if parts is not None
-            else (assign_parts(method, size, nodes, given.edges, given.positions), "")
-        )
-        if not error and (chosen.size != nodes or (nodes and not 0 <= chosen.min() <= chosen.max() < size)):
-            error = f"parts must be {nodes} numbers of ranks, from 0 to {size - 1}"
-        raise_first_error(comm, error)
-        _require_same_graph(comm, given, chosen)
+        graph = nodes, edges, parts, method, positions, edge_features, undirected
+        given, chosen = parse_on_each_rank(comm, lambda: parse_whole_graph(size, *graph))
+        require_same_graph(comm, given, chosen)
         senders, receivers = given.edges
         wanted = chosen[receivers] == rank
         if undirected:
@@ -314,7 +312,7 @@ class Partition(Domain):
             edge_features=None if given.edge_features is None else given.edge_features[wanted],
         )
         made = cls.__new__(cls)
-        made._build(comm, local)
+        made._build(comm, lambda: local)
         if not undirected:
             taken, made._passed_edges = np.flatnonzero(wanted), given.edges.shape[1]
             made._routes = made._routes._replace(sent=[taken[rows] for rows in made._routes.sent])
@@ -323,14 +321,12 @@ class Partition(Domain):
         made._ghost_rows = made._lent_rows = [none] * size
         return made
 
-    def _build(self, comm: Any, given: GraphArguments | str, rows: int | None = None) -> None:
-        """Finish the construction from this rank's arguments, or raise the error that they contain on all ranks.
+    def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
+        """Finish the construction from this rank's arguments, which `parse` returns.
 
         The caller's arrays have the first `rows` rows; None: all rows."""
         rank, size = _get_rank_and_size(comm)
-        raise_first_error(comm, given if isinstance(given, str) else "")
-        assert isinstance(given, GraphArguments)
-        _require_same_choices(comm, given)
+        given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         cuts = tuple(int(n) for n in np.cumsum([0, *built.counts]))
         self.graph, self.total_edges, self._rank = built.graph, built.total_edges, rank
@@ -489,12 +485,15 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : if the array does not have these rows
+        DataError : on all ranks, if the array of a rank does not have these rows, or if arrays differ between ranks in
+            their dtype or other dims
         """
-        if len(array) != self._local_rows:
-            raise DataError(
-                f"Partition.update_ghosts: {len(array)} rows, but this rank has {self._local_rows} with ghosts"
-            )
+        error = ""
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            error = f"{type(array).__name__} that cannot be changed in place: give a writable numpy array"
+        elif array.shape[:1] != (self._local_rows,):
+            error = f"an array of shape {array.shape}, but the rank has {self._local_rows} rows with ghosts"
+        self._all_gather_or_raise("update_ghosts", error, _describe(array, 0) if not error else None)
         flat = array.reshape(len(array), int(np.prod(array.shape[1:])))
         found = exchange_arrays(self.comm, [flat[rows] for rows in self._lent_rows])
         for rows, values in zip(self._ghost_rows, found, strict=True):
@@ -527,10 +526,8 @@ class Partition(Domain):
             error = "undirected=True: compute values of each direction, whose ends are in `edges`"
         elif array.ndim not in (2, 3) or array.shape[-2] != self._passed_edges:
             error = f"an array of shape {array.shape} has not the {self._passed_edges} edges that the rank passed"
-        others = (*array.shape[:-2], array.shape[-1]) if not error else ()
-        everyone = self._all_gather_or_raise("exchange_edges", error, (others, array.dtype.str))
-        if odd := next((rank for rank, kind in enumerate(everyone) if kind != everyone[0]), 0):
-            raise DataError(f"Partition.exchange_edges: rank 0 has {everyone[0]}, and rank {odd} {everyone[odd]}")
+        self._all_gather_or_raise("exchange_edges", error, _describe(array, -2) if not error else None)
+        others = (*array.shape[:-2], array.shape[-1])
         flat = np.moveaxis(array, -2, 0).reshape(self._passed_edges, prod(others))
         found = np.concatenate(exchange_arrays(self.comm, [flat[rows] for rows in self._routes.sent]))
         return np.ascontiguousarray(np.moveaxis(found[self._routes.taken].reshape(-1, *others), 0, -2))
@@ -573,29 +570,34 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have the rows of its nodes
+        DataError : on all ranks, if the array of a rank does not have the rows of its nodes, or if arrays differ
+            between ranks in their dtype or other dims
         """
         array = np.asarray(array)
         dim = max(array.ndim - 2, 0)
-        error = ""
+        error, kind = "", None
         if array.ndim < 1 or array.shape[dim] not in self.row_counts:
             error = f"an array of shape {array.shape} does not have the {self.graph.nodes} rows of its nodes"
         else:
+            kind = _describe(array, dim)
             array = self.take_owned_rows(array) if dim else self.take_owned_rows(array[None])[0]
-        everyone = self._all_gather_or_raise("gather", error, (np.ascontiguousarray(self.numbers), array))
+        everyone = self._all_gather_or_raise("gather", error, kind, (np.ascontiguousarray(self.numbers), array))
         whole = np.empty((*array.shape[:dim], self.total_nodes, *array.shape[dim + 1 :]), array.dtype)
         for numbers, part in everyone:
             whole[(slice(None),) * dim + (numbers,)] = part
         return whole
 
-    def _all_gather_or_raise(self, method: str, error: str, value: Any) -> list[Any]:
-        """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks with the first of
-        them."""
-        everyone = all_gather_plain_data(self.comm, (error, value))
-        for rank, (text, _) in enumerate(everyone):
+    def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
+        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error`, that of the first, or
+        if ranks pass different kinds of arrays, which `_describe` returns."""
+        everyone = all_gather_plain_data(self.comm, (error, kind, value))
+        for rank, (text, *_) in enumerate(everyone):
             if text:
                 raise DataError(f"Partition.{method}: rank {rank}: {text}")
-        return [found for _, found in everyone]
+        for rank, (_, theirs, _) in enumerate(everyone):
+            if theirs != everyone[0][1]:
+                raise DataError(f"Partition.{method}: rank 0 has {everyone[0][1]}, and rank {rank} {theirs}")
+        return [found for *_, found in everyone]
 
 
 def _open(comm: Any) -> Any:
@@ -607,84 +609,12 @@ def _open(comm: Any) -> Any:
     return comm
 
 
+def _describe(array: np.ndarray, dim: int) -> str:
+    """Return the dtype and shape of an array as text, where the size of `dim`, that of the rows, is left out."""
+    sizes = [str(n) for n in array.shape]
+    sizes[dim] = "rows"
+    return f"{array.dtype} of shape ({', '.join(sizes)})"
+
+
 def _get_rank_and_size(comm: Any) -> tuple[int, int]:
     return (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
-
-
-def _parse_integers(name: str, given: Any, dims: int, error: str) -> tuple[np.ndarray, str]:
-    """Return an argument as an int64 array with `dims` dims, and the text of the first error: `error` if that is not
-    "", else an error in this argument. If there is an error, the array is empty."""
-    array = np.asarray(given)
-    if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(np.int64)
-    if array.dtype.kind not in "iu" or array.ndim != dims:
-        wrong = f"{name} must be whole numbers with {dims} dims, got {array.dtype} of shape {array.shape}"
-        return np.zeros((0,) * dims, np.int64), error or wrong
-    if array.size and array.min() < 0:
-        return np.zeros((0,) * dims, np.int64), error or f"{name} has {array.min()}, and must be at least 0"
-    return array.astype(np.int64), error
-
-
-def _parse_arguments(
-    numbers: np.ndarray, owned: np.ndarray | None, edges: Any, positions: Any, edge_features: Any,
-    undirected: bool | None, error: str,
-) -> GraphArguments | str:  # fmt: skip
-    """Return the arguments of one rank, or an error text, which is `error` if that is not ""."""
-    table, error = _parse_integers("edges", edges, 2, error)
-    if error:
-        return error
-    if table.shape[0] != 2:
-        return f"edges must be (2, edges), rows of senders and receivers, got {table.shape}: transpose it"
-    if table.size and table.max() >= numbers.size:
-        return f"edges has row {table.max()}, but there are {numbers.size} rows of nodes"
-    values, twice = np.unique(numbers, return_counts=True)
-    if (twice > 1).any():
-        return f"node {values[twice > 1][0]} has two rows: give each node once"
-    count = numbers.size if owned is None else int(owned.sum())
-    found: list[np.ndarray | None] = []
-    for name, given, rows in (
-        ("positions", positions, {numbers.size, count}),
-        ("edge_features", edge_features, {table.shape[1]}),
-    ):
-        array = None if given is None else np.asarray(given)
-        if array is not None:
-            if array.dtype.kind not in "fiu" or array.ndim != 2 or array.shape[0] not in rows:
-                wanted = " or ".join(map(str, sorted(rows)))
-                return f"{name} must be ({wanted}, n) numbers, got {array.dtype} of shape {array.shape}"
-            array = np.ascontiguousarray(array, np.float64)
-            if wrong := np.argwhere(~np.isfinite(array)).tolist():
-                return f"{name} has {array[tuple(wrong[0])]} in row {wrong[0][0]}: give finite numbers"
-        found.append(array)
-    if owned is None and found[0] is not None and len(found[0]) != numbers.size:
-        return "positions must have all rows"
-    if undirected not in (None, True, False):
-        return f"undirected={undirected!r}: True, False or None"
-    if undirected and edge_features is not None:
-        return "undirected=True takes no edge_features, which may differ between the two directions: pass both edges"
-    return GraphArguments(numbers, owned, table, found[0], found[1], undirected)
-
-
-def _require_same_choices(comm: Any, given: GraphArguments) -> None:
-    """Raise ConfigError on all ranks unless they pass the same kinds of arguments."""
-    facts = {
-        "owned_mask": given.owned is not None,
-        "positions": None if given.positions is None else given.positions.shape[1],
-        "edge_features": None if given.edge_features is None else given.edge_features.shape[1],
-        "undirected": given.undirected,
-    }
-    everyone = all_gather_plain_data(comm, list(facts.values()))
-    for rank, others in enumerate(everyone):
-        for name, ours, theirs in zip(facts, everyone[0], others, strict=True):
-            if ours != theirs:
-                raise ConfigError(f"Partition: {name}: rank 0 has {ours}, and rank {rank} {theirs}")
-
-
-def _require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> None:
-    """Raise ConfigError on all ranks unless all pass the same whole graph."""
-    arrays = {"edges": given.edges, "parts": parts, "positions": given.positions, "edge_features": given.edge_features}
-    sums = {name: 0 if a is None else zlib.crc32(np.ascontiguousarray(a).tobytes()) for name, a in arrays.items()}
-    everyone = all_gather_plain_data(comm, list(sums.values()))
-    for rank, others in enumerate(everyone):
-        for name, ours, theirs in zip(sums, everyone[0], others, strict=True):
-            if ours != theirs:
-                raise ConfigError(f"Partition.split: rank {rank} passes other {name} than rank 0: pass the same graph")

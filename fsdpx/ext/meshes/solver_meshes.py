@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.errors import ConfigError
+from fsdpx.ext.meshes.arguments import parse_integers
 from fsdpx.ext.meshes.graph_building import exchange_arrays
 
 __all__ = ["SolverMesh", "exchange_cell_neighbors", "list_edges_of_cells", "read_dmplex", "read_dolfinx_space"]
@@ -28,7 +30,6 @@ class SolverMesh(NamedTuple):
     edges : rows of the ends of each edge, (2, edges); None if `facets` is given
     facets : row of an owned cell and global number of one of its facets, (2, facets of owned cells), if the nodes are
         cells, which are joined if they share a facet; else None
-    error : error text for the mesh, or ""
     """
 
     comm: Any
@@ -37,7 +38,6 @@ class SolverMesh(NamedTuple):
     positions: Any
     edges: Table | None = None
     facets: Table | None = None
-    error: str = ""
 
 
 def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, positions: Any) -> SolverMesh:
@@ -52,13 +52,13 @@ def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, position
     if cells.shape[1] > 1:
         whole = topology.index_map(dim).size_global
         if dofs.size_global == whole * cells.shape[1] and whole > 1:
-            text = "cells of V share no dofs, so no edge would join them: take a continuous space, or degree 0"
-            return mesh._replace(error=text)
-        edges, error = list_edges_of_cells(cells, pairs)
-        return mesh._replace(edges=edges, error=error)
+            raise ConfigError(
+                "cells of V share no dofs, so no edge would join them: take a continuous space, or degree 0"
+            )
+        return mesh._replace(edges=list_edges_of_cells(cells, pairs))
+    topology.create_connectivity(dim, dim - 1)  # collective: before any rank finds an error
     if pairs is not None:
-        return mesh._replace(error="pairs= needs a space with several dofs in each cell")
-    topology.create_connectivity(dim, dim - 1)
+        raise ConfigError("pairs= needs a space with several dofs in each cell")
     facets = topology.connectivity(dim, dim - 1)
     rows = np.repeat(cells[:, 0], np.diff(facets.offsets))
     mine = owned[rows]
@@ -75,13 +75,10 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
     numbers = np.where(owned, given, -given - 1)  # PETSc's numbers of ghosts
     rows, dim = np.flatnonzero(owned), dm.getCoordinateDim()
     points = dm.createPointNumbering().getIndices().astype(np.int64)  # collective: before any rank finds an error
-    error = ""
     if nodes not in ("vertices", "cells"):
-        error = f'nodes={nodes!r}: choose "vertices" or "cells"'
-    elif dm.getDepth() not in (dm.getDimension(), -1):  # -1: a rank without cells
-        error = "the DMPlex has no edges and facets: call interpolate() first"
-    if error:
-        return SolverMesh(dm.comm, numbers, owned, positions, error=error)
+        raise ConfigError(f'nodes={nodes!r}: choose "vertices" or "cells"')
+    if dm.getDepth() not in (dm.getDimension(), -1):  # -1: a rank without cells
+        raise ConfigError("the DMPlex has no edges and facets: call interpolate() first")
     if of_cells:
         if positions is None:
             positions = _stack([dm.computeCellGeometryFVM(first + row)[1] for row in rows], (rows.size, dim))
@@ -98,16 +95,15 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
     return SolverMesh(dm.comm, numbers, owned, positions, edges=ends.T - first)
 
 
-def list_edges_of_cells(cells: Table, pairs: Sequence[tuple[int, int]] | None) -> tuple[Table, str]:
-    """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it, and an
-    error text for `pairs`, or "". `pairs` is as in `Partition.from_cells`."""
+def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
+    """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it. `pairs`
+    is as in `Partition.from_cells`. Raise ConfigError if it does not fit to the cells, of which there may be none."""
     corners = cells.shape[1]
-    joined = list(itertools.combinations(range(corners), 2)) if pairs is None else [tuple(pair) for pair in pairs]
-    if any(len(pair) != 2 or not 0 <= min(pair) <= max(pair) < corners for pair in joined):
-        error = f"pairs={pairs}: give pairs of numbers from 0 to {corners - 1}, the nodes of a cell"
-        return np.zeros((2, 0), np.int64), error
-    columns = [[pair[end] for pair in joined] for end in range(2)]
-    return np.stack([cells[:, columns[end]].reshape(-1) for end in range(2)]), ""
+    joined = parse_integers("pairs", [*itertools.combinations(range(corners), 2)] if pairs is None else pairs, 2)
+    joined = joined if joined.size else joined.reshape(0, 2)
+    if joined.shape[1] != 2 or (len(cells) and joined.max(initial=0) >= max(corners, 1)):
+        raise ConfigError(f"pairs={pairs}: give pairs of numbers from 0 to {corners - 1}, the nodes of a cell")
+    return cells[:, joined.T].transpose(1, 0, 2).reshape(2, -1) if len(cells) else np.zeros((2, 0), np.int64)
 
 
 def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:

@@ -19,11 +19,11 @@ def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positio
 
     `edges` is (2, edges), and `positions` (nodes, dims) is needed by the method "coordinates"."""
     if method not in METHODS:
-        raise ConfigError(f"Partition.split: method={method!r}: choose one of {', '.join(map(repr, METHODS))}")
+        raise ConfigError(f"method={method!r}: choose one of {', '.join(map(repr, METHODS))}")
     if method == "metis":
         return _split_with_metis(parts, nodes, edges)
     if positions is None:
-        raise ConfigError('Partition.split: method="coordinates" needs positions=, or choose method="metis"')
+        raise ConfigError('method="coordinates" needs positions=, or choose method="metis"')
     found = np.zeros(nodes, np.int64)
     _bisect(found, np.arange(nodes), positions, 0, parts)
     return found
@@ -50,7 +50,7 @@ def _split_with_metis(parts: int, nodes: int, edges: np.ndarray) -> np.ndarray:
         metis: Any = import_module("pymetis")
     except ImportError as error:
         raise ConfigError(
-            'Partition.split: method="metis" needs pymetis: pip install pymetis, or choose method="coordinates"'
+            'method="metis" needs pymetis: pip install pymetis, or choose method="coordinates"'
         ) from error
     both = np.unique(np.concatenate([edges, edges[::-1]], axis=1), axis=1)
     both = both[:, both[0] != both[1]]

@@ -75,7 +75,7 @@ def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None
         wide = np.full((rows.size, 2, 1), np.nan)
         wide[made.owned_rows, :, 0] = made.take_local(whole)
         np.testing.assert_array_equal(made.update_ghosts(wide)[..., 0], whole[rows])
-        with pytest.raises(DataError, match=r"update_ghosts: 3 rows, but this rank has \d+ with ghosts"):
+        with pytest.raises(DataError, match=r"update_ghosts: rank 0: .* the rank has \d+ rows with ghosts"):
             made.update_ghosts(np.zeros((3, 2)))
         return list_edges(made)
 
@@ -144,7 +144,7 @@ def owned(**change: Any) -> Callable[[Communicator], Any]:
     return one
 
 
-def numbered(rank1: list[int], mask: list[bool] | None = None, **change: Any) -> Callable[[Communicator], Any]:
+def numbered(rank1: Any, mask: list[bool] | None = None, **change: Any) -> Callable[[Communicator], Any]:
     def one(comm: Communicator) -> Any:
         rows = [[0, 1], rank1, [4, 5]][comm.rank]
         own = [True] * len(rows) if comm.rank != 1 or mask is None else mask
@@ -188,6 +188,23 @@ def split(**change: Any) -> Callable[[Communicator], Any]:
     return one
 
 
+def cells(**change: Any) -> Callable[[Communicator], Any]:
+    def one(comm: Communicator) -> Any:
+        return fsdpx.Partition.from_cells(comm, **{"cells": [[0, 1, 2]], **(change if comm.rank == 1 else {})})
+
+    return one
+
+
+def without_rows(comm: Communicator) -> Any:
+    """Rank 1 has no nodes and no edges, and passes [] for everything."""
+    rows = [[0, 1], [], [2, 3]][comm.rank]
+    edges, features = ([[0], [1]], [[1.0, 2.0]]) if rows else ([], [])
+    points = [[float(row)] * 3 for row in rows]
+    options = {"edges": edges, "edge_features": features, "positions": points}
+    made = fsdpx.Partition.from_numbers(comm, rows, [True] * len(rows), **options)
+    assert (made.edge_feature_count, made.local_shape) == (6, (len(rows),))
+
+
 WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (owned(owned=-1), "rank 1: owned=-1: give the number of owned nodes"),
     (owned(ghosts=[7]), "node 7 is a ghost on rank 1, and no rank owns it"),
@@ -203,12 +220,21 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (owned(edge_features=np.ones((2, 1))), "edge_features: rank 0 has None, and rank 1 1"),
     (owned(positions=np.ones((5, 2))), r"rank 1: positions must be \(2 or 3, n\) numbers"),
     (owned(undirected="yes"), "rank 1: undirected='yes': True, False or None"),
+    (owned(undirected=np.array([True, False])), "rank 1: undirected=array"),
+    (owned(owned=np.array([1, 2])), "rank 1: owned=array.*: give the number of owned nodes"),
+    (owned(ghosts=[[1], [2, 3]]), "rank 1: ghosts must be an array: "),
+    (owned(edges=[[0, 1], [1]]), "rank 1: edges must be an array: "),
+    (owned(edges=None), "rank 1: edges must be whole numbers with 2 dims, got object"),
+    (owned(edges=[]), None),  # type: ignore[list-item]
+    (owned(positions=[[0, 1], [1]]), "rank 1: positions must be an array: "),
     (owned(undirected=True), "undirected: rank 0 has None, and rank 1 True"),
     (numbered([2, 5]), "node 5 is owned by ranks 1, 2: each node has one owner"),
     (numbered([2, 7]), "there are 6 nodes, and the largest global number is 7: number them from 0 without gaps"),
+    (numbered(np.array([2, 2**63 + 5], np.uint64)), "rank 1: numbers has 9223372036854775813, and must be .* below 2"),
     (numbered([2, 3], [True]), "rank 1: owned_mask must be 2 bools"),
     (numbered([2, 3], [True, False]), "node 3 is a ghost on rank 1, and no rank owns it"),
     (placed, r"node 2 is at \[2\.0, 1\.0\] on rank 1, which owns it, and at \[2\.0, 7\.0\] on rank 0"),
+    (without_rows, None),  # type: ignore[list-item]
     (far, None),  # type: ignore[list-item]
     (owned(positions=np.full((3, 2), np.nan)), "rank 1: positions has nan in row 0: give finite numbers"),
     (featured([[0], [1]], [[2.0 + 1e-12]]), None),  # type: ignore[list-item]
@@ -221,10 +247,19 @@ WRONG: list[tuple[Callable[[Communicator], Any], str]] = [
     (split(parts=[0, 1, 1, 3]), r"rank 1: parts must be 4 numbers of ranks, from 0 to 2"),
     (split(parts=[0, 1, 0, 2]), "rank 1 passes other parts than rank 0: pass the same graph"),
     (split(edges=EDGES[:, :1]), "rank 1 passes other edges than rank 0"),
+    (split(parts=None, method="coordinates"), "rank 1: method=.* needs positions=, or choose method"),
+    (split(parts=None, method="best"), "rank 1: method='best': choose one of"),
     (split(nodes=2.5), "rank 1: nodes=2.5: give the number of nodes of the whole graph"),
     (lambda comm: fsdpx.Partition.split(comm, EDGES, 4), "needs positions=, or choose method"),
     (lambda comm: fsdpx.Partition.split(comm, EDGES, 4, method="best"), "choose one of 'coordinates', 'metis'"),
     (lambda comm: fsdpx.Partition.from_cells(comm, [[0, 1, 2]], pairs=[(0, 3)]), "numbers from 0 to 2"),
+    (cells(pairs=[0, 1]), "rank 1: pairs must be whole numbers with 2 dims"),
+    (cells(pairs=5), "rank 1: pairs must be whole numbers with 2 dims"),
+    (cells(pairs=[(0, "a")]), "rank 1: pairs must be whole numbers with 2 dims"),
+    (cells(pairs=[(0.0, 1.0)]), "rank 1: pairs must be whole numbers with 2 dims, got float64"),
+    (cells(cells=[[0, 1, 2], [1, 2]]), "rank 1: cells must be an array: "),
+    (cells(numbers=[0, 1]), "rank 1: edges has row 2, but there are 2 rows of nodes"),
+    (cells(cells=[]), None),  # type: ignore[list-item]
     (lambda comm: fsdpx.Partition.from_cells(comm, [0, 1]), "cells must be whole numbers with 2 dims"),
     (lambda comm: fsdpx.Partition("comm", owned=1, edges=EDGES), "is not a communicator"),
 ]
@@ -281,6 +316,39 @@ def test_arrays_have_the_rows_of_owned_nodes_or_of_all_nodes_of_a_rank() -> None
     for losses, _ in others:
         assert losses == wanted
     assert wanted[2] < wanted[1] < wanted[0]
+
+
+def read_only(rows: int) -> np.ndarray:
+    array = np.zeros((rows, 2))
+    array.setflags(write=False)
+    return array
+
+
+@pytest.mark.parametrize("method", ["gather", "update_ghosts", "exchange_edges"])
+def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method: str) -> None:
+    makes: dict[str, tuple[Callable[[int], Any], str]] = {
+        "width": (lambda rows: np.zeros((rows, 3)), r"rank 0 has float64 of shape \(rows, 2\), and rank 1 .*rows, 3"),
+        "dtype": (lambda rows: np.zeros((rows, 2), int), "rank 0 has float64 of .*, and rank 1 int64 of shape"),
+        "samples": (lambda rows: np.zeros((1, rows, 2)), ".*rank 1"),
+        "rows": (lambda rows: np.zeros((rows + 9, 2)), r"rank 1: an array of shape \(\d+, 2\)"),
+        "list": (lambda rows: [[0.0, 0.0]] * rows, "rank 1: list that cannot be changed in place"),
+        "read": (read_only, "rank 1: ndarray that cannot be changed in place: give a writable numpy array"),
+    }
+
+    def one(comm: Communicator) -> list[str]:
+        first = 2 * comm.rank
+        made = fsdpx.Partition(comm, owned=2, ghosts=[(first + 2) % 4], edges=[[2, 0, 1], [0, 1, 1]])
+        found = []
+        for name, (make, text) in makes.items():
+            if method != "update_ghosts" and name in ("list", "read"):
+                continue
+            with pytest.raises(DataError, match=f"Partition.{method}: {text}") as raised:
+                getattr(made, method)(make(3) if comm.rank else np.zeros((3, 2)))
+            found.append(str(raised.value))
+        return found
+
+    a, b = spawn(one, 2)
+    assert a == b
 
 
 def test_rows_of_ghosts_may_be_anywhere() -> None:
