@@ -1,5 +1,5 @@
-"""Loads field models (neural operators) from the weights of other projects: the usual U-Net, neuraloperator's FNO and
-PDEBench's models.
+"""Loads models of fields and meshes from the weights of other projects: the usual U-Net, neuraloperator's FNO,
+PDEBench's models, and MeshGraphNets of PhysicsNeMo and of Pfaff et al.
 
 The model is determined by the names and shapes of the tensors. There is a table for each project, which maps tensor
 names to parameters."""
@@ -22,6 +22,12 @@ from fsdpx.ext.fields.pad import Pad
 from fsdpx.ext.fields.spectral import FNO, PointwiseConv, SpectralConv
 from fsdpx.ext.fields.unet import UNet
 from fsdpx.models.architectures import Architecture
+from fsdpx.models.mesh_networks import (
+    build_deepmind_network,
+    build_physicsnemo_network,
+    join_deepmind_tensors,
+    join_physicsnemo_tensors,
+)
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Container
 from fsdpx.nn.graph import Graph
@@ -65,12 +71,13 @@ class Project:
 
 
 def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
-    """Build the field model that the given weights belong to, and initialize it with these weights. Every rank must
-    pass the same weights.
+    """Build the model of fields or meshes that the given weights belong to, and initialize it with these weights. Every
+    rank must pass the same weights.
 
     Supported models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
-    the coordinates of cells as their last channels.
+    the coordinates of cells as their last channels. Models of meshes are `MeshGraphNet` of PhysicsNeMo, and the
+    variables of the TensorFlow program of Pfaff et al. (2021), by name; the latter's normalization is not read.
 
     Parameters
     ----------
@@ -79,11 +86,11 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     options : properties that the weights do not determine. U-Net: `activation="tanh"` (PDEBench, The Well), `padding`,
         and `transposed=True` if the last layer is a ConvTranspose (The Well) with equal numbers of input and output
         channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are
-        added at the end of each dim
+        added at the end of each dim. MeshGraphNets: options of `nn.MeshGraphNet`, such as `activation` and `how`
 
     Returns
     -------
-    Container : `nn.UNet`, `nn.FNO` or `nn.Graph`
+    Container : `nn.UNet`, `nn.FNO`, `nn.Graph` or `nn.MeshGraphNet`
 
     Raises
     ------
@@ -136,6 +143,7 @@ def to_state_dict(
 def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """Build the model of the first project whose marker tensor is present, initialized with the tensors. Raise
     CheckpointError if no project matches."""
+    tensors = {name.removesuffix(":0"): array for name, array in tensors.items()}  # TensorFlow's names of variables
     for project in PROJECTS:
         found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:
@@ -304,5 +312,13 @@ PROJECTS = (
         },
     ),
     Project("conv0.weights1", _build_pdebench_fno, join_tensors=_join_spectral_corners, unused=("bn*",)),
+    Project(
+        "processor.processor_layers.1.node_mlp.model.0.weight", build_physicsnemo_network,
+        join_tensors=join_physicsnemo_tensors, unused=("device_buffer", "*._extra_state"),
+    ),
+    Project(
+        "EncodeProcessDecode/encoder/mlp/linear_0/w", build_deepmind_network, join_tensors=join_deepmind_tensors,
+        unused=("Model/*", "global_step", "beta*_power", "*/Adam", "*/Adam_1"),
+    ),
 )
 """The supported projects."""

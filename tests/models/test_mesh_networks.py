@@ -1,0 +1,179 @@
+"""Weights of MeshGraphNets of other projects give the outputs that they give there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import models, nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import CheckpointError
+from fsdpx.testing import assert_close
+
+torch = pytest.importorskip("torch")
+
+RNG = np.random.default_rng(5)
+NODES, HIDDEN, STEPS = 11, 6, 2
+EDGES = RNG.integers(0, NODES, (2, 30))
+X, FEATURES = RNG.standard_normal((NODES, 3)), RNG.standard_normal((30, 4))
+
+
+def aggregate(values: Any) -> Any:
+    return torch.zeros(NODES, values.shape[1], dtype=values.dtype).index_add(0, torch.tensor(EDGES[1]), values)
+
+
+class Mlp(torch.nn.Module):
+    """As in PhysicsNeMo, with a name for each layer."""
+
+    def __init__(self, inputs: int, outputs: int, norm: bool = True) -> None:
+        super().__init__()
+        t = torch.nn
+        layers = [t.Linear(inputs, HIDDEN), t.SiLU(), t.Linear(HIDDEN, HIDDEN), t.SiLU(), t.Linear(HIDDEN, outputs)]
+        self.model = t.Sequential(*layers, *([t.LayerNorm(outputs)] if norm else []))
+
+
+class SumMlp(torch.nn.Module):
+    """The first matrix in three parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = Mlp(3 * HIDDEN, HIDDEN)
+        for name in ("lin_efeat", "lin_src", "lin_dst"):
+            setattr(self, name, torch.nn.Parameter(torch.randn(HIDDEN, HIDDEN)))
+        self.bias, self.model = whole.model[0].bias, torch.nn.Sequential(*list(whole.model)[1:])
+
+
+class Block(torch.nn.Module):
+    def __init__(self, name: str, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, mlp)
+
+
+class PhysicsNeMo(torch.nn.Module):
+    def __init__(self, concat: bool) -> None:
+        super().__init__()
+        self.register_buffer("device_buffer", torch.empty(0))
+        self.edge_encoder, self.node_encoder = Mlp(4, HIDDEN), Mlp(3, HIDDEN)
+        self.node_decoder, self.processor = Mlp(HIDDEN, 2, norm=False), torch.nn.Module()
+        self.processor.processor_layers = torch.nn.ModuleList(
+            Block(*pair)
+            for _ in range(STEPS)
+            for pair in (
+                ("edge_mlp", Mlp(3 * HIDDEN, HIDDEN) if concat else SumMlp()),
+                ("node_mlp", Mlp(2 * HIDDEN, HIDDEN)),
+            )
+        )
+
+    def forward(self, x: Any, features: Any) -> Any:
+        e, h, (s, r) = self.edge_encoder.model(features), self.node_encoder.model(x), EDGES
+        for block in self.processor.processor_layers:
+            mlp = getattr(block, block.name)
+            if block.name == "node_mlp":
+                h = h + mlp.model(torch.cat([aggregate(e), h], dim=1))
+            elif isinstance(mlp, Mlp):
+                e = e + mlp.model(torch.cat([e, h[s], h[r]], dim=1))
+            else:
+                first = e @ mlp.lin_efeat.T + (h @ mlp.lin_src.T)[s] + (h @ mlp.lin_dst.T + mlp.bias)[r]
+                e = e + mlp.model(first)
+        return self.node_decoder.model(h)
+
+
+def deepmind_variables() -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {"Model/output_normalizer/Variable:0": np.ones(2), "global_step:0": np.array(7)}
+
+    def add(path: str, number: str, inputs: int, outputs: int, norm: bool = True) -> None:
+        for i, (a, b) in enumerate(((inputs, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, outputs))):
+            found[f"{path}/mlp{number}/linear_{i}/w:0"] = RNG.standard_normal((a, b))
+            found[f"{path}/mlp{number}/linear_{i}/b:0"] = RNG.standard_normal(b)
+        if norm:
+            for name in ("gamma", "beta"):
+                found[f"{path}/layer_norm{number}/{name}:0"] = RNG.standard_normal(outputs)
+
+    add("EncodeProcessDecode/encoder", "", 3, HIDDEN)
+    add("EncodeProcessDecode/encoder", "_1", 4, HIDDEN)
+    for i in range(STEPS):
+        block = f"EncodeProcessDecode/GraphNetBlock{f'_{i}' if i else ''}"
+        add(f"{block}/mesh_edges_edge_fn", "", 3 * HIDDEN, HIDDEN)
+        add(f"{block}/node_fn", "", 2 * HIDDEN, HIDDEN)
+    add("EncodeProcessDecode/decoder", "", HIDDEN, 2, norm=False)
+    return found
+
+
+def deepmind_forward(variables: dict[str, np.ndarray], x: np.ndarray, features: np.ndarray) -> np.ndarray:
+    v, (s, r) = {name: torch.tensor(a) for name, a in variables.items()}, EDGES
+
+    def mlp(path: str, x: Any, number: str = "", norm: bool = True) -> Any:
+        path = f"EncodeProcessDecode/{path}"
+        for i in range(3):
+            x = (x.relu() if i else x) @ v[f"{path}/mlp{number}/linear_{i}/w:0"]
+            x = x + v[f"{path}/mlp{number}/linear_{i}/b:0"]
+        if not norm:
+            return x
+        gamma, beta = (v[f"{path}/layer_norm{number}/{name}:0"] for name in ("gamma", "beta"))
+        return torch.nn.functional.layer_norm(x, (HIDDEN,), gamma, beta)
+
+    h, e = mlp("encoder", torch.tensor(x)), mlp("encoder", torch.tensor(features), "_1")
+    for i in range(STEPS):
+        block = f"GraphNetBlock{f'_{i}' if i else ''}"
+        m = mlp(f"{block}/mesh_edges_edge_fn", torch.cat([h[s], h[r], e], dim=1))
+        h, e = h + mlp(f"{block}/node_fn", torch.cat([h, aggregate(m)], dim=1)), e + m
+    return mlp("decoder", h, norm=False).numpy()
+
+
+def from_physicsnemo(concat: bool) -> Any:
+    module = PhysicsNeMo(concat).double()
+
+    def forward(state: dict[str, np.ndarray], x: np.ndarray, features: np.ndarray) -> np.ndarray:
+        module.load_state_dict({name: torch.tensor(a) for name, a in state.items()})
+        with torch.no_grad():
+            return module(torch.tensor(x), torch.tensor(features)).numpy()
+
+    return {name: a.numpy().copy() for name, a in module.state_dict().items()}, forward, {"activation": "silu"}
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "physicsnemo": lambda: from_physicsnemo(True),
+    "physicsnemo in parts": lambda: from_physicsnemo(False),
+    "deepmind": lambda: (deepmind_variables(), deepmind_forward, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_networks_of_other_projects_compute_the_same_and_go_back(name: str) -> None:
+    """Also after a step of training."""
+    state, forward, options = CASES[name]()
+
+    def run(comm: Communicator) -> Any:
+        parts = np.arange(NODES) * comm.size // NODES
+        mesh = fsdpx.Partition.split(comm, EDGES, NODES, parts=parts, edge_features=FEATURES, undirected=False)
+        trainer = models.from_state_dict(state, **options).as_distributed(
+            loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=mesh
+        )
+        x, before = mesh.take_local(X), models.to_state_dict(trainer.parameters(), state, **options)
+        found = [mesh.gather(trainer.predict(x))]
+        trainer.step(x, x[:, :2])
+        found.append(mesh.gather(trainer.predict(x)))
+        return found, before, models.to_state_dict(trainer.parameters(), state, **options)
+
+    for found, before, after in spawn(run, 2):
+        for theirs, value in state.items():
+            np.testing.assert_array_equal(before[theirs], value, err_msg=theirs)
+        for y, values in zip(found, (state, after), strict=True):
+            assert_close({"y": y}, {"y": forward(values, X, FEATURES)}, 1e-11)
+    assert not np.allclose(*found)
+
+
+def test_weights_that_are_missing_or_left_over_are_named() -> None:
+    state = deepmind_variables()
+    name = "EncodeProcessDecode/GraphNetBlock_1/node_fn/layer_norm/beta:0"
+    with pytest.raises(CheckpointError, match=r"missing: node_1\.5\.bias"):
+        models.from_state_dict({key: a for key, a in state.items() if key != name})
+    with pytest.raises(CheckpointError, match="not in the model: EncodeProcessDecode/encoder/mlp_2/linear_0/w"):
+        models.from_state_dict(state | {"EncodeProcessDecode/encoder/mlp_2/linear_0/w:0": np.ones((2, 2))})
+    with pytest.raises(CheckpointError, match=r"missing: edge_encoder\.0\.weight"):
+        models.from_state_dict({"EncodeProcessDecode/encoder/mlp/linear_0/w": np.ones((2, 2))})
