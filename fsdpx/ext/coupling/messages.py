@@ -152,8 +152,12 @@ def unpack_message(body: np.ndarray) -> tuple[Any, list[np.ndarray]]:
 
 
 def parse_number_dtype(name: str) -> np.dtype:
-    """Return the dtype whose name is `name`; "bfloat16" is that of ml_dtypes."""
-    return parse_dtype(name) if name == "bfloat16" else np.dtype(name)
+    """Return the dtype whose name is `name`; "bfloat16" is that of ml_dtypes. Raise ValueError for a dtype of objects,
+    whose bytes would be read as addresses."""
+    dtype = parse_dtype(name) if name == "bfloat16" else np.dtype(name)
+    if dtype.hasobject:
+        raise ValueError(f"dtype {name!r} is not a dtype of numbers")
+    return dtype
 
 
 def _align(nbytes: int) -> int:
