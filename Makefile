@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic test-oldest test-site test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
+.PHONY: help train test test-elastic test-oldest test-site test-dolfinx test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -40,6 +40,7 @@ help:
 	@echo "make test-oldest  arrays, communicators and optimizers on threads, and all MPI tests at 2 and 3 ranks, with the"
 	@echo "                  oldest versions that pyproject.toml allows (Python 3.11, a C compiler)"
 	@echo "make test-site    a job beside the packages of Debian 12's own Python and MPI (root; they are gone afterwards)"
+	@echo "make test-dolfinx meshes of dolfinx and PETSc as their wheels bring them (PYTHON=python3.12 or newer)"
 	@echo "make test-processors  the tests on thread ranks as on other processors: Numba's, NumPy's, BLAS libraries, threads"
 	@echo "                  (two hours; ARGS='--only haswell' for one, ARGS=--list for their names)"
 	@echo "make thorough     thousands of random meshes, odd arguments, spoilt checkpoints and kills (an hour)"
@@ -101,6 +102,17 @@ test-oldest: $(OLDEST)/.ready
 
 test-site:
 	.ci/site
+
+# dolfinx has wheels for Python 3.12 and newer, and for MPICH; petsc4py is among them.
+DOLFINX := .venv-dolfinx
+$(DOLFINX)/.ready: pyproject.toml
+	test -x $(DOLFINX)/bin/python || $(PYTHON) -m venv $(DOLFINX)
+	$(DOLFINX)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" dolfinx-solver-real "mpich<6"
+	touch $@
+
+test-dolfinx: $(DOLFINX)/.ready
+	OPENBLAS_NUM_THREADS=1 $(DOLFINX)/bin/python -m pytest tests/ext/meshes/test_solver_meshes.py tests/examples/test_solvers.py \
+		-k "solver_meshes or dolfinx or dmda" -rs $(ARGS)
 
 # Two hosts of two ranks on this machine, in network namespaces: only root may make them.
 LAB := slurmctld slurmd slurm-client munge libpmix2 openssh-server iproute2

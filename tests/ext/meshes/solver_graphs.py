@@ -80,7 +80,7 @@ def read_petsc4py() -> None:
                     places = np.array([dm.computeCellGeometryFVM(cell)[1] for cell in cells]).reshape(-1, dims)
                 made = fsdpx.Partition.from_dmplex(dm, nodes=nodes)
                 dm.setNumFields(1)
-                dm.setLocalSection(
+                dm.setSection(
                     dm.createSection([1], [(nodes, d) in (("vertices", 0), ("cells", dims)) for d in range(dims + 1)])
                 )
                 local, whole = dm.createLocalVec(), dm.createGlobalVec()
