@@ -151,10 +151,11 @@ class DryRun:
     program : the actions of the step
     report : counted traffic and memory of one step
     trainer : the trainer that ran on shape-only arrays
-    activations : peak bytes of activations between actions: forward outputs, their gradients, and values kept for
-        backward
-    peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including temporaries of
-        layers while they compute
+    activations : peak bytes of activations that are kept between actions: forward outputs, their gradients, and values
+        kept for backward. A trace measures the same number.
+    peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including the whole batch and
+        temporaries of layers while they compute. This is larger than `activations`, and is what plans and `footprint`
+        list as "activations".
     ranks_here : number of ranks on this rank's host
     peak : the moment of highest memory use, and the memory held for each unit
     """

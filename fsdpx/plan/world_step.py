@@ -78,7 +78,8 @@ class RankClass:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes that a rank holds at its memory peak, by kind of memory."""
+        """Bytes that a rank holds at its memory peak, by kind of memory. Here, "activations" include the batch and the
+        temporary arrays of the action at the peak, which `DryRun.activations` does not include."""
         return self.peak.memory
 
     @property

@@ -40,7 +40,8 @@ def get_arena_storage_ids(arena: Arena) -> set[int]:
 
 
 class ActivationMeter:
-    """Counts the bytes of activations that a program keeps, updated after each action.
+    """Counts the bytes of activations that a program keeps between actions, updated after each action. Inputs of the
+    batch count while a value refers to them; targets and temporary arrays of layers do not count.
 
     A view counts as its base array, and each base array counts once. Parameters that a layer saves for backward are not
     counted, because the ledger counts them.
@@ -75,6 +76,15 @@ class ActivationMeter:
             if not self._users[root]:
                 del self._users[root]
                 self.live_bytes -= nbytes
+
+    def on_action(self, takes: Iterable[Slot], gives: Iterable[Slot], values: Iterable[Any]) -> None:
+        """Update the count after an action that emptied the slots `takes` and stored `values` in the slots `gives`.
+        Slots that hold no activations are ignored."""
+        for slot in takes:
+            self.forget_slot(slot)
+        for slot, value in zip(gives, values, strict=True):
+            if is_activation_slot(slot):  # for a pending transfer, count the array that it will return
+                self.count_slot_bytes(slot, value.finish() if isinstance(value, TimedTransfer) else value)
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
         """Count the memory of the new value in a slot (named value of a program) and stop counting that of its old
@@ -154,13 +164,8 @@ class HeapRecorder(Observer):
         slots, meter.peak = program.slots[self._next], meter.live
         self._next += 1
         self.activations.exclude_arena(state.arena)
-        for slot in slots.takes:
-            self.activations.forget_slot(slot)
-        for slot in filter(is_activation_slot, (*slots.gives, *slots.adds)):
-            value = state.store[slot]
-            self.activations.count_slot_bytes(
-                slot, value.finish() if isinstance(value, TimedTransfer) else value
-            )  # for a pending transfer, count the array that it will return
+        gives = (*slots.gives, *slots.adds)
+        self.activations.on_action(slots.takes, gives, [state.store.get(slot) for slot in gives])
 
     @property
     def _bytes_kept_between_programs(self) -> int:

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 from fsdpx.core.comm.calls import TimedTransfer
-from fsdpx.core.engine.activations import ActivationMeter, is_activation_slot
+from fsdpx.core.engine.activations import ActivationMeter
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.operations import ExecutableAction
@@ -179,13 +179,8 @@ class TimelineRecorder(Observer):
     ) -> None:
         if self._now is None:
             return
-        activations = self.activations
-        for slot in planned.takes:
-            activations.forget_slot(slot)
-        for slot, value in zip(planned.gives, values, strict=True):
-            if is_activation_slot(slot) and value.__class__ is not TimedTransfer:
-                activations.count_slot_bytes(slot, value)
-        self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, activations.live_bytes))
+        self.activations.on_action(planned.takes, planned.gives, values)
+        self._now.actions.append(ActionSpan(planned.action, begin, ready, end, nbytes, self.activations.live_bytes))
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
         if self._now is not None:

@@ -319,21 +319,23 @@ def test_a_trace_that_nobody_wrote_is_told(tmp_path: Path, last: str, lost: bool
     assert (folder / get_trace_file_name(0)).exists() == ("model." in last)
 
 
-def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
-    """Followed from what actions take and give; counted from what is there."""
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_activations_are_those_of_the_dry_run(tmp_path: Path, pipe: int) -> None:
+    """Followed from what actions take and give; counted from what is there, also in messages under way."""
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+    mesh = Mesh(pipe=pipe)
 
     def run(comm: Communicator) -> Any:
-        trainer = make(comm, "mlp", trace=tmp_path, microbatches=2)
+        trainer = make(comm, "mlp", trace=tmp_path, microbatches=2, mesh=mesh)
         trainer.step(x, y)
         trainer.step(x, y)
         return trainer.report().high_water["activations"][1]
 
     case = CASES["mlp"]
     optimizer = fsdpx.optim.AdamW(lr=1e-2, eps=1e-5)
-    options = {"precision": "float64", "group_bytes": 2048, "microbatches": 2}
-    dry = fsdpx.dry_run(case.model(), x, y, ranks=2, loss=case.loss, optimizer=optimizer, **options)
-    assert spawn(run, 2) == [dry.activations] * 2
+    options = {"precision": "float64", "group_bytes": 2048, "microbatches": 2, "mesh": mesh, "loss": case.loss}
+    dry = [fsdpx.dry_run(case.model(), x, y, ranks=2, rank=r, optimizer=optimizer, **options) for r in range(2)]
+    assert spawn(run, 2) == [one.activations for one in dry]
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
