@@ -17,8 +17,10 @@ import fsdpx
 from fsdpx import nn
 from fsdpx.core.base import environment
 from fsdpx.core.comm import CheckedCommunicator, Communicator, Mesh, ReduceOp, connect_axes, split_evenly
-from fsdpx.core.comm.communicator import SurvivorCommunicator, can_survive
+from fsdpx.core.comm.calls import COMPLETED, Call
+from fsdpx.core.comm.communicator import CALL_SPECS, SurvivorCommunicator, can_survive
 from fsdpx.core.comm.init import open_survivor_communicator
+from fsdpx.core.comm.p2p_collectives import COLLECTIVES
 from fsdpx.core.trainer import functional, initialize
 from fsdpx.data import DistributedSampler, gather_channel_statistics
 from fsdpx.errors import CommTimeout, ConfigError, DesyncError
@@ -70,6 +72,24 @@ class TestContractInChunks(OnEveryRank):
 class TestContractGuarded(OnEveryRank):
     def adapt(self, world):
         return CheckedCommunicator(world)
+
+
+def test_a_new_reduction_needs_no_row_elsewhere(world, monkeypatch):
+    """MPI is not asked for what is combined in rank order, also by a verb that only CALL_SPECS says reduces."""
+    from fsdpx.core.comm.mpi import mpi
+
+    asked = []
+
+    def begin(comm, call):
+        asked.append(call.op)
+        return COMPLETED
+
+    monkeypatch.setitem(CALL_SPECS, "scan", CALL_SPECS["all_reduce"])
+    monkeypatch.setitem(COLLECTIVES, "scan", lambda comm, call: COMPLETED)
+    monkeypatch.setitem(mpi._NATIVE_CALLS, "scan", begin)
+    for op in (ReduceOp.SUM, ReduceOp.MAX):
+        world.start_transfer(Call("scan", (np.zeros(1),), op))
+    assert asked == [ReduceOp.SUM]
 
 
 def test_the_callers_communicator_is_duplicated(world):

@@ -30,7 +30,13 @@ from fsdpx.core.comm.calls import (
     is_in_place,
     spin_until,
 )
-from fsdpx.core.comm.communicator import Communicator, SurvivorCommunicator, drain_transfers, make_rank_lost_error
+from fsdpx.core.comm.communicator import (
+    CALL_SPECS,
+    Communicator,
+    SurvivorCommunicator,
+    drain_transfers,
+    make_rank_lost_error,
+)
 from fsdpx.core.comm.message_backend import (
     DEFAULT_TIMEOUT_SECONDS,
     MessageBackend,
@@ -290,8 +296,8 @@ class MpiCommunicator(MessageBackend):
     def _start_call(self, call: Call) -> Handle:
         """Start a call with the MPI library. If the library lacks the operation, or if values must be combined in rank
         order, build it from messages."""
-        begin = _NATIVE_CALLS.get(call.verb)
-        if begin is None or (call.verb in _REDUCTIONS and is_reduced_in_rank_order(call.op, call.arrays[0].dtype)):
+        begin, reduces = _NATIVE_CALLS.get(call.verb), CALL_SPECS[call.verb].reduces
+        if begin is None or (reduces and is_reduced_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().start_transfer(call)
         if self.takes_gpus:
             synchronize_devices(call.arrays)
@@ -496,7 +502,6 @@ _NATIVE_CALLS: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "recv": MpiCommunicator.start_single_message,
 }
 """Operations that MPI libraries run themselves; all others are built from messages."""
-_REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")
 
 
 _MAX_KEPT_HANDLES = 64
