@@ -308,7 +308,7 @@ class FieldLayer(Layer):
     parts: FieldPartition | None = None
     """Partition of the input; None: this rank holds the full field."""
     rows_of_mesh: ClassVar[tuple[str, ...]] = ()
-    """What the rows of values of a mesh may be that the layer reads as well, see `ext.meshes.MeshPartition`."""
+    """Kinds of rows that inputs may have if the layer also runs on meshes, see `ext.meshes.MeshPartition`."""
     dims: ClassVar[int]
     """Number of cell dims, for classes that read only fields with this number, such as `class Conv2d(Conv, dims=2)`."""
 

@@ -53,7 +53,7 @@ class MultiOutputLoss(Loss):
     all `loss_weights`.
 
     The sum is averaged over all samples. A loss with `skipna` is averaged over each sample first, and is 0 for samples
-    of which nothing is known; samples of which no loss knows anything are left out. Other losses whose weight varies
+    without a known target; samples for which no loss has a known target do not count. Other losses whose weight varies
     from sample to sample, as with `ignore_index`, are means over the samples of a microbatch, so that the result
     depends on the number of microbatches. One all-reduce of 8 bytes per loss, or per sample with `skipna`, sums over
     the parts of a field.

@@ -1,4 +1,5 @@
-"""Checks of what ranks pass to a `Partition`. An error of one rank is raised on all, so that none waits for another."""
+"""Checks of the arguments that ranks pass to a `Partition`. An error on one rank is raised on all ranks, so that no
+rank waits for another."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ __all__ = [
 
 T = TypeVar("T")
 UNKNOWN = (0, 0)
-"""Shape of an array that a rank without nodes or edges passes as [], which does not say how many columns it has."""
+"""Shape of the array that a rank without nodes or edges passes as [], whose number of columns is unknown."""
 
 
 def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
-    """Return what `parse` returns, which reads arguments of this rank and communicates nothing. If it fails on any
-    rank, raise ConfigError on all, with the error of the first such rank. Collective."""
+    """Return the result of `parse`, which reads arguments of this rank without communication. If it fails on any rank,
+    raise ConfigError on all ranks, with the error of the first such rank. Collective."""
     found: list[T] = []
     failure: Exception | None = None
     try:
@@ -44,7 +45,7 @@ def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
 
 
 def parse_count(name: str, given: Any, of: str) -> int:
-    """Return a number of things that is at least 0. `of` says which number."""
+    """Return a count, an integer of at least 0. `of` describes it in errors."""
     try:
         count = operator.index(given)
     except TypeError:
@@ -55,7 +56,7 @@ def parse_count(name: str, given: Any, of: str) -> int:
 
 
 def parse_integers(name: str, given: Any, dims: int) -> np.ndarray:
-    """Return whole numbers >= 0 as an int64 array with `dims` dims. [] stands for an array without elements."""
+    """Return integers >= 0 as an int64 array with `dims` dims. [] stands for an array without elements."""
     array = to_array(name, given)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int64)
@@ -127,8 +128,8 @@ def parse_whole_graph(
 
 
 def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Raise ConfigError on all ranks unless they pass the same kinds of arguments. Return the arguments, in which
-    arrays without rows have as many columns as on other ranks. Collective."""
+    """Raise ConfigError on all ranks unless they pass the same kinds of arguments. Return the arguments; arrays without
+    rows get as many columns as on other ranks. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))

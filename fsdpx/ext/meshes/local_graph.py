@@ -175,14 +175,14 @@ class MeshPartition(FieldPartition):
         return bind_loss_to_nodes(loss, self.cuts)
 
     def partition_model(self, model: Layer) -> PartitionedModel:
-        """Return the model that each rank runs on its part, where this is the distribution of values of nodes."""
+        """Return the model that each rank runs on its part. This object is the distribution of values of nodes."""
         return partition_model_of_mesh(model, self)
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
-        """Return the random numbers for this rank's nodes. They are those of the same nodes, by their global numbers,
-        on any partition."""
+        """Return the random numbers for this rank's nodes, which depend only on the global numbers of the nodes, not on
+        the partition."""
         if self.kind == "edges":
-            raise ConfigError(f"Dropout reads {self}: put it where values are those of nodes")
+            raise ConfigError(f"Dropout reads {self}: use it only on values of nodes")
         return random.get_number_rows(shape, self.graph.numbers[: shape[1]], self.shape[0])
 
 

@@ -1,5 +1,5 @@
-"""Conversion of a model of a whole mesh into the model that each rank runs on its part, and the finding out of whether
-each input is values of nodes, values of edges, or scalars."""
+"""Convert a model of a whole mesh to the model that each rank runs on its part, and find out whether each input is
+values of nodes, values of edges, or scalars."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TakesRows", "partition_model_of_mesh"]
 
 
 class TakesRows:
-    """Base class for layers that read values of nodes or edges of a mesh, and may change the one to the other."""
+    """Base class for layers that read values of nodes or edges of a mesh, and may convert one to the other."""
 
     reads: ClassVar[tuple[str, ...]] = ("nodes",)
     """What the rows of each input are: "nodes", with or without ghosts, or "edges"."""
@@ -43,9 +43,9 @@ def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
 def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed, given the distribution of values of nodes.
 
-    Values are of the same kind if a layer reads them together or makes the one of the other, unless the layer changes
-    the kind, as `Aggregate` does. What this does not tell is values of nodes. If no input would be split over the
-    ranks, all are values of nodes, and the sharding of the model then names the layer that cannot run on a part."""
+    Inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does. Values
+    whose kind is still unknown are values of nodes. If no input would be split over the ranks, all are values of nodes,
+    and the sharding of the model then names the layer that cannot run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
     values.trace(model, inputs, nodes)
@@ -72,12 +72,12 @@ class _Values:
         return self._kinds.get(self._find(value), "nodes")
 
     def set_kind(self, value: int, kind: str) -> None:
-        """Note the kind of a value, unless it is known already."""
+        """Set the kind of a value, unless it is already known."""
         if kind:
             self._kinds.setdefault(self._find(value), kind)
 
     def join(self, values: Sequence[int]) -> int:
-        """Note that values are of one kind, and return one of them."""
+        """Record that values are of the same kind, and return one of them."""
         first = self._find(values[0])
         for other in map(self._find, values[1:]):
             if other != first:
@@ -86,7 +86,7 @@ class _Values:
         return first
 
     def trace(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
-        """Note what a layer tells about the values that it reads, and return its results."""
+        """Record what a layer determines about the kinds of its inputs, and return its outputs."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))
             for step in layer.steps:

@@ -392,7 +392,7 @@ class Partition(Domain):
 
     @property
     def edge_feature_count(self) -> int:
-        """Number of features of each edge, with those that were made from positions."""
+        """Number of features of each edge, including those computed from positions."""
         return int(self.graph.edge_features.shape[1])
 
     @property
