@@ -198,7 +198,7 @@ def test_data_that_begin_anew_after_a_load_are_said_once_at_the_first_step(tmp_p
     spawn(go_on, 2, "with", True)
     spawn(go_on, 2, "without", False)
     spawn(go_on, 2, "with", False, True)
-    with pytest.warns(RuntimeWarning, match=r"with has the position .*: load\(path, loader=loader\) continues") as said:
+    with pytest.warns(RuntimeWarning, match=r"with has the position .*: load\(path, loader=loader\) restores") as said:
         spawn(go_on, 2, "with", False)
     assert len(said) == 1
 
