@@ -3,7 +3,7 @@
     mpiexec -n 3 python bench/coupling.py [--solvers 2] [--side 256] [--steps 100] [--rounds 9] [--slower 20]
 
 Solver ranks hold rows of a periodic field and take steps of the heat equation, with messages to their neighbors. The
-trainer sleeps for as long as 20 steps take after each snapshot, so that cores are left to the solver. The solver takes
+trainer sleeps for as long as 20 steps take after each snapshot, which leaves the cores to the solver. The solver takes
 turns: some steps without the bridge, and as many with a snapshot sent after each. Rank 0 prints the medians, and writes
 them to results/coupling.json.
 """

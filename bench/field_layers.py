@@ -24,8 +24,8 @@ __all__ = ["ROWS", "measure_layers", "tables"]
 
 
 class Row(NamedTuple):
-    """A layer of both libraries. repeat: how often it stands in the model. trains: whether it has parameters. layout:
-    that of the arrays, where it is not PyTorch's: fsdpx is given one sample on a grid, and PyTorch a view."""
+    """A layer in both libraries. repeat: how often the model contains it. trains: whether it has parameters. layout:
+    layout of the arrays if it is not PyTorch's; fsdpx then gets one sample on a grid, and PyTorch a view."""
 
     name: str
     shape: tuple[int, ...]

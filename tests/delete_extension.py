@@ -1,13 +1,13 @@
-"""Delete an extension and its tests in a copy of the checkout, and run the core there: a training job, requests for
-what is gone, and the tests of the core.
+"""Delete an extension and its tests in a copy of the checkout, and run the core there: a training job, requests for the
+deleted extension, and the tests of the core.
 
     python tests/delete_extension.py                           # compression, elastic, moe, offload and plan, in turn
     python tests/delete_extension.py moe -- -n 2               # one of them; the rest is for pytest
     python tests/delete_extension.py -- --collect-only -q      # only import the tests, which takes a minute
 
-The copy is of what git tracks, with the changes of the working tree. Tests that use the extension are skipped, and the
-table counts them. The status is not 0 if the job fails, if a request for what is gone does not name the missing module,
-or if a test fails that does not name what it needs."""
+The copy contains the files that git tracks, with the changes of the working tree. Tests that use the extension are
+skipped, and the table counts them. The exit status is nonzero if the job fails, if a request for the deleted extension
+does not name the missing module, or if a test fails without naming a missing module."""
 
 import argparse
 import os
@@ -49,7 +49,7 @@ REQUESTS = {
         "fsdpx.dry_run(nn.Linear(2, 2), ranks=2)",
     ),
 }
-"""Extension -> expressions that ask for it."""
+"""Extension -> expressions that request it."""
 ALONE = """import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
 """
@@ -67,8 +67,8 @@ def copy_checkout(folder: Path) -> None:
 
 
 def list_failed_programs(name: str, place: str, environment: dict[str, str]) -> list[str]:
-    """Run the job and the requests for this extension in the copy. Return what failed: the job, or a request whose
-    error is not one of fsdpx that names the missing module."""
+    """Run the job and the requests for this extension in the copy. Return the failures: the job, or requests that do
+    not raise an error of fsdpx that names the missing module."""
     failed = []
     for program in (JOB, *REQUESTS.get(name, ())):
         command = [sys.executable, "-c", TRAIN + program]

@@ -21,7 +21,8 @@ def package_of(name: str) -> str:
 
 
 def named_by_the_core() -> list[str]:
-    """Extensions whose modules are imported by name only when they are used, even if their own tests are not there."""
+    """Return the extensions whose modules are imported by name only when they are used, even if their own tests are
+    missing."""
     package = TESTS.parent / "fsdpx"
     tables = "core/base/extensions.py", "__init__.py", "nn/__init__.py"
     texts = [(package / table).read_text() for table in tables]

@@ -18,18 +18,18 @@ __all__ = ["TRANSPORTS", "Ranks", "in_turn"]
 TRANSPORTS = ["node", "mpi"]
 """Shared memory of the host, and messages alone."""
 SPINS_WITHOUT_CORE = 32
-"""How often a rank looks before it sleeps, where ranks take all cores: with more, looking takes half of the time."""
+"""Number of polls before a rank sleeps, if ranks use all cores. With more, polling takes half of the time."""
 
 
 def in_turn(items: list[pytest.Item], size: int) -> list[pytest.Item]:
-    """Leaves out two thirds of the dtypes that the contract of communicators is tried with, others for each transport
-    and each number of ranks, and one of the two transports of tests above communicators, the other one with two
-    ranks more. Tests of extensions and commands run on two, three and four ranks, and each on either one or five.
-    `--hypothesis-profile=thorough` tries all of them.
+    """Deselect tests that other numbers of ranks run. Of the dtypes in the contract of communicators, each transport
+    and number of ranks gets a different third. Tests above communicators use one of the two transports, and the other
+    one with two more ranks. Tests of extensions and commands run on two, three and four ranks, and each on either one
+    or five. `--hypothesis-profile=thorough` runs all.
 
-    A dtype chooses what adds two numbers and how many bytes they take, the number of ranks who has which elements, and
-    the transport how bytes travel. Each test still sees every two of the three together: each dtype on each number of
-    ranks, on a third of the transports, and each dtype on each transport, on a third of the numbers of ranks."""
+    The dtype determines the addition and the bytes per element, the number of ranks which rank has which elements, and
+    the transport how bytes are sent. Each pair of these three still occurs: each dtype on each number of ranks, with a
+    third of the transports, and each dtype with each transport, on a third of the numbers of ranks."""
     classes = list(dict.fromkeys(getattr(item, "cls", None) for item in items))
     names: dict[str, int] = {}
     kept = []

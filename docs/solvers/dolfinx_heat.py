@@ -1,4 +1,5 @@
-"""Heat by dolfinx, and a network that learns its steps on the same ranks: mpiexec -n 4 python dolfinx_heat.py heat"""
+"""Heat equation in dolfinx, and a network that learns its steps on the same ranks: mpiexec -n 4 python dolfinx_heat.py
+heat"""
 
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ SQUARES, STEPS, DT = 16, 10, 1e-4
 
 
 def read_mesh(comm):
-    """The mesh, of which rank 0 has all nodes and triangles, as from a file; dolfinx distributes them."""
+    """Make the mesh from nodes and triangles on rank 0, as read from a file; dolfinx distributes them."""
     rng, at = np.random.default_rng(0), np.arange((SQUARES + 1) ** 2).reshape(SQUARES + 1, SQUARES + 1)
     points = np.stack(np.divmod(at, SQUARES + 1), axis=-1) / SQUARES
     points[1:-1, 1:-1] += rng.uniform(-0.2, 0.2, (SQUARES - 1, SQUARES - 1, 2)) / SQUARES
@@ -50,7 +51,7 @@ class Heat:
 
 
 def main(comm, folder):
-    """Ten steps; those of a job before are in `folder`, the state of the solver among them."""
+    """Run ten steps. If `folder` has the state of an earlier job, continue from it."""
     mesh = read_mesh(comm)
     space = fem.functionspace(mesh, ("Lagrange", 1))
     heat, at = Heat(space), space.tabulate_dof_coordinates()[:, :2]

@@ -1,8 +1,9 @@
-"""A solver in Fortran on all ranks but one, which learns its step: mpiexec -n 3 python fortran_heat.py heat.so
+"""A Fortran solver on all ranks but one, and a network on the last rank that learns the solver's step: mpiexec -n 3
+python fortran_heat.py heat.so
 
-Fortran's arrays are passed by pointer, in their own order of dims: a NumPy array of order "F" is u(x, y) in Fortran.
+Arrays are passed to Fortran by pointer, in Fortran's order of dims: a NumPy array of order "F" is u(x, y) in Fortran.
 For C, use order "C" and the layout "yx". A Fortran routine that communicates takes the integer `comm.py2f()`. A Fortran
-program that calls Python passes its integer to `MPI.Comm.f2py(integer)`, and a C program that of `MPI_Comm_c2f(comm)`.
+program that calls Python passes its integer to `MPI.Comm.f2py(integer)`, and a C program passes `MPI_Comm_c2f(comm)`.
 """
 
 import ctypes

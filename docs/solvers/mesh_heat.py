@@ -1,4 +1,5 @@
-"""Heat on an unstructured mesh, and a network that learns its steps on the same ranks: mpiexec -n 4 python mesh_heat.py
+"""Heat equation on an unstructured mesh, and a network that learns its steps on the same ranks: mpiexec -n 4 python
+mesh_heat.py
 
 Linear finite elements on triangles: each rank has some triangles, and ranks share the nodes between them."""
 
@@ -12,7 +13,7 @@ SQUARES, STEPS, DT = 24, 60, 5e-5
 
 
 def make_cells(rank, size):
-    """The triangles of this rank, as global numbers of their nodes, and the coordinates of all nodes."""
+    """Return this rank's triangles, as global numbers of their nodes, and the coordinates of all nodes."""
     at = np.arange((SQUARES + 1) ** 2).reshape(SQUARES + 1, SQUARES + 1)
     points = np.stack(np.divmod(at, SQUARES + 1), axis=-1) / SQUARES
     inside = SQUARES - 1, SQUARES - 1, 2
@@ -25,7 +26,7 @@ def make_cells(rank, size):
 
 
 class Heat:
-    """The solver: u at the nodes of this rank's triangles, of which some belong to other ranks as well."""
+    """The solver. u has the values at the nodes of this rank's triangles, which may be shared with other ranks."""
 
     def __init__(self, comm):
         cells, points = make_cells(comm.rank, comm.size)

@@ -62,7 +62,7 @@ def test_ghost_cells_and_walls_are_what_a_network_learns_with() -> None:
 
 
 def test_a_solver_in_fortran_sends_its_field_to_a_trainer(tmp_path: Path) -> None:
-    """The same heat and losses on 1 and 3 solver ranks, and the heat of NumPy."""
+    """Heat and losses are equal on 1 and 3 solver ranks, and the heat equals NumPy's."""
     compiler = shutil.which("gfortran")
     if compiler is None:
         pytest.skip("no gfortran")

@@ -1,4 +1,4 @@
-"""Weights of MeshGraphNets of other projects give the outputs that they give there."""
+"""MeshGraphNets with weights of other projects have the same outputs as there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def aggregate(values: Any) -> Any:
 
 
 class Mlp(torch.nn.Module):
-    """As in PhysicsNeMo, with a name for each layer."""
+    """MLP as in PhysicsNeMo, with a name for each layer."""
 
     def __init__(self, inputs: int, outputs: int, norm: bool = True) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mlp(torch.nn.Module):
 
 
 class SumMlp(torch.nn.Module):
-    """The first matrix in three parts."""
+    """MLP whose first matrix is split into three parts."""
 
     def __init__(self) -> None:
         super().__init__()

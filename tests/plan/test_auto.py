@@ -22,7 +22,8 @@ from fsdpx.plan.measuring import format_machine_file
 X = ((16, 8), "int64")
 PLAIN: dict[str, Any] = {"batch": None, "memory": None}
 NARROW: dict[str, Any] = {"mesh": fsdpx.Mesh(), "microbatches": 2}
-"""Fixed where a test is not about what is found: a third of the search."""
+"""Options that are fixed in tests that do not depend on the search result; the search then takes a third of the
+time."""
 TOKENS = np.arange(128).reshape(16, 8) % 64
 
 
@@ -72,9 +73,7 @@ def test_ranks_take_what_the_plan_finds_and_train(capsys: pytest.CaptureFixture[
     words, losses = reports[0]
     best = found.best_candidate
     assert words.startswith(f"{best.python_text}; predicted: {best.prediction.seconds:.4g} s per step and ")
-    assert (
-        f"on 3 ranks of ethernet-10g; the fastest of {len(found.candidates)} configurations within 1.00 GiB" in words
-    )
+    assert f"on 3 ranks of ethernet-10g; the fastest of {len(found.candidates)} configurations within 1.00 GiB" in words
     assert capsys.readouterr().err.count(f"fsdpx: strategy='auto': {words}\n") == 1
     alone = spawn(lambda comm: stepped(auto(comm, strategy="ddp", **PLAIN)), 1)
     np.testing.assert_allclose(losses, alone[0], rtol=1e-5)

@@ -99,7 +99,8 @@ def test_every_preset_at_every_number_of_ranks(
 
 @pytest.mark.parametrize("source", few(["3D", "one", "fsdp 3"], 3))
 def test_every_mesh_loads_what_another_saved(source: str, tmp_path: Path) -> None:
-    """Also the optimizer: saved again, all files are the same. One rank and 3D load on half of the meshes each."""
+    """This covers the optimizer too: saving again gives identical files. One rank and 3D each load on half of the
+    meshes."""
     everywhere(source, saved, source, tmp_path / "a")
 
     def again(comm: Communicator, name: str) -> int:

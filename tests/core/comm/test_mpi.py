@@ -75,7 +75,8 @@ class TestContractGuarded(OnEveryRank):
 
 
 def test_a_new_reduction_needs_no_row_elsewhere(world, monkeypatch):
-    """MPI is not asked for what is combined in rank order, also by a verb that only CALL_SPECS says reduces."""
+    """Reductions in rank order do not use MPI's reductions, even for a verb that only CALL_SPECS marks as a
+    reduction."""
     from fsdpx.core.comm.mpi import mpi
 
     asked = []

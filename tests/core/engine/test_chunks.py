@@ -29,7 +29,8 @@ PLACES = [
     ("ddp", 1), ("fsdp", 2), ("zero2", 2), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("fsdp", 3), ("hybrid", 4),
     ("zero1", 4), ("ddp", 5), ("fsdp", 5), ("hybrid", 6), ("fsdp", 8), ("zero2", 8), ("hybrid", 8),
 ]  # fmt: skip
-"""Each strategy where 8 chunks come out even and where they do not. Every other one has each strategy once or more."""
+"""Each strategy runs with numbers of ranks that do and do not divide 8 chunks. The other cases have each strategy at
+least once."""
 
 
 @pytest.mark.parametrize("case", ["mlp", "gpt"])

@@ -142,7 +142,8 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def updating(at: int) -> list[str]:
-    """Those whose rules differ in every place; of the others, which change elements as these do, one by turns."""
+    """Return the optimizers whose rules differ in every place, and in turns one of the others, which update elements in
+    the same way."""
     others = ("adam", "lion", "sgd")
     return [name for name in OPTIMIZERS if name not in others or name == others[at % len(others)]]
 

@@ -178,7 +178,7 @@ def test_callbacks_are_called_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("kind", ["loader", "list", "iterator"])
 def test_an_epoch_counts_when_steps_end_with_its_last_batch(kind: str, tmp_path: Path) -> None:
-    """An epoch has 3 batches, and runs end by `steps`; an iterator cannot tell that its last batch was the last."""
+    """An epoch has 3 batches, and `steps` ends the runs. An iterator does not know which of its batches is the last."""
 
     def run(comm: Communicator, steps: int, folder: Path) -> Any:
         trainer, notes = make(comm, "mlp"), Notes()

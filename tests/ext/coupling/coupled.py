@@ -15,18 +15,18 @@ SOLVER_LAYOUT, TRAINER_LAYOUT = "yxc", "cxy"
 
 
 def whole_field(number: int, channels: int = 2) -> np.ndarray:
-    """The snapshot of this number on all cells, in the solver's layout."""
+    """Return snapshot `number` of the whole field, in the solver's layout."""
     return np.random.default_rng(number).standard_normal((*SHAPE, channels))
 
 
 def cut(n: int, parts: int, seed: int) -> list[int]:
-    """Sizes of uneven parts, of which some may be empty."""
+    """Return the sizes of uneven parts, some of which may be empty."""
     ends = np.sort(np.random.default_rng(seed).integers(0, n + 1, parts - 1))
     return np.diff([0, *ends, n]).tolist()
 
 
 def solver_grid(comm: Any, seed: int = 0) -> fsdpx.Grid:
-    """Rows of the field, or with 4 ranks parts along both dims, with ghost cells."""
+    """Make the solver's grid with ghost cells: rows of the field or, with 4 ranks, parts along both dims."""
     dims = (2, 2) if comm.size == 4 else (comm.size, 1)
     at = np.unravel_index(comm.rank, dims)
     cells = [cut(n, d, seed)[i] for n, d, i in zip(SHAPE, dims, at, strict=True)]
@@ -34,7 +34,7 @@ def solver_grid(comm: Any, seed: int = 0) -> fsdpx.Grid:
 
 
 def trainer_grid(comm: Any, seed: int = 1, layout: str = TRAINER_LAYOUT) -> fsdpx.Grid:
-    """Columns of the field, in another order of dims."""
+    """Make the trainer's grid: columns of the field, with another order of dims."""
     columns = cut(SHAPE[1], comm.size, seed)[comm.rank]
     return fsdpx.Grid(comm, (columns, SHAPE[0]), dims=(comm.size, 1), layout=layout)
 
@@ -53,12 +53,12 @@ def couple(
 
 
 def with_ghosts(grid: fsdpx.Grid, whole: np.ndarray) -> np.ndarray:
-    """The part of a rank of the solver, whose ghost cells are NaN."""
+    """Return this solver rank's part, with NaN in the ghost cells."""
     return np.pad(grid.take_local(whole), ((1, 1), (1, 1), (0, 0)), constant_values=np.nan)
 
 
 def check_snapshot(grid: fsdpx.Grid, snapshot: Any) -> None:
-    """All of it is of the number that its scalars name."""
+    """Check that all fields of a snapshot have the number in its scalars."""
     whole = whole_field(snapshot.scalars["step"])
     u, mean = snapshot.fields
     np.testing.assert_array_equal(u, grid.take_local(whole.transpose(2, 1, 0)))

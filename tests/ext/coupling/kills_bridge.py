@@ -1,4 +1,4 @@
-"""Jobs whose solver ranks or training ranks are killed while they exchange fields: none hangs. `python kills_bridge.py
+"""Kill solver ranks or training ranks while they exchange fields, and check that no job hangs: `python kills_bridge.py
 20`.
 
 Two solver ranks and two training ranks under mpiexec send and receive without end. A random one is killed at a random
@@ -26,11 +26,11 @@ from trials import MPIEXEC, environment, none_left  # noqa: E402
 RANKS, PATIENCE_SECONDS = 4, 60.0
 MODES = ("lockstep", "queue", "latest")
 ENDINGS = ("killed", "unclosed")
-"""What a rank does: exchange until it is killed, or, on the solver, end without closing the bridge."""
+"""What ranks do: exchange until they are killed or, on the solver, end without closing the bridge."""
 
 
 def exchange(mode: str, ending: str) -> None:
-    """What each rank does. Rank 0 prints the process numbers when all have begun."""
+    """Exchange fields on this rank. Rank 0 prints the process IDs when all ranks have started."""
     comm = fsdpx.init()
     trains = comm.rank >= RANKS // 2
     part = comm.split(int(trains))
@@ -64,7 +64,7 @@ def start(jobs: Path, mode: str, ending: str) -> "subprocess.Popen[str]":
 
 
 def kill_one(jobs: Path, mode: str, chance: random.Random) -> tuple[int, float]:
-    """Start a job, kill a rank of it, and return which one and how many seconds the job took to end."""
+    """Start a job and kill one of its ranks. Return the rank and the seconds until the job ended."""
     with start(jobs, mode, "killed") as job:
         assert job.stdout is not None
         line = job.stdout.readline()

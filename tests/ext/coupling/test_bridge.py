@@ -1,4 +1,4 @@
-"""Bridges between solver ranks and training ranks that are threads: what arrives, who waits, and how it ends."""
+"""Bridges between solver ranks and training ranks that are threads: received fields, waiting, and closing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def net() -> nn.Layer:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sides", SIDES)
 def test_both_sides_receive_the_bits_that_the_other_one_sends(sides: tuple[int, int], mode: str) -> None:
-    """Fields go to the trainer, and its answer and its weights to the solver, between uneven and empty parts."""
+    """Send fields to the trainer, and fields and weights back to the solver, between uneven and empty parts."""
 
     def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
         numbers, network = [], net().as_distributed(comm=part, precision="float64")
@@ -101,7 +101,7 @@ def test_the_solver_is_as_far_ahead_as_the_depth_allows(mode: str, depth: int | 
 
 
 def test_ranks_of_the_solver_that_are_steps_apart_send_the_same_snapshot() -> None:
-    """Rank 0 has gone past the snapshot that the trainer wants; the trainer asks again, for a later one."""
+    """Rank 0 has already passed the snapshot that the trainer requests, so the trainer requests a later one."""
 
     def run(comm: Communicator) -> Any:
         turn, trains = comm.subgroup(range(3)), comm.rank == 2

@@ -1,4 +1,4 @@
-"""Jobs of solver ranks and training ranks of which one is killed, or ends too early."""
+"""Jobs of solver ranks and training ranks in which one rank is killed or ends too early."""
 
 import random
 from pathlib import Path

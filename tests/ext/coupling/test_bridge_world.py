@@ -1,4 +1,4 @@
-"""Bridges between processes of MPI, at whatever number of ranks there are."""
+"""Bridges between MPI processes, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ranks_of_mpi_exchange_fields_and_weights(world: Communicator, mode: str
 
 
 def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, mode: str) -> float:
-    """Returns the last weight."""
+    """Send fields and return the last weight."""
     step, weights, wait = 0, {}, mode != "latest"
     while not bridge.agree_on_end() if mode == "latest" else step < 6:
         send_step(bridge, grid, step)

@@ -1,4 +1,4 @@
-"""Buffers of samples that lie over ranks: what they keep, what they draw, and how they are saved."""
+"""Replay buffers over ranks: which samples they keep, draw and save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V = (U[..., 0] * 7).astype(np.float32)
 
 
 def rows(comm: Communicator) -> fsdpx.Grid:
-    """Of 3 ranks, the last one has no cells."""
+    """Make a grid of rows. With 3 ranks, the last one has no cells."""
     own = cut(SHAPE[0], comm.size, 3)[comm.rank]
     return fsdpx.Grid(comm, (own, SHAPE[1]), dims=(comm.size, 1), layout="yxc")
 
@@ -38,7 +38,7 @@ def filled(grid: fsdpx.Grid, policy: Any, count: int, capacity: int = 6) -> data
 
 
 def check_batch(grid: fsdpx.Grid, batch: Any) -> None:
-    """Each sample has the fields of its number."""
+    """Check that each sample has the fields of its number."""
     for k, u, v in zip(batch.ids, *batch.fields, strict=True):
         np.testing.assert_array_equal(u, grid.take_local(U[k]))
         np.testing.assert_array_equal(v, grid.take_local(V[k]))

@@ -1,4 +1,4 @@
-"""A flow on the faces of a grid: a model, and what a training of it gives."""
+"""A flow on the faces of a grid: a model, and functions that train it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BOUNDS = np.cumsum([0.0, *rng.uniform(0.5, 1.5, NX)])
 
 
 def flow_model() -> nn.Layer:
-    """Velocities on faces and a pressure on cells give new velocities on faces. A convolution reads faces as well."""
+    """Make a model that maps velocities on faces and a pressure on cells to new velocities on faces. A convolution
+    reads faces as well."""
     nodes = {
         "near": (nn.Conv2d(1, 1, 3, padding=1, padding_mode="replicate"), "u"),
         "uc": (nn.FacesToCells(1), "near"),
@@ -44,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def trained(comm: Communicator, dims: tuple[int, int], cuts: Any, shared: bool = False) -> Any:
-    """Losses of two steps, parameters, and the gathered velocities of the next step."""
+    """Return the losses of two steps, the parameters, and the gathered velocities of the next step."""
     return trained_on(grid_at(comm, dims, cuts, layout="yx"), shared, comm=comm)
 
 

@@ -33,7 +33,7 @@ def test_latitude_weights_are_those_of_weatherbench() -> None:
 
 
 def test_weighted_losses_are_those_of_the_whole_field() -> None:
-    """Five steps on any parts, also empty ones, with the volumes of each part."""
+    """Five steps on any partition, including empty parts, with the volumes of each part."""
     widths = np.random.default_rng(0).uniform(0.1, 3.0, 7), data.compute_latitude_weights(np.linspace(-75, 75, 6))
     u = np.random.default_rng(1).standard_normal((7, 6, 1))
     whole = data.compute_cell_volumes(widths)

@@ -100,13 +100,14 @@ def test_derivatives_are_adjoint(dims: tuple[int, ...]) -> None:
 
 
 def bounds(n: int, ends: tuple[float, float] = (0.0, 1.0)) -> np.ndarray:
-    """Of cells whose widths change smoothly."""
+    """Return the bounds of cells whose widths change smoothly."""
     at = np.linspace(0.0, 1.0, n + 1)
     return ends[0] + (ends[1] - ends[0]) * (at + 0.1 * np.sin(2 * np.pi * at))
 
 
 def test_stretched_derivatives_are_exact_for_polynomials_and_of_their_order() -> None:
-    """Positions of values or bounds of cells, which may decrease; inside, NumPy's gradient, which has that formula."""
+    """Positions of values, or bounds of cells, may decrease. In the interior, results equal NumPy's gradient, which
+    uses the same formula."""
     edges = bounds(12, (3.0, -1.0))
     at = (edges[1:] + edges[:-1]) / 2
     x = noise(1, 2, 12)

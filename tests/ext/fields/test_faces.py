@@ -1,4 +1,4 @@
-"""Values on cells and on faces: means, differences and divergences, over any parts."""
+"""Values on cells and on faces: means, differences and divergences, on any partition."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bounds_of(n: int) -> np.ndarray:
 
 
 def padded(x: np.ndarray, dim: int, mode: Any) -> np.ndarray:
-    """With one value more at each end."""
+    """Return x padded with one value at each end."""
     if mode == "circular":
         return np.concatenate([x.take([-1], dim), x, x.take([0], dim)], dim)
     ends = []
@@ -40,7 +40,7 @@ def padded(x: np.ndarray, dim: int, mode: Any) -> np.ndarray:
 
 
 def to_faces(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces: str, mode: Any) -> np.ndarray:
-    """The formulas in NumPy. Walls have beyond them a cell like that beside them."""
+    """The formulas in NumPy. Beyond a wall, the adjacent cell is repeated."""
     shape = [-1 if i == dim else 1 for i in range(x.ndim)]
     h = np.pad(widths, 1, "wrap" if mode == "circular" else "edge").reshape(shape)
     wide, n = padded(x, dim, mode), x.shape[dim]
@@ -61,7 +61,7 @@ def to_cells(x: np.ndarray, dim: int, widths: np.ndarray, derivative: int, faces
 
 @pytest.mark.parametrize("dims", [*GRIDS, (1, 4)], ids=str)
 def test_moves_are_their_formulas_over_any_parts(dims: tuple[int, ...]) -> None:
-    """Also where a rank has no cells; values and gradients; each move and its gradient are adjoint."""
+    """Compare values and gradients, also on ranks without cells. Forward and backward of each layer are adjoint."""
     for number, (faces, mode) in enumerate(KINDS):
         for derivative, stretched in itertools.product((0, 1), (False, True)):
             dim = (number + derivative) % len(dims)
@@ -103,7 +103,7 @@ def test_they_are_adjoint_under_the_widths(faces: str, mode: str) -> None:
 
 @pytest.mark.parametrize("dims", [(1, 1), (2, 2), (1, 5)], ids=str)
 def test_divergence_of_fluxes(dims: tuple[int, int]) -> None:
-    """Of several vectors in one array, and, on walls, of one array for each dim; nothing is lost in a closed box."""
+    """Several vectors in one array and, with walls, one array per dim. In a closed box, the total is conserved."""
     y, x = bounds_of(7), bounds_of(5)
     flux = normal(2, 4, 7, 5)
     layer = nn.FaceDivergence(2, (y, x), "low", ("zeros", "circular"), along=(1, 0))

@@ -1,4 +1,4 @@
-"""Weighted sums of losses: values, parts of fields, batches split in any way, metrics and how they print."""
+"""Weighted sums of losses: values, parts of fields, any split of a batch, metrics and text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def fields(name: str, samples: int = 4) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs and targets; more is missing from some targets than from others."""
+    """Return outputs and targets. The share of missing values differs between targets."""
     y, target = noise(samples, 3, *CELLS), noise(samples, 3, *CELLS, seed=1) + 2
     if name == "missing":
         target[0, :, :3] = np.nan
@@ -104,7 +104,7 @@ def test_how_sums_print() -> None:
 
 
 def test_losses_around_others_say_whether_targets_may_be_nan() -> None:
-    """Else an error about NaN blames the target."""
+    """Otherwise, an error about NaN would name the target."""
     for skipna in (False, True):
         loss = nn.L1Loss(skipna=skipna)
         around = [2 * loss, nn.PhysicsLoss(loss, nn.Tanh()), nn.MultiOutputLoss(loss), NodeLoss(loss)]
@@ -114,7 +114,7 @@ def test_losses_around_others_say_whether_targets_may_be_nan() -> None:
 
 
 def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> Any:
-    """Losses, the parameters and two metrics of three steps on four samples."""
+    """Return losses, parameters and two metrics of three steps on four samples."""
     x, target = fields(name)
     if dims is not None:
         cuts, place = random_cuts(CELLS, dims), place_of(comm.rank, dims)
@@ -134,7 +134,8 @@ def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> A
 
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_does_not_depend_on_how_samples_are_split(name: str) -> None:
-    """Over ranks, microbatches, stages of a pipeline and parts of fields; as a metric it is the validation loss."""
+    """Split over ranks, microbatches, pipeline stages and parts of fields. As a metric, the sum equals the validation
+    loss."""
     ((want, last, metrics),) = spawn(lambda comm: losses(comm, name), 1)
     assert metrics == pytest.approx({"sum": last, "twice": 2 * last}, rel=1e-12)
     runs = [
@@ -151,7 +152,7 @@ def test_a_sum_does_not_depend_on_how_samples_are_split(name: str) -> None:
 
 
 def test_labels_that_are_ignored_leave_each_sample_its_share() -> None:
-    """Classes of tokens, of which one sample has fewer, beside PyTorch."""
+    """Classes of tokens, one sample with fewer tokens, compared with PyTorch."""
     torch = pytest.importorskip("torch")
     y, labels = noise(3, 4, 5), np.array([[1, 2, 0, 4], [-100, 3, -100, -100], [0, 0, -100, 1]])
     loss = nn.CrossEntropyLoss() + 0.5 * nn.CrossEntropyLoss(label_smoothing=0.1)

@@ -1,5 +1,4 @@
-"""Padding that differs between the two ends of a dim: walls of a given value or without gradient beside periodic
-ones."""
+"""Padding that differs between the two ends of a dim, or between dims: given values, zero gradient, periodic."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def padded(x: np.ndarray, padding: Any, modes: Any) -> np.ndarray:
-    """By NumPy, one end after the other; the width of a reflection or of a period is that of the field."""
+    """Pad with NumPy, one end after the other. Reflections and periods use the width of the field."""
     for dim, (widths, sides) in enumerate(zip(padding, modes, strict=True), 2):
         ends = []
         for number, (width, side) in enumerate(zip(widths, sides, strict=True)):
@@ -71,7 +70,7 @@ def test_each_end_is_padded_as_by_numpy_over_any_parts(dims: int, data: st.DataO
 
 @pytest.mark.parametrize("dims", GRIDS, ids=str)
 def test_a_convolution_pads_each_end(dims: tuple[int, ...]) -> None:
-    """As PyTorch does that is given the padded field: strides, dilations, groups, and one rank or many."""
+    """Equal to PyTorch on the padded field, with strides, dilations and groups, on one rank or many."""
     torch = pytest.importorskip("torch")
     many, sizes = len(dims), SIZES[len(dims)]
     for stride, dilation, groups in ((1, 1, 1), (2, 1, 2), (1, 2, 1)):
@@ -92,8 +91,8 @@ def test_a_convolution_pads_each_end(dims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (5, 1)], ids=str)
 @pytest.mark.parametrize("ghosts", [0, ((1, 0), (1, 1))], ids=str)
 def test_five_steps_with_walls_are_those_of_one_process(dims: tuple[int, int], ghosts: Any) -> None:
-    """A U-Net and the first layer beside it. Where the solver has ghost cells, they are what it gives there; there
-    are none beyond the upper wall, where the first layer pads with the wall's value."""
+    """A U-Net with another first layer. The first layer reads the solver's ghost cells. Beyond the upper wall there are
+    none, so it pads with the wall's value."""
     walls = ((300.0, 1.5), "circular")
     net = nn.Sequential(
         nn.Conv2d(1, 2, 3, padding=1, padding_mode=walls), nn.UNet(2, 1, 2, 2, 1, (("replicate", 0.5), "circular"))

@@ -1,4 +1,4 @@
-"""Rollouts with histories, constants, forcing, scalars and noise: as PyTorch computes them, and on any parts."""
+"""Rollouts with histories, constants, forcing, scalars and noise: equal to PyTorch, and on any partition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ INPUTS = (FIRST, FORCING, TIMES, NUMBERS)
 
 
 def net(padding: str = "circular") -> nn.Layer:
-    """Two states and a constant, forcing and a number of each step, and two numbers of all steps."""
+    """Make a net that reads two states, a constant, forcing and a scalar of each step, and two scalars of all steps."""
     nodes: dict[str, Any] = {
         "all": (nn.Concat(1), "u", "f"),
         "numbers": (nn.Concat(1), "t", "s"),
@@ -102,7 +102,7 @@ GHOSTS = 1
 def trained(
     comm: Communicator, kind: str, dims: Sequence[int] = (), cuts: Cuts = (), ghosts: int = 0, **more: Any
 ) -> Any:
-    """Two steps, a prediction and the gradients of the inputs, on this rank's parts. more: options."""
+    """Train two steps, predict, and compute the gradients of the inputs on this rank's parts. more: options."""
     at = place_of(comm.rank, dims) if dims else []
     if dims:
         more["domain"] = grid_at(comm, dims, cuts, layout="cyx", ghosts=ghosts, periods=(True, False))
@@ -145,7 +145,7 @@ def compare(found: Any, cuts: Cuts, wanted: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ghosts", [0, GHOSTS])
 def test_rollouts_on_any_parts(kind: str, ghosts: int) -> None:
-    """Each kind with ghost cells on two of the grids, and without on the others."""
+    """Each kind runs with ghost cells on two of the grids, and without them on the others."""
     grids = ((2, 1), 0), ((1, 3), 1), ((5, 1), 1), ((2, 2), 1)
     for dims, seed in grids[(list(KINDS).index(kind) + ghosts) % 2 :: 2]:
         cuts = cuts_of(SHAPE, dims, seed).cuts
@@ -162,7 +162,8 @@ def test_rollouts_on_any_parts(kind: str, ghosts: int) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "noise"])
 def test_ghost_cells_have_the_gradient_of_central_differences(kind: str) -> None:
-    """Beyond walls they are read by all steps, and elsewhere by the first, unless noise replaces them."""
+    """All steps read ghost cells beyond walls. Only the first step reads other ghost cells, unless noise replaces
+    them."""
     grid = fsdpx.Grid(
         make_single_rank_communicator(), SHAPE, dims=(1, 1), layout="cyx", ghosts=1, periods=(True, False)
     )
@@ -204,7 +205,7 @@ def test_noise_is_gaussian_and_of_training_alone() -> None:
 
 
 def test_a_net_of_whole_numbers_and_of_samples() -> None:
-    """A class of each sample that an Embedding looks up, without a grid; its gradient is None."""
+    """A class of each sample, read by an Embedding, without a grid. Its gradient is None."""
     nodes = {"e": (nn.Embedding(5, 3), "label"), "sum": (nn.Add(), "x", "e")}
     model = nn.Rollout(nn.Graph(nodes, inputs=("x", "label"), outputs=("sum",)), 2)
     trainer = model.as_distributed(precision="float64")
@@ -216,7 +217,7 @@ def test_a_net_of_whole_numbers_and_of_samples() -> None:
 
 
 def test_files_give_what_a_rollout_takes(tmp_path: Path) -> None:
-    """States, constants and forcing of HDF5, by name: parts train as the whole does."""
+    """States, constants and forcing from HDF5, by name: parts train like the whole field."""
     h5py, dims = pytest.importorskip("h5py"), (2, 2)
     u, sun = RNG.standard_normal((2, 9, *SHAPE)), RNG.standard_normal((2, 9, *SHAPE, 2))
     with h5py.File(tmp_path / "run.h5", "w") as file:

@@ -1,4 +1,4 @@
-"""Models that take scalars and several fields, and give fields and scalars: on any parts as on one process."""
+"""Models with scalars and several fields as inputs and outputs: results on any partition equal those of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TERRAIN, VOLUMES = RNG.standard_normal((2, *SHAPE)), RNG.random(SHAPE)
 
 
 def net(terrain: np.ndarray, volumes: np.ndarray, norm: nn.Layer | None = None) -> nn.Layer:
-    """All that meets scalars: they are embedded, mixed, spread over cells, and made of fields."""
+    """Make a model that embeds and mixes scalars, broadcasts them to cells, and computes scalars from fields."""
     nodes: dict[str, Any] = {
         "static": (nn.StaticChannels(terrain), "u"),
         "all": (nn.Concat(1), "static", "forcing"),
@@ -56,7 +56,7 @@ def options(comm: Communicator, **more: Any) -> dict[str, Any]:
 
 
 def trained(comm: Communicator, dims: Sequence[int] = (), cuts: Cuts = (), place: Any = None, **more: Any) -> Any:
-    """Two steps and what follows: numbers that all ranks share, and the parts of fields with where they lie."""
+    """Train two steps. Return values that are equal on all ranks, and parts of fields with their positions."""
     rank, samples = place or (comm.rank, slice(None))
     at = place_of(rank, dims) if dims else []
     if dims:
@@ -111,7 +111,7 @@ def test_scalars_and_fields_on_any_parts(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kind", ["members", "pipe"])
 def test_each_member_and_each_stage_has_its_scalars(kind: str) -> None:
-    """Two fields at once, each on two ranks; or two stages of a pipeline, each on two ranks."""
+    """Two fields, each on two ranks; or two pipeline stages, each on two ranks."""
     cuts = even(SHAPE, (2, 1))
 
     def run(comm: Communicator) -> Any:
@@ -128,7 +128,7 @@ def test_each_member_and_each_stage_has_its_scalars(kind: str) -> None:
 
 
 def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
-    """One field, channels last, its scalars (n,): the same as a batch of one."""
+    """A single channels-last field with scalars (n,) gives the same results as a batch of one sample."""
     cuts = random_cuts(SHAPE, (1, 2))
 
     def run(comm: Communicator) -> Any:
@@ -166,7 +166,7 @@ def test_samples_without_a_dim_of_their_own_and_other_layouts() -> None:
 
 @pytest.mark.parametrize("dims", [(2, 1), (2, 2)], ids=str)
 def test_ghost_cells_are_scaled_and_shifted_too(dims: tuple[int, int]) -> None:
-    """A FiLM before the convolution that reads ghost cells; and a scalar output behind it."""
+    """A FiLM before the convolution that reads ghost cells, and a scalar output after it."""
     wide, cuts = RNG.standard_normal((3, 2, 9, 11)), random_cuts(SHAPE, dims)
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
@@ -229,7 +229,7 @@ def test_layers_compute_what_pytorch_and_papers_say() -> None:
 
 
 def test_several_outputs_of_whole_samples() -> None:
-    """Without a grid the loss of several outputs is one of whole samples, on data ranks and in microbatches."""
+    """Without a grid, a loss of several outputs works on whole samples, on data ranks and in microbatches."""
     x, targets = RNG.standard_normal((6, 3)), (RNG.standard_normal((6, 2)), RNG.standard_normal((6, 4)))
     model = nn.Graph({"a": (nn.Linear(3, 2), "x"), "b": (nn.Linear(3, 4), "x")}, outputs=("a", "b"))
     loss = nn.MultiOutputLoss(nn.MSELoss(), nn.RelativeL2(), loss_weights=(2.0, 0.5))
@@ -256,7 +256,8 @@ def test_several_outputs_of_whole_samples() -> None:
 
 
 def losses_where_targets_lack(comm: Communicator, dims: tuple[int, int], microbatches: int) -> list[float]:
-    """A field and scalars of four samples: NaN in some cells of the first, all of the third, scalars of the last."""
+    """A field and scalars of four samples, with NaN in some cells of the first, in all of the third, and in the scalars
+    of the last."""
     cuts, at = random_cuts(SHAPE, dims), place_of(comm.rank, dims)
     field, scalars = NEXT[:4].copy(), DRAG[:4].copy()
     field[0, :, :2], field[2], scalars[2], scalars[3, 1] = np.nan, np.nan, np.nan, np.nan

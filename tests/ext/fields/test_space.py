@@ -63,7 +63,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
 
 
 def trained(comm: Communicator, name: str, dims: Sequence[int] | None, loss: Any, cuts: Cuts = ()) -> Any:
-    """Losses of two steps, parameters, the prediction of this rank, and where it lies; dims None: without a grid."""
+    """Return the losses of two steps, the parameters, and this rank's prediction and its position. dims None: without a
+    grid."""
     make, shape, _ = MODELS[name]
     fields = np.random.default_rng(1).standard_normal((2, 2, *shape, 2))
     options: dict[str, Any] = {"loss": loss, "optimizer": optim.AdamW(lr=1e-2), "comm": comm, "precision": "float64"}

@@ -330,9 +330,8 @@ WALLS = ["zeros", "reflect", "replicate", "circular"]
 @pytest.mark.parametrize("mode", WALLS)
 @pytest.mark.parametrize("kind", SIDES)
 def test_sides_without_ghost_cells_are_as_without_a_solver(kind: str, mode: str) -> None:
-    """Where a rank brings ghost cells that are those of its neighbors, and elsewhere none, results and gradients are
-    those of the whole field: what is missing comes from its owners, and walls have the layer's padding. On even parts
-    and on uneven ones by turns."""
+    """If a rank passes ghost cells only next to neighbors, results and gradients equal those of the whole field:
+    missing cells come from their owners, and walls get the layer's padding. Even and uneven parts alternate."""
     whole = np.random.default_rng(0).standard_normal((2, *SHAPE, 2))
     net = nn.Sequential(nn.Conv2d(2, 4, (5, 3), padding=(2, 1), padding_mode=mode), *tail(4))
 

@@ -1,4 +1,4 @@
-"""Staggered fields, with one value per face, as inputs and outputs of models over any parts."""
+"""Staggered fields, with one value per face, as inputs and outputs of models, on any partition."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def alone() -> Any:
 @pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (5, 1), (1, 5)], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_flow_on_faces_is_that_of_one_process(alone: Any, dims: tuple[int, int], shared: bool) -> None:
-    """On uneven parts, some of them empty, and with the faces between ranks once or twice; on even parts and on drawn
-    ones by turns."""
+    """Uneven parts, some of them empty, with the faces between ranks stored once or twice. Even and random parts
+    alternate."""
     losses, values, predicted = alone
     assert losses[-1] < losses[0]
     assert [one.shape for one in predicted] == [U.shape, V.shape]
@@ -79,7 +79,7 @@ def test_faces_in_faces_out_with_ghosts_of_the_solver(dims: tuple[int, int], sha
 
 
 def test_faces_are_cut_where_cells_are() -> None:
-    """The last rank with cells has the last face, also if there are ranks without cells behind it."""
+    """The last rank with cells has the last face, even if ranks without cells follow."""
 
     def run(comm: Communicator) -> Any:
         n = (3, 2, 0)[comm.rank]
@@ -100,7 +100,7 @@ def test_faces_are_cut_where_cells_are() -> None:
 
 
 def test_inputs_of_two_resolutions() -> None:
-    """A coarse field beside a fine one: restriction, prolongation, and their parts."""
+    """A coarse and a fine field: restriction, prolongation, and their parts."""
     fine, coarse = np.random.default_rng(1).standard_normal((8, 6)), np.random.default_rng(2).standard_normal((4, 3))
     nodes = {
         "low": (nn.AvgPool2d(2), "fine"), "both": (nn.Concat(1), "low", "coarse"),

@@ -1,4 +1,4 @@
-"""Staggered fields on a Cartesian communicator of MPI, at whatever number of ranks there are."""
+"""Staggered fields on a Cartesian MPI communicator, on any number of ranks."""
 
 from __future__ import annotations
 

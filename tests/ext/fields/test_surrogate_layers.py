@@ -1,4 +1,4 @@
-"""Layers that surrogates of solvers use: over parts of any sizes as on the whole field, and as PyTorch's."""
+"""Layers for surrogate models: results on parts of any sizes equal those on the whole field and PyTorch's."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def shaken(layer: nn.Layer) -> dict[str, np.ndarray]:
-    """Parameters away from zeros and ones."""
+    """Return the layer's parameters, moved away from zeros and ones."""
     return {name: a + 0.3 * noise(*a.shape, seed=5) for name, a in parameters(layer).items()}
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_over_parts_are_those_of_the_whole(name: str) -> None:
-    """Results and all gradients; even, uneven and empty parts on 1 to 5 ranks."""
+    """Compare results and all gradients for even, uneven and empty parts on 1 to 5 ranks."""
     make, (channels, *cells) = LAYERS[name]
     layer, x = make(), noise(2, channels, *cells)
     p, dy = shaken(layer), lambda y: noise(*y.shape, seed=1)
@@ -102,7 +102,7 @@ def test_a_channel_is_dropped_in_all_cells_or_in_none() -> None:
 
 
 def torch_norm(torch: Any) -> Any:
-    """LayerNorm over channels, as torchvision has it."""
+    """Return LayerNorm over channels, as in torchvision."""
 
     class LayerNorm2d(torch.nn.LayerNorm):
         def forward(self, x: Any) -> Any:
@@ -120,7 +120,7 @@ THEIRS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Layer], tuple[int,
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_layers_are_those_of_pytorch(name: str) -> None:
-    """Results, gradients, and names and shapes of parameters."""
+    """Compare results, gradients, and names and shapes of parameters."""
     torch = pytest.importorskip("torch")
     theirs, make, shape = THEIRS[name]
     module, layer, x = theirs(torch).double(), make(), torch.tensor(noise(2, *shape), requires_grad=True)

@@ -155,9 +155,9 @@ def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variabl
 def test_contract_and_training_without_mpi(
     ranks: int, more: list[str], chosen: str, least: int, tmp_path: Path
 ) -> None:
-    """What ranks of MPI pass: the contract over messages, and on one number of ranks each what stands on it: windows of
-    machines with one and two ranks, arrays of a GPU through the host, training on a mesh of any two axes. chosen: for
-    -k. least: tests that pass."""
+    """Run tests that MPI ranks pass: the contract over messages and, on one number of ranks each, tests that build on
+    it: windows on hosts with one and two ranks, GPU arrays through the host, training on a mesh of any two axes.
+    chosen: for -k. least: minimum number of tests that pass."""
     files = ["ext/gloo/test_gloo.py", *more]
     words = ["-m", "world", "-k", chosen, "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
     done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))

@@ -61,7 +61,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def trained(
     comm: Any, name: str, dims: tuple[int, ...], cuts: Any, loss: str, precision: str, device: str
 ) -> list[float]:
-    """Losses of two steps and the sum of a prediction's squares."""
+    """Return the losses of two steps and the sum of squares of a prediction."""
     make, shape, _ = CASES[name]
     fields = np.random.default_rng(1).standard_normal((2, 2, *shape, 2))
     place, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts)
@@ -103,7 +103,8 @@ def test_parts_train_on_a_gpu_as_on_the_host(gpu: str, name: str) -> None:
 
 @pytest.mark.parametrize("of", ["scalars", "rollouts"])
 def test_scalars_and_rollouts_on_a_gpu(gpu: str, of: str) -> None:
-    """All that meets scalars, and a rollout with noise and ghost cells, on uneven parts: the losses of the host."""
+    """Layers with scalars, and a rollout with noise and ghost cells, on uneven parts: losses equal those on the
+    host."""
     cuts = random_cuts(test_scalars.SHAPE if of == "scalars" else test_rollouts.SHAPE, (2, 1))
     run = test_scalars.trained if of == "scalars" else partial(test_rollouts.trained, kind="noise", ghosts=1)
     got, want = (
@@ -115,7 +116,7 @@ def test_scalars_and_rollouts_on_a_gpu(gpu: str, of: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_formats_of_fewer_bits(gpu: str, name: str) -> None:
-    """16 bits, and of every other model float32, whose kernels are those of float64."""
+    """16 bits and, for every other model, float32, which uses the same kernels as float64."""
     _, shape, grids = MODELS[name]
     for precision, bound in (("bf16", 2e-2), ("float32", 2e-4))[: 2 - list(MODELS).index(name) % 2]:
         both(bound, name, grids[0], even(shape, grids[0]), precision=precision)

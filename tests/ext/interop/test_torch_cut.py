@@ -23,8 +23,8 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, TIME))
 
 
 class Encoder(tnn.Module):
-    """Encoder layers of PyTorch itself. kinds: of each, whether norms come first, and how it is masked: by an argument,
-    or by a mask and the word that it is causal."""
+    """PyTorch's encoder layers. kinds: for each layer, whether norms come first, and how it is masked: by an argument,
+    or by a mask and is_causal."""
 
     def __init__(self, drop: float, *kinds: tuple[bool, str]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def train(model: Any, steps: int, ranks: int = 1, data: int | None = None, **opt
     ([(False, ""), (True, ""), (False, "mask"), (True, "causal")], False), ([(False, "causal"), (False, "")], True),
 ], ids=["training", "evaluation"])  # fmt: skip
 def test_encoder_layers_without_dropout_train_as_in_pytorch(kinds: list[tuple[bool, str]], evaluation: bool) -> None:
-    """All kinds in one module, and in both formats: cutting a module takes PyTorch's exporter seconds."""
+    """All kinds are in one module, in both formats, because PyTorch's exporter takes seconds to split a module."""
     torch.manual_seed(1)
     net = Encoder(0.5 if evaluation else 0.0, *kinds)
     net = net.eval() if evaluation else net

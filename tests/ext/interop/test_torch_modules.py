@@ -268,7 +268,7 @@ def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() ->
 
 @cache
 def dropping() -> Any:
-    """A module that drops, and itself in units."""
+    """Return a module with dropout, whole and split into units."""
     torch.manual_seed(3)
     net, (x, _) = Language(drop=0.4).double(), text()
     return net, from_torch(net, *(a[:4] for a in x))
@@ -589,7 +589,7 @@ def test_what_a_module_may_not_do_is_named(what: str) -> None:
 
 
 class WithLoss(tnn.Module):
-    """As models of transformers: with labels, the loss comes too."""
+    """Like models of transformers, returns the loss too if it gets labels."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Random graphs that are cut over ranks, each way of passing them to a `Partition`, and layers run on them."""
+"""Random graphs that are partitioned over ranks, all ways to pass them to a `Partition`, and functions that run layers
+on them."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ class Graph:
         return cls(nodes, ends, rng.standard_normal((nodes, 2)), parts)
 
     def in_rank_order(self) -> tuple[Graph, np.ndarray]:
-        """The same graph with nodes numbered in the order of ranks, and the old number of each node."""
+        """Return the same graph with nodes numbered in rank order, and the old number of each node."""
         order = np.argsort(self.parts, kind="stable")
         new = np.argsort(order)
         return Graph(self.nodes, new[self.edges], self.positions[order], self.parts[order]), order
 
 
 def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> Any:
-    """The partition of `graph` if ranks pass their parts in some way. Rows are shuffled, with ghosts among them."""
+    """Return the partition of `graph` if ranks pass their parts in the given way. Rows are shuffled, with ghosts among
+    them."""
     if way == "split":
         made = fsdpx.Partition.split(
             comm, graph.edges, graph.nodes, parts=graph.parts, positions=graph.positions, **more
@@ -103,7 +105,7 @@ def draw_parameters(layer: Layer, seed: int = 0) -> dict[str, np.ndarray]:
 
 @dataclass
 class Ran:
-    """Result, gradient of the input and of the parameters; rows in the order of the global numbers."""
+    """Result, and gradients of the input and of the parameters; rows in the order of global numbers."""
 
     y: np.ndarray
     dx: np.ndarray
@@ -141,7 +143,7 @@ def make_net() -> nn.Layer:
 
 
 def train(comm: Communicator, graph: Graph, way: str, loss: nn.Loss) -> Any:
-    """Losses of five steps, the prediction and the parameters before and after."""
+    """Return the losses of five steps, the prediction, and the parameters before and after."""
     partition = make_partition(comm, graph, way)
     trainer = make_net().as_distributed(
         loss=loss, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=partition

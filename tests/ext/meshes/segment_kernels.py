@@ -1,4 +1,4 @@
-"""Calls of the kernels of meshes, by which tests compare their forms."""
+"""Calls of the mesh kernels, with which tests compare their implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of meshes compute, in float64: a family for `references.py`, which imports this file at its end."""
+"""Float64 references of the mesh kernels: a family for `references.py`, which imports this file at its end."""
 
 from inspect import isfunction
 
@@ -16,7 +16,7 @@ def segments(x, dy, dtype) -> Cases:
     rows, slope = np.resize(x, (2, 9, 3)), np.resize(dy, (2, 9, 3))
 
     def reduce(a, function):
-        """A function of the rows of each segment; 0 where there are none."""
+        """Apply a function to the rows of each segment; the result is 0 if there are none."""
         found = [a[:, i:j] for i, j in zip(OFFSETS[:-1], OFFSETS[1:], strict=True)]
         return np.stack([function(one) if one.shape[1] else np.zeros((2, 3)) for one in found], axis=1)
 

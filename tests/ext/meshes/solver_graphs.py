@@ -18,7 +18,7 @@ comm, world = MPI.COMM_WORLD, fsdpx.init()
 
 
 def show(name: str, made: Any, places: np.ndarray) -> None:
-    """Print what the graph is. `places` are the positions of all rows of the solver's vectors."""
+    """Print the graph. `places` are the positions of all rows of the solver's vectors."""
     graph, dims = made.graph, places.shape[1]
     values = np.where(np.isin(np.arange(len(places)), made.owned_rows)[:, None], places, np.nan)
     np.testing.assert_allclose(made.update_ghosts(values), places, atol=1e-12)
@@ -33,7 +33,7 @@ def show(name: str, made: Any, places: np.ndarray) -> None:
 
 
 def require_bytes_of_ghosts(made: Any, places: np.ndarray) -> None:
-    """An exchange of ghosts receives ghosts x width x itemsize bytes, and no more."""
+    """Check that an exchange of ghosts receives exactly ghosts x width x itemsize bytes."""
     env, width = env_of(world), places.shape[1]
     append_ghosts(env, made.graph, None, made.take_owned_rows(places[None]))
     received = env.mesh.counters.sum_counts("domain", "recv").bytes

@@ -1,4 +1,5 @@
-"""Stand-ins for a function space of dolfinx and a DMPlex: what fsdpx reads of them, on a mesh that ranks share."""
+"""Stand-ins for a function space of dolfinx and for a DMPlex, with the attributes that fsdpx reads, on a mesh that is
+split over ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class CutMesh:
 
     @cached_property
     def sides(self) -> tuple[np.ndarray, np.ndarray]:
-        """Ends (sides, 2) of each side, and the sides (cells, 3) of each cell."""
+        """Return the ends (sides, 2) of each side, and the sides (cells, 3) of each cell."""
         ends = np.sort(np.stack([self.cells[:, [0, 1]], self.cells[:, [0, 2]], self.cells[:, [1, 2]]], axis=1), axis=2)
         found, sides = np.unique(ends.reshape(-1, 2), axis=0, return_inverse=True)
         return found, sides.reshape(-1, 3)
@@ -45,7 +46,7 @@ class CutMesh:
         return self.points[self.cells].mean(axis=1)
 
     def list_edges(self, of_cells: bool) -> set[tuple[int, int]]:
-        """Sender and receiver of each edge between vertices, or between cells that share a side."""
+        """Return sender and receiver of each edge between vertices, or between cells that share a side."""
         ends, sides = self.sides
         if of_cells:
             ends = np.array(
@@ -54,14 +55,14 @@ class CutMesh:
         return {(int(a), int(b)) for pair in ends for a, b in (pair, pair[::-1])}
 
     def take(self, comm: Communicator, has_ghosts: bool) -> Part:
-        """The part of a rank: its cells and, as ghosts, perhaps those that share a vertex with them."""
+        """Return this rank's part: its cells and, if `has_ghosts`, the cells that share a vertex with them."""
         own = np.flatnonzero(self.parts == comm.rank)
         around = np.flatnonzero(np.isin(self.cells, self.cells[own]).any(axis=1) & (self.parts != comm.rank))
         return Part(self, comm, np.concatenate([own, around if has_ghosts else around[:0]]))
 
 
 class Numbers:
-    """The local ones among things of which each rank owns some: in the order of `local`, and numbered by ranks."""
+    """Local things (cells, vertices or edges) in the order of `local`, and their global numbers in rank order."""
 
     def __init__(self, owners: np.ndarray, local: np.ndarray, rank: int) -> None:
         self.olds, self.local = np.argsort(owners, kind="stable"), local
@@ -73,17 +74,17 @@ class Numbers:
         )  # fmt: skip
 
     def find(self, things: np.ndarray) -> np.ndarray:
-        """Local index of each of some things."""
+        """Return the local index of each of the given things."""
         order = np.argsort(self.local)
         return order[np.searchsorted(self.local, things, sorter=order)]
 
     def signed(self) -> Any:
-        """As PETSc tells numbers: those of ghosts are negative."""
+        """Return the numbers as PETSc does: those of ghosts are negative."""
         return SimpleNamespace(getIndices=lambda: np.where(self.owned, self.of, -self.of - 1).astype(np.int32))
 
 
 class Part:
-    """What one rank has of a mesh. A thing belongs to the lowest rank with a cell that has it."""
+    """One rank's part of a mesh. A vertex or edge belongs to the lowest rank with a cell that has it."""
 
     def __init__(self, mesh: CutMesh, comm: Communicator, cells: np.ndarray) -> None:
         self.mesh, self.comm, (self.ends, sides) = mesh, comm, mesh.sides
@@ -102,7 +103,7 @@ class Part:
         return Numbers(owners, local, rank)
 
     def make_space(self, degree: int, shared: bool = True) -> tuple[Any, Numbers]:
-        """A function space of degree 0 or 1, and its dofs. `shared`: whether cells share dofs."""
+        """Return a function space of degree 0 or 1, and its dofs. `shared`: whether cells share dofs."""
         dofs, sides = self.number("vertices" if degree else "cells"), self.number("sides")
         cells = self.number("cells")
         table = dofs.find((self.tables["vertices"] if degree else self.tables["cells"])[cells.local])

@@ -1,4 +1,4 @@
-"""Layers of graphs on any partition, against PyTorch on the whole graph."""
+"""Graph layers on any partition, compared with PyTorch on the whole graph."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_each_step_of_a_rollout_reads_its_forcing() -> None:
 
 
 def test_bfloat16_stays_bfloat16() -> None:
-    """In layers that multiply by numbers, on a rank alone, with plain kernels."""
+    """In layers that multiply by numbers, on one rank, with plain kernels."""
     graph, dtype = Graph.random(0, 1), parse_dtype("bf16")
     x = np.random.default_rng(0).standard_normal((2, graph.nodes, 3)).astype(dtype)
     for name in ("mean", "softmax", "gat", "gat average"):
@@ -209,7 +209,7 @@ def test_plain_code_gives_what_compiled_code_gives() -> None:
 
 
 def test_of_equal_values_the_first_in_the_order_of_senders_is_the_maximum() -> None:
-    """Also where the order of edges and the ranks of their senders differ."""
+    """Also if the edges or the ranks of their senders are in another order."""
     graph = Graph(4, np.array([[3, 1, 2], [0, 0, 0]]), np.zeros((4, 2)), np.array([0, 2, 1, 0]))
     x = np.array([5.0, 1.0, 1.0, 1.0]).reshape(1, 4, 1)
 
@@ -306,7 +306,7 @@ def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
 
 
 class Doubled(nn.Layer):
-    """A layer that says to keep the rows, and does not."""
+    """A layer that claims to keep the rows, but changes them."""
 
     acts_on = "position"
 
@@ -358,7 +358,7 @@ WAYS_TO_TRAIN: dict[str, tuple[int, dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("name", WAYS_TO_TRAIN)
 def test_a_mesh_trains_alike_with_each_strategy(name: str) -> None:
-    """On a pipeline each stage has a partition of its own."""
+    """In a pipeline, each stage has its own partition."""
     graph = Graph.random(5, 3)
     x, t = make_batches(graph)
 
@@ -377,7 +377,7 @@ def test_a_mesh_trains_alike_with_each_strategy(name: str) -> None:
 
 
 def test_a_part_of_a_mesh_takes_a_part_of_the_memory() -> None:
-    """As dry runs count it, which allocate what a step allocates."""
+    """Measured by dry runs, which make the same allocations as a step."""
     n = 40
     at = np.arange(n * n).reshape(n, n)
     edges = np.concatenate(

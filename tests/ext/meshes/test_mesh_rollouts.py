@@ -23,7 +23,7 @@ WEIGHTS = np.arange(NODES) % 3 / 2.0
 
 
 class Step(nn.Composite):
-    """The next state from two states, a constant, a force at nodes and one at edges, and a scalar."""
+    """Computes the next state from two states, a constant, forces at nodes and at edges, and a scalar."""
 
     def __init__(self, drop: float) -> None:
         self.drop = nn.Dropout(drop)

@@ -1,4 +1,4 @@
-"""A mesh on a communicator of mpi4py, and the program of the documentation, at whatever number of ranks there are."""
+"""A mesh on an mpi4py communicator, and the program of the documentation, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a `Partition` accepts, finds out and refuses."""
+"""Arguments that a `Partition` accepts, completes or rejects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdpx.errors import ConfigError, DataError
 
 
 def list_edges(partition: fsdpx.Partition) -> list[tuple[int, ...]]:
-    """Global numbers of sender and receiver of each edge, with its features, in the order of the rank."""
+    """Return the global numbers of the sender and receiver of each edge, with its features, in the rank's order."""
     graph = partition.graph
     ends = zip(graph.numbers[graph.senders], graph.numbers[graph.receivers], graph.edge_features, strict=True)
     return [(int(s), int(r), *np.round(f, 9).tolist()) for s, r, f in ends]
@@ -49,7 +49,7 @@ def test_each_receiver_has_all_of_its_edges_however_they_are_passed(way: str) ->
 
 
 def triangles(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes and triangles of n x n squares."""
+    """Return the nodes and triangles of n x n squares."""
     at = np.arange((n + 1) ** 2).reshape(n + 1, n + 1)
     a, b, c, d = (x.reshape(-1) for x in (at[:-1, :-1], at[:-1, 1:], at[1:, :-1], at[1:, 1:]))
     points = np.stack(np.meshgrid(*[np.linspace(0, 1, n + 1)] * 2), axis=-1).reshape(-1, 2)
@@ -134,7 +134,7 @@ EDGES = np.array([[0, 1], [1, 0]])
 
 
 def owned(**change: Any) -> Callable[[Communicator], Any]:
-    """A partition of two nodes on each rank, of which rank 1 passes something else."""
+    """Return a function that makes a partition with two nodes per rank, with changed arguments on rank 1."""
 
     def one(comm: Communicator) -> Any:
         first = 2 * comm.rank
@@ -164,14 +164,14 @@ def placed(comm: Communicator) -> Any:
 
 
 def far(comm: Communicator) -> Any:
-    """A node whose coordinates are 0 but for rounding where it is owned, in a mesh that extends to 1000."""
+    """A node whose coordinates are 0 up to rounding on its owner, in a mesh that extends to 1000."""
     points = [[[np.cos(np.pi / 2), 0.0]], [[1000.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 0.0]]][comm.rank]
     ghosts = [0] if comm.rank else []
     return fsdpx.Partition(comm, owned=1, ghosts=ghosts, edges=[ghosts, ghosts], positions=points)
 
 
 def featured(ends: list[list[int]], features: list[list[float]]) -> Callable[[Communicator], Any]:
-    """All ranks pass an edge from node 0 to node 1, of which rank 1 says something else."""
+    """All ranks pass an edge from node 0 to node 1, for which rank 1 passes other values."""
 
     def one(comm: Communicator) -> Any:
         edges, values = (ends, features) if comm.rank == 1 else ([[0], [1]], [[2.0]])

@@ -1,4 +1,4 @@
-"""Scalars next to the nodes of a mesh: readouts of all nodes, and scalars that nodes read."""
+"""Scalars and the nodes of a mesh: reductions over all nodes, and scalars that modulate nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ S, DRAG, VOLUMES = RNG.random((STEPS, 2, 2)), RNG.standard_normal((STEPS, 2, 2))
 
 
 def make_net(volumes: np.ndarray) -> nn.Graph:
-    """Scalars modulate nodes and are appended to them; three readouts and the scalars give a drag."""
+    """Make a net in which scalars modulate nodes and are appended to them; three reductions and the scalars determine a
+    drag."""
     return nn.Graph(
         {
             "film": (nn.FiLM(2, 3), "x", "s"),
@@ -45,7 +46,7 @@ LOSS = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss(), loss_weights=(1.0, 0.5))
 
 
 def train(comm: Communicator, graph: Graph, way: str) -> Any:
-    """Losses of five steps, predictions, gradients of the inputs, and the parameters before and after."""
+    """Return the losses of five steps, predictions, gradients of the inputs, and the parameters before and after."""
     mesh = make_partition(comm, graph, way)
     trainer = make_net(mesh.take_local(VOLUMES)).as_distributed(
         loss=LOSS, optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh

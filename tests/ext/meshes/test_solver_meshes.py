@@ -104,7 +104,7 @@ def test_what_gives_no_graph_is_an_error_on_all_ranks(make: Callable[[Communicat
 @pytest.mark.jobs
 @pytest.mark.parametrize("library", ["dolfinx", "petsc4py"])
 def test_meshes_of_the_libraries_themselves_are_one_graph_on_any_ranks(library: str) -> None:
-    """Each line is the same on 1, 2 and 4 ranks, and for all ghost modes and overlaps."""
+    """Each printed line is the same on 1, 2 and 4 ranks, and for all ghost modes and overlaps."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"could not import {library!r}")
 

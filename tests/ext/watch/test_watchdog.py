@@ -76,7 +76,7 @@ def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
 
 @pytest.mark.parametrize("place", ["outside", "inside"])
 def test_a_process_with_two_watchdogs_reports_once(tmp_path, place):
-    """`init` has a watchdog, and so has the trainer on a part of its ranks, which knows the actions."""
+    """`init` starts a watchdog, and so does the trainer on some of the ranks; only the latter knows the actions."""
     two = TRAINER.replace("comm = fsdpx.init()", "comm = fsdpx.init().split(0)") + "import fsdpx.ext.watch.report\n"
     two += AT.format(rank=1, what="time.sleep(60)") if place == "inside" else ""
     two += "def outside(step):\n    if step == 1: fsdpx.ext.watch.report.FIRST_REPORT_SECONDS = 0.5\n"
