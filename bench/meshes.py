@@ -122,7 +122,7 @@ def measure_network(nodes: int, rounds: int) -> list[dict[str, Any]]:
     ):
         ours, theirs = make_ours(mesh, x, y, recomputes[0]), make_theirs(mesh, x, y, recomputes[1])
         for what, a, b in list(zip(("step", "predict"), ours, theirs, strict=True))[: 1 + (name == "kept")]:
-            a(), b()  # compiles, and allocates
+            a(), b()  # compiles kernels and allocates buffers
             pairs = [(time_call(a), time_call(b)) for _ in range(rounds)]
             measured.append(
                 {

@@ -38,15 +38,15 @@ checks every model with them, and are counted beside the extensions. Two that st
 the observer of `core/engine/clock.py` that every engine has, and `wire`, the dtype in which a communicator sends
 summands and the engine parameters."""
 OTHER_SENSES = {
-    # what ranks say of a call, "records" as a verb, and measurements that are kept on disk
+    # records of calls, "records" as a verb, and measurements on disk
     "ext/offload": r"CallRecord|call records|these records|first_error\(records|enumerate\(records|records (the|which)|"
     r"checks and records|(cached on|read them from|result is stored on) disk",
-    # imports of the interface that the core has for codecs, and its table of codecs by page
+    # imports of the core's codec interface, and its table of codecs by page
     "ext/compression": r"from fsdpx\.core\.compression.*|CodecRules|CodecRoute|codecs\.",
-    # a traceback; the layers that a composition calls; what a codec keeps of past gradients
+    # a traceback; the layers that a composition calls; arrays that a codec keeps between steps
     "ext/observe": r"trace: (object|TracebackType)|error, trace\)|trace: ComposeTrace|self\.tracing.*|trace = Compose|"
     r"trace\.(inputs|steps|ties|get)|\"trace\"(: LedgerKind| if kept)",
-    # communicators transfer and add 16-bit numbers, and kernels convert them, without the extension; one of two parts;
+    # without the extension, communicators transfer and add 16-bit numbers, and kernels convert them; half of a whole;
     # rounded to a multiple, or in the dtype of an array
     "ext/half": r"^core/comm/.*|kernels\.half import.*|(half|halves) (of|as|the size)|the half that|halves, I|"
     r"(each|other|one|first|second|both|input-gradient|weight-gradient) (half|halves)|rounded (up|which|so)|"

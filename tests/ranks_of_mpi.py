@@ -69,7 +69,7 @@ class Ranks:
         config.option.basetemp = config.option.basetemp or str(self.folder / "tests")
         if self.rank:
             sys.stdout = self.said
-        if self.size >= (os.cpu_count() or 1):  # ranks that wait should leave the cores to those who work
+        if self.size >= (os.cpu_count() or 1):  # waiting ranks should leave the cores to working ranks
             calls._SPINS_BEFORE_SLEEP = SPINS_WITHOUT_CORE
 
     @pytest.hookimpl(tryfirst=True)

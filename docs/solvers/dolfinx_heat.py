@@ -4,7 +4,7 @@ heat"""
 import sys
 from pathlib import Path
 
-from mpi4py import MPI  # before dolfinx, which takes the same MPI
+from mpi4py import MPI  # before dolfinx, which then uses the same MPI
 
 # isort: split
 import basix.ufl
@@ -55,7 +55,7 @@ def main(comm, folder):
     mesh = read_mesh(comm)
     space = fem.functionspace(mesh, ("Lagrange", 1))
     heat, at = Heat(space), space.tabulate_dof_coordinates()[:, :2]
-    numbers = np.empty(len(at), int)  # of the nodes in the file: dolfinx numbers them by ranks
+    numbers = np.empty(len(at), int)  # node numbers of the file, because dolfinx's depend on the ranks
     numbers[space.dofmap.list] = mesh.geometry.input_global_indices[mesh.geometry.dofmaps[0]]
     u = heat.u.x.array  # a view of owned values and ghosts
     graph = fsdpx.Partition.from_dolfinx(space, positions=at * SQUARES)
@@ -80,8 +80,8 @@ def main(comm, folder):
     whole = np.empty(graph.total_nodes)
     whole[graph.gather(numbers)] = graph.gather(u)
     guess = u.copy()
-    for _ in range(5):  # the network steps beside the solver
-        guess[graph.owned_rows] += trainer.predict(guess[:, None])[:, 0] / 50  # reads no ghosts
+    for _ in range(5):  # the network makes the same step as the solver
+        guess[graph.owned_rows] += trainer.predict(guess[:, None])[:, 0] / 50  # ghosts are not read
         heat.step()
     error = np.std(graph.gather(guess - u))
     if comm.rank == 0:

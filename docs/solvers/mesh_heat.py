@@ -74,7 +74,7 @@ def main(comm):
         change = (heat.u - before)[:, None] * 50
         losses.append(trainer.step(before[:, None], change))
     guess = heat.u.copy()
-    for _ in range(5):  # the network steps alone
+    for _ in range(5):  # the network replaces the solver
         guess[mesh.owned_rows] += trainer.predict(guess[:, None])[:, 0] / 50
         mesh.update_ghosts(guess)
         heat.step()

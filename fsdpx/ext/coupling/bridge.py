@@ -410,7 +410,7 @@ def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: 
             receiver.start_closing(is_ending=True)
         for sender in senders:
             sender.send_end()
-        # until MPI_Finalize, messages may still arrive in the buffers of these, which Python would free before
+        # messages may arrive in their buffers until MPI_Finalize, but Python would free them earlier
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, senders, receivers)))
 
     if not isinstance(comm, LocalCommunicator):

@@ -77,7 +77,7 @@ def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: b
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
     # for a constant channel, these are all zeros, so that its mean has no rounding error
-    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is refused below
+    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite raise an error below
         above = np.where(counted, rows - lowest[:, None], 0.0)
         mean = above.sum(axis=1) / np.maximum(count, 1.0)
         apart = np.where(counted, above - mean[:, None], 0.0)

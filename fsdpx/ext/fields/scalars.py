@@ -219,7 +219,7 @@ class GlobalMean(_GlobalReduction):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         w, below, shape = saved
-        # each rank has the gradient that its own use of the result gives
+        # each rank has only the gradient from its own use of the result
         total = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / below
         dx = total.astype(dy.dtype).reshape(*total.shape, *(1,) * (len(shape) - 2))
         return self._to_input_gradient(env, dx if w is None else (dx * w).astype(dx.dtype), shape), ()
@@ -281,7 +281,7 @@ class GlobalMax(_GlobalReduction):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         hits, count = saved
-        # each rank has the gradient that its own use of the result gives
+        # each rank has only the gradient from its own use of the result
         share = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / count
         dx = (hits * share.reshape(*share.shape, *(1,) * (hits.ndim - 2))).astype(dy.dtype)
         return self._to_input_gradient(env, dx, hits.shape), ()

@@ -32,7 +32,7 @@ def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
     failure: Exception | None = None
     try:
         found.append(parse())
-    except Exception as error:  # whatever it is: the other ranks must not wait for this one
+    except Exception as error:  # any error, because the other ranks must not wait for this one
         failure = error
     text = "" if failure is None else str(failure)
     if failure is not None and not isinstance(failure, FsdpxError):
@@ -177,5 +177,5 @@ def _parse_features(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
 def to_array(name: str, given: Any) -> np.ndarray:
     try:
         return np.asarray(given)
-    except (TypeError, ValueError) as error:  # of rows of different lengths
+    except (TypeError, ValueError) as error:  # if rows differ in length
         raise ConfigError(f"{name} must be an array: {error}") from error

@@ -97,7 +97,7 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
         for handle, flat, rows in arriving:
             handle.wait()
             if not has_no_data(env):
-                dx[:, rows] += flat.reshape(samples, rows.size, features)  # a message names each row once
+                dx[:, rows] += flat.reshape(samples, rows.size, features)  # each row occurs once in a message
         for handle in leaving:
             handle.wait()
         return dx

@@ -72,7 +72,7 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
     first, stop = dm.getHeightStratum(0) if of_cells else dm.getDepthStratum(0)
     given = (dm.getCellNumbering() if of_cells else dm.getVertexNumbering()).getIndices().astype(np.int64)
     owned = given >= 0
-    numbers = np.where(owned, given, -given - 1)  # PETSc's numbers of ghosts
+    numbers = np.where(owned, given, -given - 1)  # PETSc numbers ghosts as -number - 1
     rows, dim = np.flatnonzero(owned), dm.getCoordinateDim()
     points = dm.createPointNumbering().getIndices().astype(np.int64)  # collective: before any rank finds an error
     if nodes not in ("vertices", "cells"):
@@ -120,7 +120,7 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
     order = np.argsort(everyone[:, 0], kind="stable")
     facets, cells, source = everyone[order, 0], everyone[order, 1], source[order]
     first, second = [order[:0]], [order[:0]]
-    for apart in range(1, facets.size):  # a facet has two cells, or more where surfaces branch
+    for apart in range(1, facets.size):  # a facet has two cells, or more if surfaces branch
         same = np.flatnonzero(facets[apart:] == facets[:-apart])
         if not same.size:
             break

@@ -189,7 +189,7 @@ def test_data_that_begin_anew_after_a_load_are_said_once_at_the_first_step(tmp_p
     def go_on(comm: Communicator, name: str, takes: bool, again: bool = False) -> None:
         trainer = build(comm, "ddp 2", reproducible_chunks=4)
         trainer.load(tmp_path / name, loader=loader(trainer) if takes else None)
-        steps(trainer, "wide", 0, 0 if again else 2)  # without a step, as for an evaluation, nothing is said
+        steps(trainer, "wide", 0, 0 if again else 2)  # no warning without a step, as for an evaluation
         if again:
             trainer.load(tmp_path / name, loader=loader(trainer))
             steps(trainer, "wide", 0, 1)

@@ -48,7 +48,7 @@ class OnEveryRank(CommunicatorContract):
     def run(self, body: Callable[[Communicator], Any]) -> Any:
         comm = self.adapt(self.world)
         together(self.world, comm, body)
-        if comm is not self.world and not isinstance(comm, CheckedCommunicator):  # that one would close the world
+        if comm is not self.world and not isinstance(comm, CheckedCommunicator):  # else this would close the world
             comm.close()
 
     def adapt(self, world: Communicator) -> Communicator:

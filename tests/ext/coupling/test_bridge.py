@@ -86,7 +86,7 @@ def test_the_solver_is_as_far_ahead_as_the_depth_allows(mode: str, depth: int | 
             sent.append(step)
 
     def train(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> None:
-        everyone[1].barrier().wait()  # the solver comes to here without being received
+        everyone[1].barrier().wait()  # the solver gets here although nothing was received
         for received, _ in enumerate(bridge, 1):
             assert len(sent) + ahead <= received + ahead
 
@@ -110,9 +110,9 @@ def test_ranks_of_the_solver_that_are_steps_apart_send_the_same_snapshot() -> No
         grid = trainer_grid(part) if trains else solver_grid(part)
         bridge = fsdpx.Bridge(comm, **{"trainer" if trains else "solver": grid}, mode="latest")
         found, step = [], 0
-        for steps in [(3, 1), (1, 3), (1, 1), (5, 5)]:  # of both ranks of the solver in this turn
+        for steps in [(3, 1), (1, 3), (1, 1), (5, 5)]:  # from both solver ranks in this round
             if trains:
-                found.append(bridge.receive(wait=False))  # asks, or says which one
+                found.append(bridge.receive(wait=False))  # sends ASK or TAKE
             turn.barrier().wait()
             for _ in range(0 if trains else steps[comm.rank]):
                 send_step(bridge, grid, step)
@@ -126,7 +126,7 @@ def test_ranks_of_the_solver_that_are_steps_apart_send_the_same_snapshot() -> No
 
     *waited, last = spawn(run, 3, timeout=30)[2]
     assert waited == [None] * 4
-    assert last.number == 9  # 4, where they were, and the margin of 1 + 2 * 2, as rank 0 was two steps late
+    assert last.number == 9  # position 4, plus the margin of 1 + 2 * 2, because rank 0 was two steps late
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -159,7 +159,7 @@ def test_either_side_may_end_first(mode: str) -> None:
 
 def test_the_last_weights_arrive_though_the_trainer_never_waits() -> None:
     def solve(bridge: fsdpx.Bridge, grid: fsdpx.Grid, part: Communicator) -> Any:
-        for step in range(50):  # nobody receives
+        for step in range(50):  # no rank receives
             send_step(bridge, grid, step)
         everyone[part.rank].barrier().wait()
         found = []
@@ -265,7 +265,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         for wrong in ([1], 3):
             with pytest.raises(ConfigError, match="give a trainer, or a dict of arrays"):
                 bridge.send_weights(wrong)
-        # calls that were refused are not counted
+        # rejected calls do not count
         assert [(snapshot.number, len(snapshot.fields)) for snapshot in bridge] == [(0, 1)]
         assert repr(bridge).startswith("Bridge(trainer=Grid(")
 

@@ -11,7 +11,7 @@ from coupled import check_snapshot, send_step, solver_grid, trainer_grid, whole_
 import fsdpx
 from fsdpx.core.comm import Communicator
 
-# what is tried are communicators of mpi4py, whatever backend counts the ranks
+# tests mpi4py communicators, with any backend of `world`
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
 

@@ -119,7 +119,7 @@ def test_priorities_say_how_often_a_sample_is_drawn_and_what_it_weighs() -> None
         chances /= chances.sum()
         np.testing.assert_allclose(np.bincount(batch.ids, minlength=4)[1:] / 4000, chances, atol=0.03)
         np.testing.assert_allclose(batch.weights, chances[0] / chances[batch.ids - 1], rtol=1e-12)
-        buffer.add(np.full(1, 4))  # in place of 1, with the highest priority
+        buffer.add(np.full(1, 4))  # replaces 1, with the highest priority
         assert buffer._priorities[buffer._ids.tolist().index(4)] == 4.0
 
     spawn(run, 1)

@@ -45,7 +45,7 @@ def test_every_rank_at_every_action(strategy: str) -> None:
     assert all(wanted[0].actions.count(a) >= STEPS for a in each)
     outer = each if THOROUGH else of_outer_pages(each)
     kills = pairs(few(each if strategy == "fsdp" else outer, 4), range(RANKS[strategy]))
-    leading = [(action, 0) for action in outer] if strategy == "fsdp" and not CHECK else []  # the others are alike
+    leading = [(action, 0) for action in outer] if strategy == "fsdp" and not CHECK else []  # the others are the same
     for action, rank in dict.fromkeys(kills + leading):
         got = train(RANKS[strategy], [Kill(rank, action, before=2)], strategy)
         where = f"rank {rank} died after {action} of step 3"
@@ -85,7 +85,7 @@ POINTS = [
 def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
     options = {"elastic": ElasticConfig(every=1, copies=2)}
     wanted, turn = calm(strategy, 4, options["elastic"]), POINTS.index(point) % 3
-    who = ((0, 1), (3, 0), (2, 3))  # the rank that leads dies first, second, and not at all
+    who = ((0, 1), (3, 0), (2, 3))  # the leading rank dies first, dies second, or survives
     for first, second in few(who if strategy == "fsdp" else who[turn : turn + 1], 3):
         got = train(4, [Kill(first, "REDUCE0", before=2), Kill(second, point)], strategy, **options)
         assert len(got) == 2

@@ -41,7 +41,7 @@ def fields(name: str, samples: int = 4) -> tuple[np.ndarray, np.ndarray]:
 
 def by_hand(name: str, y: np.ndarray, target: np.ndarray) -> float:
     """The mean of each term, one by one."""
-    if name == "missing":  # samples of which nothing is known do not count
+    if name == "missing":  # samples without targets do not count
         one = nn.RMSE(skipna=True), nn.L1Loss(skipna=True)
         known = [s for s in range(len(y)) if not np.isnan(target[s]).all()]
         values = [[mean(loss, y[s : s + 1], target[s : s + 1]) for loss in one] for s in known]
@@ -120,7 +120,7 @@ def losses(comm: Communicator, name: str, dims: Any = None, **options: Any) -> A
         cuts, place = random_cuts(CELLS, dims), place_of(comm.rank, dims)
         options["domain"] = grid_at(comm, dims, cuts, layout="cyx")
         x, target = (part(a, cuts, place) for a in (x, target))
-    elif comm.size == 2 and "mesh" not in options:  # three samples and one
+    elif comm.size == 2 and "mesh" not in options:  # batches of three samples and of one
         x, target = (a[:3] if comm.rank == 0 else a[3:] for a in (x, target))
     net = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1))
     trainer = net.as_distributed(

@@ -197,7 +197,7 @@ def test_noise_is_gaussian_and_of_training_alone() -> None:
     assert abs((first**4).mean() / 0.5**4 - 3) < 0.1
     assert abs(np.corrcoef(first[:2].ravel(), first[2:].ravel())[0, 1]) < 0.02
     assert again.shape == first.shape
-    weights = np.arange(3 * 100 * 100.0).reshape(3, 100, 100)  # of each channel, or of all
+    weights = np.arange(3 * 100 * 100.0).reshape(3, 100, 100)  # one per channel, or one for all
     for given in (weights, weights[0]):
         layer = nn.Rollout(nn.Scale(1.0), 1, noise=0.5, noise_weights=given)
         weighted = layer.as_distributed(precision="float64").forward(x, training=True) - x

@@ -287,7 +287,7 @@ def test_which_inputs_are_scalars_follows_from_their_readers() -> None:
     assert find_scalar_inputs(net(TERRAIN, VOLUMES)) == (False, True, False, True)
     assert find_scalar_inputs(nested) == (True, False)
     assert find_scalar_inputs(add) == (False, False)
-    assert find_scalar_inputs(nn.Linear(2, 2)) == (False,)  # and its sharding is refused
+    assert find_scalar_inputs(nn.Linear(2, 2)) == (False,)  # and sharding it raises an error
 
 
 MSE = nn.MSELoss()

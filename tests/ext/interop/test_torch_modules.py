@@ -336,7 +336,7 @@ def test_a_dry_run_predicts_what_a_module_keeps_for_backward() -> None:
     for samples in (4, SAMPLES):
         x = (tokens[:samples], scale[:samples])
         options: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
-        options |= {"precision": "float64"}  # of which the exporter has told the shapes
+        options |= {"precision": "float64"}  # whose shapes are known from the exporter
         kept[samples] = fsdpx.dry_run(model, x, y[:samples], ranks=2, **options).activations
     assert 2.5 * kept[4] < kept[SAMPLES] < 3.5 * kept[4]
 

@@ -55,7 +55,7 @@ def make_partition(comm: Communicator, graph: Graph, way: str, **more: Any) -> A
         made = fsdpx.Partition.split(
             comm, graph.edges, graph.nodes, parts=graph.parts, positions=graph.positions, **more
         )
-        made.passed = np.arange(graph.edges.shape[1])  # which edges this rank passed
+        made.passed = np.arange(graph.edges.shape[1])  # edges that this rank passed
         return made
     rng = np.random.default_rng(0)  # the same on all ranks
     ends = graph.parts[graph.edges]

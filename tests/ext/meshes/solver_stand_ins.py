@@ -96,7 +96,7 @@ class Part:
         owners = np.full(table.max() + 1, self.comm.size)
         np.minimum.at(owners, table, self.mesh.parts[:, None])
         local = np.random.default_rng(rank).permutation(np.unique(table[self.cells]))
-        if owned_first or kind == "cells":  # all solvers have their cells first
+        if owned_first or kind == "cells":  # as in all solvers, own cells come first
             owned = owners[local] == rank
             own = np.argsort(owners, kind="stable")
             local = np.concatenate([own[owners[own] == rank], local[~owned]])

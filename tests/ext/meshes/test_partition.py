@@ -42,7 +42,7 @@ def test_each_receiver_has_all_of_its_edges_however_they_are_passed(way: str) ->
     for rank, (edges, numbers, ghosts, text) in enumerate(found):
         assert sorted(numbers) == np.flatnonzero(graph.parts == rank).tolist()
         assert {edge[1] for edge in edges} <= set(numbers)
-        assert ghosts == len({edge[0] for edge in edges} - set(numbers))  # not one that no edge reads
+        assert ghosts == len({edge[0] for edge in edges} - set(numbers))  # without a ghost that no edge reads
         rows = {number: row for row, number in enumerate(numbers)}
         assert [(rows[r], s) for s, r, *_ in edges] == sorted((rows[r], s) for s, r, *_ in edges)
         assert text == found[0][3]
@@ -70,7 +70,7 @@ def test_cells_of_ranks_that_share_nodes_make_each_edge_once(ranks: int) -> None
         loops = fsdpx.Partition.from_cells(comm, mine, pairs=[(0, 1)])
         assert loops.total_edges < made.total_edges
         whole = np.arange(made.total_nodes * 2.0).reshape(-1, 2)
-        np.testing.assert_array_equal(made.gather(whole[rows]), whole)  # with the rows of nodes of other ranks
+        np.testing.assert_array_equal(made.gather(whole[rows]), whole)  # including rows of other ranks' nodes
         np.testing.assert_array_equal(made.gather(made.take_local(whole[None])), whole[None])
         wide = np.full((rows.size, 2, 1), np.nan)
         wide[made.owned_rows, :, 0] = made.take_local(whole)
