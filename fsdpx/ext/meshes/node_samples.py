@@ -100,11 +100,13 @@ class NodeSamples(SplitSamples):
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Return a target, prediction or gradient as (samples, nodes, features) or as scalars (samples, n), or integer
-        labels (nodes,) or (samples, nodes) as (samples, nodes)."""
+        labels (nodes,) or (samples, nodes) as (samples, nodes). Whole numbers with two dims are labels if the caller's
+        arrays have a sample dim. Sizes do not tell: there may be as many samples as nodes."""
         rows, kind = self.partition.row_counts, self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.to_model_scalars(array, name, batched)
-        if has_integer_dtype(array) and (array.ndim == 1 or (array.ndim == 2 and array.shape[0] not in rows)):
+        with_samples = array.ndim == 2 and (batched or array.shape[0] not in rows)
+        if has_integer_dtype(array) and (array.ndim == 1 or with_samples):
             if array.shape[-1] not in rows:
                 raise self._make_shape_error(array, name)
             labels = array if array.ndim == 2 else array[None]

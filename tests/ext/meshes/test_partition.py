@@ -351,6 +351,21 @@ def test_arrays_of_other_kinds_on_one_rank_are_an_error_on_all(method: str) -> N
     assert a == b
 
 
+def test_labels_of_any_number_of_samples_are_labels() -> None:
+    """Also of as many samples as a rank has nodes, or nodes and ghosts."""
+
+    def one(comm: Communicator) -> list[float]:
+        parts = np.array([0, 1, 1]) % comm.size
+        made = fsdpx.Partition.split(comm, [[0, 1, 2], [1, 2, 0]], 3, parts=parts)
+        trainer = nn.GraphConv(2, 2).as_distributed(
+            loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), comm=comm, precision="float64", domain=made
+        )
+        x, labels = np.ones((3, 3, 2)) * np.arange(3)[:, None], np.arange(9).reshape(3, 3) % 2
+        return [trainer.step(made.take_local(x[:n]), labels[:n, made.numbers]) for n in (1, 2, 3)]
+
+    np.testing.assert_allclose(spawn(one, 2)[0], spawn(one, 1)[0], rtol=1e-12)
+
+
 def test_rows_of_ghosts_may_be_anywhere() -> None:
     rows = [[4, 0, 1, 2], [1, 3, 2, 4]]
     mask = [[False, True, False, True], [True, True, False, True]]
