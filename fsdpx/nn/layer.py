@@ -368,6 +368,10 @@ class Layer(ABC):
     "element". Layers that act on positions can run on a part of a sequence; layers that act on elements can also run on
     a part of the features."""
 
+    needs_all_positions: bool = False
+    """Whether a layer that acts on positions nevertheless needs all positions of a sample, as for a mean over them, or
+    their order. Such a layer cannot run on the nodes of a mesh."""
+
     fields: bool = False
     """Whether each rank may run the layer unchanged on its part of a field, (samples, channels, *cells)."""
 
@@ -572,7 +576,7 @@ class Layer(ABC):
         if isinstance(kind, ShardedSequence) and self.acts_on not in ("element", "position"):
             self._refuse_shard(location, kind, f"it cannot be used with sequence={request.sequence!r}")
         if isinstance(kind, FieldPartition) and not kind.can_run_unchanged(self):
-            self._refuse_shard(location, kind, "it must see the whole field; put it into a model without domain=")
+            raise ConfigError(f"{location} reads {kind}, but {kind.explain_refusal(self)}")
         if isinstance(kind, ShardedFeatures):
             if self.acts_on != "element":
                 self._refuse_shard(

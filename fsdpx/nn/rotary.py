@@ -44,6 +44,7 @@ class Rotary(PerHead):
     """
 
     acts_on = "position"
+    needs_all_positions = True
     kernel_names = ("rotate",)
 
     def __init__(

@@ -319,6 +319,14 @@ class FieldPartition:
         """Return whether each rank may run a layer unchanged on its part."""
         return layer.acts_on == "element" or bool(layer.fields)
 
+    def explain_refusal(self, layer: Any) -> str:
+        """Return why a layer cannot run on a part, and what to do instead."""
+        what = "field" if self.has_cells else "mesh"
+        return (
+            f"acts on each {layer.acts_on} as a whole (Layer.acts_on): it must see the whole {what}; put it into a model "
+            "without domain="
+        )
+
     def can_run_bound(self, layer: Any) -> bool:
         """Return whether a layer that reads the partition of its input can run on a field that is distributed so."""
         return True
@@ -475,6 +483,11 @@ class ShardingContext:
         kind = self.kinds[0] if self.kinds else Replicated()
         if any(other != kind for other in self.kinds):
             got = ", ".join(map(str, self.kinds))
+            if any(isinstance(other, FieldPartition) and not other.has_cells for other in self.kinds):
+                raise ConfigError(
+                    f"{self.path!r} {layer!r} reads {got} together: GatherNodes brings values of nodes to edges, "
+                    "Aggregate those of edges to nodes, and FiLM or ConcatScalars scalars to nodes"
+                )
             if all(isinstance(other, FieldPartition) for other in self.kinds):
                 strides = "along each dim take a multiple of the product of the strides before it"
                 raise ConfigError(

@@ -239,7 +239,7 @@ class WindowLayer(FieldLayer):
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, dims = request.require_same_kind(self), len(self.window.kernel)
-        if isinstance(kind, FieldPartition) and len(kind.cuts) != dims:
+        if isinstance(kind, FieldPartition) and kind.has_cells and len(kind.cuts) != dims:
             raise ConfigError(
                 f"{request.path!r} {self!r} has windows of {dims} dims and reads {kind}: the grid must have as many "
                 "dims as the field"

@@ -162,7 +162,14 @@ class MeshPartition(FieldPartition):
         return replace(self, kind=kind)
 
     def can_run_unchanged(self, layer: Any) -> bool:
-        return layer.acts_on in ("element", "position")
+        return layer.acts_on in ("element", "position") and not (layer.needs_all_positions or layer.looks_up)
+
+    def explain_refusal(self, layer: Any) -> str:
+        if layer.acts_on not in ("element", "position"):
+            return super().explain_refusal(layer)
+        if layer.looks_up:
+            return "its result has a dim more than values of nodes: use nn.OneHot and nn.Linear instead"
+        return "needs all rows of a sample, or their order (Layer.needs_all_positions), which depends on the partition"
 
     def can_run_bound(self, layer: Any) -> bool:
         return self.kind in getattr(layer, "rows_of_mesh", ())

@@ -10,9 +10,9 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.over_parts import PartitionedModel, TakesScalars, require_no_mixed_inputs
 from fsdpx.ext.fields.rollout import Rollout
 from fsdpx.nn.container import Container, list_input_names
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
-from fsdpx.nn.tensor_plan import ShardingWalk
+from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
 __all__ = ["TakesRows", "partition_model_of_mesh"]
 
@@ -33,11 +33,47 @@ def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
     Raises ConfigError with the path of the first layer that cannot run on a part, or if an output is neither values of
     nodes nor scalars."""
     inputs = _find_input_kinds(model, nodes)
-    made, outputs = ShardingWalk(1, None, {}, (require_no_mixed_inputs,)).shard_layer(model, "", inputs)
+    walk = ShardingWalk(1, None, {}, (require_no_mixed_inputs, _plan_ghost_drops))
+    made, outputs = walk.shard_layer(model, "", inputs)
     if any(isinstance(kind, FieldPartition) and kind != nodes for kind in outputs):
         found = ", ".join(map(str, outputs))
         raise ConfigError(f"domain=: {type(model).__name__} gives {found}: outputs must be values of nodes, or scalars")
     return PartitionedModel(made, tuple(inputs), tuple(outputs))
+
+
+class DropGhosts(Layer):
+    """Leaves out the values of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features).
+
+    Parameters
+    ----------
+    nodes, ghosts : how many the rank has
+    """
+
+    def __init__(self, nodes: int, ghosts: int) -> None:
+        self.nodes, self.ghosts = nodes, ghosts
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return env.xp.ascontiguousarray(x[:, : self.nodes]), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx = env.xp.zeros((dy.shape[0], self.nodes + self.ghosts, dy.shape[2]), dtype=dy.dtype)
+        dx[:, : self.nodes] = dy
+        return dx, ()
+
+
+def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
+    """Return, for each input of `reader`, the layer that drops its ghosts, or None if they may stay. They are dropped
+    where a layer reads values of nodes with ghosts and without them together, such as a sum."""
+    takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
+    rows = [kind.kind if isinstance(kind, FieldPartition) else "" for kind in kinds]
+    if takes or "nodes" not in rows:
+        return [None] * len(kinds)
+    return [
+        Redistribution("own", DropGhosts(kind.graph.nodes, kind.graph.ghosts), kind.of_kind("nodes"))
+        if name == "ghosts"
+        else None
+        for kind, name in zip(kinds, rows, strict=True)
+    ]
 
 
 def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:

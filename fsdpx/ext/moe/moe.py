@@ -103,6 +103,7 @@ class MoE(Layer):
             raise ConfigError(f"MoE: active {active} is more than the {experts} experts")
         self.d_model, self.d_hidden, self.experts, self.active = d_model, d_hidden, experts, active
         self.balance = float(balance)
+        self.needs_all_positions = self.balance > 0  # for means over the positions
         self.init = init or normal(0.02)
         self.out_init = out_init or self.init
 

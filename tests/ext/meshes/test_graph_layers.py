@@ -60,12 +60,25 @@ class Shared(nn.Composite):
         return self.update(nn.Aggregate("mean")(messages), x)
 
 
+class GhostsFirst(nn.Composite):
+    """Layers of nodes that read values with ghosts together with values without."""
+
+    def __init__(self) -> None:
+        self.conv = nn.GraphConv(3, 3)
+        self.update = nn.NodeMLP(3, 3, 2, 5, 2, activation="silu", recompute_hidden=True)
+
+    def compose(self, x: Any) -> Any:
+        wide = nn.ExchangeGhosts()(x)
+        return self.update(self.conv(wide) + wide, wide)
+
+
 LAYERS: dict[str, Callable[[], nn.Layer]] = {
     "sum": lambda: Pool("sum"),
     "mean": lambda: Pool("mean"),
     "max": lambda: Pool("max"),
     "softmax": lambda: Pool("softmax", 0.7),
     "shared": Shared,
+    "ghosts first": GhostsFirst,
     "conv": lambda: nn.GraphConv(3, 5),
     "conv max": lambda: nn.GraphConv(3, 2, "max"),
     "conv mean": lambda: nn.GraphConv(3, 2, "mean", bias=False),
@@ -93,6 +106,9 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
 
         got = reduce_in_torch(mlp(features + x[:, s]) + mlp(x[:, r]), r, n, "mean")
         return mlp_in_torch(p, "update", torch.cat([got, x], dim=-1), torch.nn.functional.silu)
+    if name == "ghosts first":
+        conv = run_in_torch("conv sum", {key[5:]: a for key, a in p.items() if key.startswith("conv.")}, x, graph)
+        return mlp_in_torch(p, "update", torch.cat([conv + x, x], dim=-1), torch.nn.functional.silu)
     if name.startswith("conv"):
         got = reduce_in_torch(x[:, s], r, n, name[5:] or "sum")
         return torch.nn.functional.linear(got, p["lin_rel.weight"], p.get("lin_rel.bias")) + x @ p["lin_root.weight"].T
