@@ -368,10 +368,6 @@ class Layer(ABC):
     "element". Layers that act on positions can run on a part of a sequence; layers that act on elements can also run on
     a part of the features."""
 
-    needs_all_positions: bool = False
-    """Whether a layer that acts on positions nevertheless needs all positions of a sample, as for a mean over them, or
-    their order. Such a layer cannot run on the nodes of a mesh."""
-
     fields: bool = False
     """Whether each rank may run the layer unchanged on its part of a field, (samples, channels, *cells)."""
 
@@ -593,6 +589,11 @@ class Layer(ABC):
     def _refuse_shard(self, location: str, kind: Kind, remedy: str) -> None:
         reason = f"but acts on each {self.acts_on} as a whole (Layer.acts_on)"
         raise ConfigError(f"{location} reads {kind}, {reason}: {remedy}")
+
+    def needs_all_positions(self) -> bool:
+        """Return whether a layer that acts on positions nevertheless needs all positions of a sample, as for a mean
+        over them, or their order. Such a layer cannot run on the nodes of a mesh."""
+        return False
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:
         """Return whether each rank needs the full sequence of an input, instead of a shard of it along the sequence.

@@ -4,6 +4,7 @@ is total / weight."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -214,7 +215,7 @@ class _Elementwise(Loss):
 
 
 class CellWeights:
-    """Weights of the cells of a field in a loss. The array covers this rank's part of the field.
+    """Weights of the cells of a field, or of the nodes of a mesh. The array covers this rank's part.
 
     Parameters
     ----------
@@ -222,7 +223,10 @@ class CellWeights:
     weights : array (*cells) or (channels, *cells) of numbers >= 0, or bools
     """
 
+    has_cells = True
+
     def __init__(self, owner: str, weights: Any) -> None:
+        self.owner = owner
         try:
             self.array = np.asarray(weights, np.float64)
         except (TypeError, ValueError) as error:
@@ -235,6 +239,13 @@ class CellWeights:
         equal on all ranks."""
         return "<an array>"
 
+    @cached_property
+    def of_nodes(self) -> "CellWeights":
+        """The same weights, given as (nodes,), (nodes, 1) or (nodes, features), for features in dim 1."""
+        found = CellWeights(self.owner, self.array.T)
+        found.has_cells = False
+        return found
+
     def reshape_to_broadcast(self, env: LayerContext, y: Array) -> Array:
         """Return the weights as an array that broadcasts to y (samples, channels, *cells). The array is cached."""
         key = "weights of cells", id(self), np.dtype(y.dtype).str
@@ -243,13 +254,24 @@ class CellWeights:
             env.constants[key] = env.xp.asarray(self.array.astype(accumulation_dtype(y.dtype)).reshape(shape))
         return env.constants[key]
 
-    def require_broadcastable(self, owner: object, shape: tuple[int, ...]) -> None:
-        """Raise DataError unless the weights can be broadcast to an output of `shape` (samples, channels, *cells)."""
-        if self.array.shape not in (shape[2:], shape[1:], (1, *shape[2:])):
-            raise DataError(
-                f"{owner!r}: weights of shape {self.array.shape} do not fit: this rank's part of the output is "
+    def require_broadcastable(
+        self, owner: object, shape: tuple[int, ...], name: str = "weights", error: type[ValueError] = DataError
+    ) -> None:
+        """Raise `error` unless the weights can be broadcast to an array of `shape` (samples, channels, *cells). `name`
+        is that of the argument, for the text."""
+        if self.array.shape in (shape[2:], shape[1:], (1, *shape[2:])):
+            return
+        if self.has_cells:
+            raise error(
+                f"{owner!r}: {name} of shape {self.array.shape} do not fit: this rank's part of the field is "
                 f"(channels, *cells) = {shape[1:]}; give one for each cell, {shape[2:]}, or for each channel of it"
             )
+        features, nodes = shape[1:]
+        raise error(
+            f"{owner!r}: {name} of shape {self.array.shape[::-1]} do not fit: this rank owns {nodes} nodes, of "
+            f"{features} features here; give one for each node, ({nodes},), or for each of its features, "
+            f"({nodes}, {features})"
+        )
 
 
 def compute_masked_error(

@@ -44,7 +44,6 @@ class Rotary(PerHead):
     """
 
     acts_on = "position"
-    needs_all_positions = True
     kernel_names = ("rotate",)
 
     def __init__(
@@ -57,6 +56,9 @@ class Rotary(PerHead):
         self.rope_scaling = dict(rope_scaling) if rope_scaling else None
         self.part = False
         self._scaling = _parse_scaling(self.rope_scaling, d_head)
+
+    def needs_all_positions(self) -> bool:
+        return True
 
     def bind_sequence_shard(self, request: ShardingContext) -> Layer:
         new = Rotary(self.d_head, self.theta, self.rope_scaling, self.seq_len)

@@ -323,8 +323,8 @@ class FieldPartition:
         """Return why a layer cannot run on a part, and what to do instead."""
         what = "field" if self.has_cells else "mesh"
         return (
-            f"acts on each {layer.acts_on} as a whole (Layer.acts_on): it must see the whole {what}; put it into a model "
-            "without domain="
+            f"acts on each {layer.acts_on} as a whole (Layer.acts_on): it must see the whole {what}; put it into a "
+            "model without domain="
         )
 
     def can_run_bound(self, layer: Any) -> bool:

@@ -82,7 +82,7 @@ class Rollout(Layer, TakesScalars):
         learns to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the field is
         split over ranks. Default 0
     noise_weights : factor of the noise in each cell of this rank's part, such as 0 on boundaries: an array (*cells) or
-        (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (features, nodes), for the nodes that this rank owns.
+        (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (nodes, features), for the nodes that this rank owns.
         Default: all 1
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
         et al. 2022, who use 1 of 2 steps). Their errors count in the loss, but have no gradient. Default 0
@@ -332,12 +332,9 @@ class Rollout(Layer, TakesScalars):
         parts = FieldPartition if self.parts is None else self.parts
         first: Array = parts.to_channels_first(noise)
         assert self.noise_weights is not None
-        if self.noise_weights.array.shape not in (first.shape[1:], first.shape[2:]):
-            raise ShapeError(
-                f"{self!r}: noise_weights of shape {self.noise_weights.array.shape} do not fit: this rank's part of a "
-                f"state is (channels, *cells) = {first.shape[1:]}; give one for each cell, or for each channel of it"
-            )
-        return parts.to_channels_first(first * self.noise_weights.reshape_to_broadcast(env, first))
+        weights = self.noise_weights if parts.has_cells else self.noise_weights.of_nodes
+        weights.require_broadcastable(self, first.shape, "noise_weights", ShapeError)
+        return parts.to_channels_first(first * weights.reshape_to_broadcast(env, first))
 
     def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
         """Return the gradient of a given state with ghost cells, given the gradient of that state with noise."""

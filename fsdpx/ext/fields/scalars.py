@@ -202,8 +202,8 @@ class GlobalMean(_GlobalReduction):
     Parameters
     ----------
     weights : weight of each cell, such as its volume: an array (*cells) or (channels, *cells) of numbers >= 0 for this
-        rank's part of the field, or (nodes,) for the nodes that this rank owns; the sum is then divided by the sum of
-        weights. Default None: all 1
+        rank's part of the field, or (nodes,) or (nodes, features) for the nodes that this rank owns; the sum is then
+        divided by the sum of weights. Default None: all 1
     """
 
     def __init__(self, weights: Any = None) -> None:
@@ -241,12 +241,9 @@ class GlobalMean(_GlobalReduction):
             return None
         if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
             return env.xp.empty((1, *x.shape[1:]), dtype=x.dtype)
-        if self.weights.array.shape not in (x.shape[2:], x.shape[1:]):
-            raise ShapeError(
-                f"{self!r}: weights of shape {self.weights.array.shape} do not fit: this rank's part of the field is "
-                f"(channels, *cells) = {x.shape[1:]}; give one for each cell, or for each channel of it"
-            )
-        return self.weights.reshape_to_broadcast(env, x)
+        weights = self.weights if self.get_partition(x).has_cells else self.weights.of_nodes
+        weights.require_broadcastable(self, x.shape, error=ShapeError)
+        return weights.reshape_to_broadcast(env, x)
 
 
 class GlobalSum(GlobalMean):

@@ -162,7 +162,7 @@ class MeshPartition(FieldPartition):
         return replace(self, kind=kind)
 
     def can_run_unchanged(self, layer: Any) -> bool:
-        return layer.acts_on in ("element", "position") and not (layer.needs_all_positions or layer.looks_up)
+        return layer.acts_on in ("element", "position") and not (layer.needs_all_positions() or layer.looks_up)
 
     def explain_refusal(self, layer: Any) -> str:
         if layer.acts_on not in ("element", "position"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from fsdpx.errors import ConfigError, DataError
@@ -21,8 +22,12 @@ def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
         return LossSum([(factor, bind_loss_to_nodes(term, cuts)) for factor, term in loss.terms])
     if isinstance(loss, BandRMSE | BoundaryRMSE | PhysicsLoss):
         raise ConfigError(f"{loss!r} needs the cells of a grid, and cannot be computed on a mesh")
+    weights = getattr(loss, "weights", None)
     of_fields = type(loss).bind_partition is not Loss.bind_partition
-    if not of_fields and not isinstance(getattr(loss, "weights", None), CellWeights):
+    if isinstance(weights, CellWeights):
+        loss = copy(loss)
+        loss.weights = weights.of_nodes  # type: ignore[attr-defined]
+    elif not of_fields:
         return loss
     return NodeLoss(loss.bind_partition(FieldPartition(cuts)))
 

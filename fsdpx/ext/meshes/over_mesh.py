@@ -65,7 +65,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
     """Return, for each input of `reader`, the layer that drops its ghosts, or None if they may stay. They are dropped
     where a layer reads values of nodes with ghosts and without them together, such as a sum."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
-    rows = [kind.kind if isinstance(kind, FieldPartition) else "" for kind in kinds]
+    rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:
         return [None] * len(kinds)
     return [

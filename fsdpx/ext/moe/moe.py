@@ -103,7 +103,6 @@ class MoE(Layer):
             raise ConfigError(f"MoE: active {active} is more than the {experts} experts")
         self.d_model, self.d_hidden, self.experts, self.active = d_model, d_hidden, experts, active
         self.balance = float(balance)
-        self.needs_all_positions = self.balance > 0  # for means over the positions
         self.init = init or normal(0.02)
         self.out_init = out_init or self.init
 
@@ -115,6 +114,9 @@ class MoE(Layer):
             "up": ParameterSpec(inside, self.init),
             "down": ParameterSpec((self.experts, self.d_model, self.d_hidden), self.out_init),
         }
+
+    def needs_all_positions(self) -> bool:
+        return self.balance > 0  # for means over the positions
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")

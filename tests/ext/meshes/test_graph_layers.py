@@ -31,6 +31,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.meshes import kernels
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
+from fsdpx.ext.meshes.node_loss import bind_loss_to_nodes
 
 torch = pytest.importorskip("torch")
 
@@ -321,6 +322,23 @@ def test_losses_of_nodes_are_those_of_one_process(name: str) -> None:
             np.testing.assert_allclose(after[key], value, rtol=0, atol=1e-11, err_msg=key)
 
 
+@pytest.mark.parametrize("shape", [(5,), (5, 1), (5, 2), (4,), (2, 5)])
+def test_weights_are_of_nodes_or_of_their_features(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    y, target, weights = rng.standard_normal((3, 5, 2)), rng.standard_normal((3, 5, 2)), rng.random(shape)
+    loss, env = bind_loss_to_nodes(0.5 * nn.MSELoss(weights=weights), ((0, 5),)), env_of(spawn(lambda comm: comm, 1)[0])
+    if shape[0] != 5:
+        with pytest.raises(DataError, match="this rank owns 5 nodes, of 2 features here; give one for") as text:
+            loss.validate(y.shape, target)
+        assert f"weights of shape {shape}" in str(text.value)
+        return
+    loss.validate(y.shape, target)
+    wide = np.broadcast_to(weights if weights.ndim == 2 else weights[:, None], y.shape)
+    total, weight, saved = loss.forward(env, y, target)
+    assert total / weight == pytest.approx(0.5 * (wide * (y - target) ** 2).sum() / wide.sum())
+    np.testing.assert_allclose(loss.backward(env, saved, 1 / weight), wide * (y - target) / wide.sum())
+
+
 class Doubled(nn.Layer):
     """A layer that claims to keep the rows, but changes them."""
 
@@ -339,6 +357,10 @@ class Doubled(nn.Layer):
         (lambda: nn.BatchNorm(3), "reads the nodes of a part of a mesh of 23 nodes"),
         (lambda: nn.Sequential(nn.GraphConv(3, 3), nn.Aggregate()), "needs values of edges"),
         (lambda: nn.GatherNodes("sender"), "outputs must be values of nodes, or scalars"),
+        (
+            lambda: nn.Graph({"e": (nn.GatherNodes("sender"), "x"), "s": (nn.Add(), "x", "e")}, ("x",), ("s",)),
+            "GatherNodes brings values of nodes to edges",
+        ),
         (Doubled, r"output 0 of the model is \(1, 46, 3\) for the whole mesh, and must be \(1, 23, 3\)"),
         (lambda: nn.MeshGraphNet(3, 4, 2, 4, 1), "edges of the partition have 3 features, but the model expects 4"),
     ],
