@@ -64,11 +64,14 @@ GRIDS_PER_SIZE = 4
 CLOSE_FACTOR = 1.3
 """Configurations are predicted if the lower bound on their step time is within this factor of the fastest step time."""
 RECOMPUTE_CHOICES = None, "all"
-NOT_SEARCHED = "sequence='ulysses' and 'ring', stages=, orders of the mesh, and recomputing of some units"
-"""Text that names the choices that a search leaves to the user."""
 PIPE_SCHEDULES = tuple(name for name, known in SCHEDULES.items() if known.steady is not None)
 """Pipeline schedules that are searched. Without pipeline parallelism, schedules have no effect, and only the first one
 is tried."""
+NOT_SEARCHED = (
+    "sequence='ulysses' and 'ring', stages=, orders of the mesh, recomputing of some units, and the schedules "
+    + ", ".join(name for name in SCHEDULES if name not in PIPE_SCHEDULES)
+)
+"""Text that names the choices that a search leaves to the user."""
 
 
 def search(

@@ -234,6 +234,7 @@ def test_widths_are_all_divisors_and_what_is_not_searched_is_said() -> None:
     widths = {(mesh.width_of("tensor"), mesh.width_of("pipe")) for mesh in meshes}
     assert {(3, 1), (1, 3), (1, 6), (3, 2)} <= widths
     assert "; not searched: sequence='ulysses' and 'ring', stages=" in flat(made)
+    assert "and the schedules gpipe, zb-h2, zbv" in flat(made)
 
 
 def test_depths_that_cannot_run_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

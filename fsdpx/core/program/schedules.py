@@ -224,17 +224,17 @@ class NamedSchedule:
     Attributes
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
+    steady : from this number of microbatches per pipeline rank, each additional microbatch takes the same time; None if
+        unknown, in which case plans list this schedule as not searched
     fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
         placement); "" if they can
-    steady : from this number of microbatches per pipeline rank, each additional microbatch takes the same time; None if
-        unknown, in which case plans do not consider this schedule
     interleaves : whether each rank has several stages, which run in rounds of as many microbatches as there are ranks
     frugal : whether no more microbatches are in flight than in 1F1B
     """
 
     make_schedule: Callable[[int, int, int], PipelineSchedule]
+    steady: int | None
     fixed: str = ""
-    steady: int | None = None
     interleaves: bool = False
     frugal: bool = False
 
@@ -242,12 +242,12 @@ class NamedSchedule:
 _IN_ORDER = "has one stage on each rank, in order"
 _IN_A_V = "goes down the ranks and comes back in a V, stage s on rank s and stage 2P - 1 - s as well"
 SCHEDULES = {
-    "gpipe": NamedSchedule(gpipe),
+    "gpipe": NamedSchedule(gpipe, steady=None),
     "1f1b": NamedSchedule(one_f_one_b, steady=3, frugal=True),
     "interleaved": NamedSchedule(interleaved, steady=4, interleaves=True),
-    "zb-h1": NamedSchedule(zb_h1, _IN_ORDER, steady=3, frugal=True),
-    "zb-h2": NamedSchedule(zb_h2, _IN_ORDER),
-    "zbv": NamedSchedule(zbv, _IN_A_V),
+    "zb-h1": NamedSchedule(zb_h1, steady=3, fixed=_IN_ORDER, frugal=True),
+    "zb-h2": NamedSchedule(zb_h2, steady=None, fixed=_IN_ORDER),
+    "zbv": NamedSchedule(zbv, steady=None, fixed=_IN_A_V),
 }
 """Schedules by name. Plans, error messages and suggestions read all properties of a schedule from here."""
 
