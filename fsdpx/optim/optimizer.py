@@ -290,10 +290,11 @@ def require_valid_hyperparameters(owner: Any) -> None:
     _require_valid_groups(owner, owner.groups)
 
 
-def require_valid_betas(owner: object, betas: object) -> None:
-    """Raise ConfigError unless the `betas` of the optimizer `owner` are a pair of numbers in [0, 1)."""
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
+def require_valid_betas(owner: object, betas: object, count: int = 2) -> None:
+    """Raise ConfigError unless the `betas` of the optimizer `owner` are `count` numbers in [0, 1)."""
+    if not isinstance(betas, tuple | list) or len(betas) != count:
+        wanted = "a pair of numbers is needed, like (0.9, 0.999)" if count == 2 else f"{count} numbers are needed"
+        raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): {wanted}")
     for i, beta in enumerate(betas):
         require_number_in_range(owner, f"betas[{i}]", beta, below=1.0)
 

@@ -18,6 +18,7 @@ from fsdpx.core.array.sums import EXPANSION_PARTS, compute_padded_sum_expansion,
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import HyperparameterSpan, ShardSegment, ShardSegments, schedules
 from fsdpx.optim.average import AveragedOptimizer
+from fsdpx.optim.optimizer import require_valid_betas
 from fsdpx.testing.optimizer import OptimizerContract
 
 
@@ -31,6 +32,7 @@ from fsdpx.testing.optimizer import OptimizerContract
         (lambda: optim.SGD(nesterov=True), r"SGD\(nesterov=True\) needs a momentum above 0"),
         (lambda: optim.Adam(eps=math.nan), r"Adam\(eps=nan\): a finite number"),
         (lambda: optim.AdamW(betas=0.9), r"AdamW\(betas=0.9\): a pair of numbers is needed, like \(0.9, 0.999\)"),
+        (lambda: require_valid_betas(optim.SGD(), (0.9, 0.99), 3), r"SGD\(betas=\(0.9, 0.99\)\): 3 numbers are needed"),
         (lambda: optim.AdamW(betas=(0.9, 1)), r"AdamW\(betas\[1\]=1\): a finite number >= 0 and < 1"),
         (lambda: optim.AdamW(weight_decay=-0.1), r"AdamW\(weight_decay=-0.1\)"),
         (lambda: optim.Lion(betas=(-0.1, 0.9)), r"Lion\(betas\[0\]=-0.1\)"),
