@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -31,8 +31,12 @@ class CodecContract:
     """Tests of a compression codec. Inherit the class and define `make`, which returns the codec to be tested."""
 
     allowed_error: float = 0.0
-    """Allowed error of a sum in the first step, relative to the sum of the absolute values of its terms. For
-    `reduce_all`, twice this error is allowed. The rounding error of a sum in `dtype` is allowed in addition."""
+    """Allowed error of a sum in the first step, relative to `error_scale`. For `reduce_all`, twice this error is
+    allowed. The rounding error of a sum in `dtype` is allowed in addition."""
+    error_scale: Literal["element", "block"] = "element"
+    """What errors are relative to: "element" (default), the absolute values of an element, summed over the ranks; or
+    "block", for codecs that give several elements one scale, the largest absolute value of each rank's gradient, summed
+    over the ranks."""
     dtype: str = "float32"
     """Dtype of the gradients."""
 
@@ -54,6 +58,33 @@ class CodecContract:
         found = spawn(body, size, timeout=60)
         assert len({grad.tobytes() for grad in found}) == 1
         self._assert_close(found[0], size, slice(0, n), n, 2 * self.allowed_error)
+
+    @pytest.mark.parametrize("whole", [False, True])
+    def test_error_feedback_loses_nothing(self, whole: bool) -> None:
+        """Check of a codec with error feedback that everything sent plus everything kept is the sum of all gradients.
+        Kept is what `reshard_rules` call "sum"."""
+        size, n, steps = 3, 61, 3
+
+        def body(comm: Communicator) -> np.ndarray:
+            codec, counts = self.make(), split_evenly(n, size)
+            scratch, memory = self._allocate_buffers(codec, n, size)
+            found, mine = np.zeros(n), slice(sum(counts[: comm.rank]), sum(counts[: comm.rank + 1]))
+            for step in range(steps):
+                grad = self._draw_gradient(n, comm.rank + size * step)
+                if whole:
+                    codec.reduce_all(comm, grad, scratch, memory, what="g").wait()
+                else:
+                    codec.reduce(comm, grad, grad[mine], counts, scratch, memory, what="g").wait()
+                found[mine] += grad[mine]
+            for name, kept in memory.items():
+                found += kept if codec.reshard_rules.get(name) == "sum" else 0
+            return found
+
+        if self.make().feedback:
+            found = np.sum(spawn(body, size, timeout=60), axis=0)
+            given = np.array([self._draw_gradient(n, seed) for seed in range(size * steps)], np.float64)
+            allowed = 4 * size * steps * float(np.finfo(self.dtype).eps) * np.abs(given).sum(0).max()
+            np.testing.assert_allclose(found, given.sum(0), rtol=0, atol=allowed)
 
     @pytest.mark.parametrize("size", [1, 3, 5])
     def test_calls_and_bytes_are_as_declared(self, size: int) -> None:
@@ -151,10 +182,12 @@ class CodecContract:
             self._assert_close(out, size, slice(start, start + counts[rank]), n, self.allowed_error)
 
     def _assert_close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
-        terms = np.array([self._draw_gradient(n, rank)[part] for rank in range(size)], np.float64)
-        allowed = (error + size * float(np.finfo(self.dtype).eps)) * np.abs(terms).sum(0)
-        assert got.shape == terms.shape[1:]
-        assert np.all(np.abs(got - terms.sum(0)) <= allowed)
+        terms = np.array([self._draw_gradient(n, rank) for rank in range(size)], np.float64)
+        eps, scale = float(np.finfo(self.dtype).eps), np.abs(terms[:, part])
+        assert got.shape == scale.shape[1:]
+        if self.error_scale == "block":
+            scale = np.abs(terms).max(1, initial=0, keepdims=True)
+        assert np.all(np.abs(got - terms[:, part].sum(0)) <= (error + size * eps) * scale.sum(0))
 
     def _draw_gradient(self, n: int, seed: int) -> np.ndarray:
         return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
