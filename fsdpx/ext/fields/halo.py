@@ -96,14 +96,14 @@ class HaloSpec:
     ghosts: tuple[GhostWidths, ...] = ()
 
     @property
-    def sides(self) -> tuple[PaddingSide, PaddingSide]:
+    def padding_sides(self) -> tuple[PaddingSide, PaddingSide]:
         """Padding before and after the field."""
         return self.mode if isinstance(self.mode, tuple) else (self.mode, self.mode)
 
     @property
     def has_constants(self) -> bool:
         """True if the cells beyond an end have a given number as their value."""
-        return not all(isinstance(side, str) for side in self.sides)
+        return not all(isinstance(side, str) for side in self.padding_sides)
 
     @property
     def is_local(self) -> bool:
@@ -191,7 +191,7 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
     if not wanted.size:
         return
     (low, first), (high, last) = halo.field_ends
-    cells = np.where((wanted >= low) & (wanted < high), wanted, _map_padding_to_cells(wanted, n, halo.sides))
+    cells = np.where((wanted >= low) & (wanted < high), wanted, _map_padding_to_cells(wanted, n, halo.padding_sides))
     inside = (cells >= low) & (cells < high)
     if halo.ghosts:
         inside &= (wanted < held[rank][0]) | (wanted >= held[rank][1])
@@ -279,7 +279,7 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     the dim for the error message."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
-    for side, lacks, ghosts in zip(halo.sides, (-start, stop - n), (-low.cell, high.cell - n), strict=True):
+    for side, lacks, ghosts in zip(halo.padding_sides, (-start, stop - n), (-low.cell, high.cell - n), strict=True):
         if lacks > ghosts > 0:
             raise ShapeError(
                 f"windows reach {lacks} cells beyond the field along {name}, and arrays have ghosts={ghosts} there: "

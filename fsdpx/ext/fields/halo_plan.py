@@ -161,7 +161,7 @@ def _find_line_needs(halo: HaloSpec, rank: int) -> _LineNeeds:
     size = max(stop - start, 0)
     low, high = (
         min(max(end.cell - start, 0), size) if side == "zeros" or not isinstance(side, str) else open_end
-        for side, end, open_end in zip(halo.sides, ends, (0, size), strict=True)
+        for side, end, open_end in zip(halo.padding_sides, ends, (0, size), strict=True)
     )
     begin, end = (min(max(cell - start, low), high) for cell in (first, last))
     return _LineNeeds(halo, rank, first - start, size, tuple((a, b) for a, b in ((low, begin), (end, high)) if b > a))

@@ -192,7 +192,7 @@ def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value
     """Set the cells of `y` beyond those ends of the field where the padding has a fixed value."""
     start, _ = halo.needs[get_rank_along(env, halo.cuts, halo.dim - 2)]
     low, high = (max(end.cell - start, 0) for end in halo.field_ends)
-    for side, cells in zip(halo.sides, (slice(0, low), slice(high, None)), strict=True):
+    for side, cells in zip(halo.padding_sides, (slice(0, low), slice(high, None)), strict=True):
         if side == "zeros" or not isinstance(side, str):
             y[slice_dim(env.xp, halo.dim, cells)] = padding_value if side == "zeros" else side
 

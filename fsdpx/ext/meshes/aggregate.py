@@ -32,7 +32,7 @@ class GatherNodes(GraphLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         graph = self.graph
-        require_node_features(self, x, graph.rows if self.has_ghosts else graph.nodes)
+        require_node_features(self, x, graph.row_count if self.has_ghosts else graph.nodes)
         if self.end == "receiver":
             return graph.gather_receivers(env, x), ()
         return graph.gather_senders(env, x if self.has_ghosts else append_ghosts(env, graph, self, x)), ()
@@ -45,7 +45,7 @@ class GatherNodes(GraphLayer):
         dx = graph.sum_at_receivers(env, dy)
         if not self.has_ghosts or not graph.ghosts:
             return dx, ()
-        wide = env.xp.zeros((dx.shape[0], graph.rows, dx.shape[2]), dtype=dx.dtype)
+        wide = env.xp.zeros((dx.shape[0], graph.row_count, dx.shape[2]), dtype=dx.dtype)
         wide[:, : graph.nodes] = dx
         return wide, ()
 
@@ -110,11 +110,11 @@ class Aggregate(GraphLayer):
             return graph.sum_at_receivers(env, x), ()
         offsets = graph.get_on_device(env, "offsets")
         if self.how == "mean":
-            return graph.sum_at_receivers(env, x) * graph.compute_receiver_shares(env, x.dtype), ()
+            return graph.sum_at_receivers(env, x) * graph.compute_inverse_in_degrees(env, x.dtype), ()
         if self.how == "max":
-            return segment_max(env.xp, x, offsets, graph.most_received)
+            return segment_max(env.xp, x, offsets, graph.max_in_degree)
         weights = segment_softmax(
-            env.xp, x * self.temperature, offsets, graph.get_on_device(env, "receivers"), graph.most_received
+            env.xp, x * self.temperature, offsets, graph.get_on_device(env, "receivers"), graph.max_in_degree
         ).astype(x.dtype, copy=False)
         return graph.sum_at_receivers(env, weights * x), (x, weights)
 
@@ -123,14 +123,14 @@ class Aggregate(GraphLayer):
         if has_no_data(env) or self.how == "sum":
             return graph.gather_receivers(env, dy), ()
         if self.how == "mean":
-            return graph.gather_receivers(env, dy * graph.compute_receiver_shares(env, dy.dtype)), ()
+            return graph.gather_receivers(env, dy * graph.compute_inverse_in_degrees(env, dy.dtype)), ()
         spread = graph.gather_receivers(env, dy)
         if self.how == "max":
             winner = gather_rows(xp, saved, graph.get_on_device(env, "receivers"))
             return xp.where(winner == xp.arange(graph.edges)[None, :, None], spread, 0).astype(dy.dtype), ()
         x, weights = saved
         index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
-        slope = segment_softmax_backward(xp, weights, spread * x, *index, graph.most_received)
+        slope = segment_softmax_backward(xp, weights, spread * x, *index, graph.max_in_degree)
         return (weights * spread + slope * self.temperature).astype(dy.dtype, copy=False), ()
 
 
@@ -145,14 +145,14 @@ class AggregateSenders(GraphLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         graph = self.graph
-        require_node_features(self, x, graph.rows if self.has_ghosts else graph.nodes)
+        require_node_features(self, x, graph.row_count if self.has_ghosts else graph.nodes)
         y = graph.sum_of_senders(env, x if self.has_ghosts else append_ghosts(env, graph, self, x))
-        return (y * graph.compute_receiver_shares(env, y.dtype) if self._is_mean(env) else y), ()
+        return (y * graph.compute_inverse_in_degrees(env, y.dtype) if self._is_mean(env) else y), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         graph = self.graph
         dx = graph.sum_of_receivers(
-            env, dy * graph.compute_receiver_shares(env, dy.dtype) if self._is_mean(env) else dy
+            env, dy * graph.compute_inverse_in_degrees(env, dy.dtype) if self._is_mean(env) else dy
         )
         return (dx if self.has_ghosts else append_ghosts_backward(env, graph, dx)), ()
 

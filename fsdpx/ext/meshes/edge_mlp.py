@@ -55,7 +55,7 @@ class EdgeLinear(GraphLayer):
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
         nodes, edges = x
         graph = self.graph
-        require_node_features(self, nodes, graph.rows if self.has_ghosts else graph.nodes, self.node_features)
+        require_node_features(self, nodes, graph.row_count if self.has_ghosts else graph.nodes, self.node_features)
         require_node_features(self, edges, graph.edges, self.edge_features)
         of_senders = self._multiply_senders(env, p, nodes)
         if self.has_ghosts:

@@ -66,7 +66,7 @@ def start_appending_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: 
     leaving = [ranks.send(_pack_rows(env, x, rows), rank, GHOSTS, what=what) for rank, rows in _list_sends(env, graph)]
 
     def finish() -> Array:
-        y = xp.empty((samples, graph.rows, features), dtype=x.dtype)
+        y = xp.empty((samples, graph.row_count, features), dtype=x.dtype)
         y[:, : graph.nodes] = x
         for handle, flat, first, stop in arriving:
             handle.wait()

@@ -87,12 +87,12 @@ class GATConv(GraphLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         graph, xp, (samples, _, _) = self.graph, env.xp, x.shape
-        require_node_features(self, x, graph.rows if self.has_ghosts else graph.nodes, self.in_channels)
+        require_node_features(self, x, graph.row_count if self.has_ghosts else graph.nodes, self.in_channels)
         h = linear_forward(xp, as_rows(x), p["lin.weight"], None).reshape(
             samples, x.shape[1], self.heads * self.out_channels
         )
         wide = h if self.has_ghosts else append_ghosts(env, graph, self, h)
-        per_head = wide.reshape(samples, graph.rows, self.heads, self.out_channels)
+        per_head = wide.reshape(samples, graph.row_count, self.heads, self.out_channels)
         of_senders = graph.gather_senders(env, (per_head * p["att_src"]).sum(axis=-1))
         own = per_head[:, : graph.nodes]
         scores = of_senders + graph.gather_receivers(env, (own * p["att_dst"]).sum(axis=-1))
@@ -101,7 +101,7 @@ class GATConv(GraphLayer):
         weights = scores
         if not has_no_data(env):
             index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
-            weights = segment_softmax(xp, scores, *index, graph.most_received)
+            weights = segment_softmax(xp, scores, *index, graph.max_in_degree)
         values = graph.gather_senders(env, wide).reshape(samples, graph.edges, self.heads, self.out_channels)
         y = graph.sum_at_receivers(env, (weights[..., None] * values).reshape(samples, graph.edges, wide.shape[2]))
         if not self.concat:
@@ -122,7 +122,7 @@ class GATConv(GraphLayer):
         slope = (of_edges * values).sum(axis=-1)
         if not has_no_data(env):
             index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")
-            slope = segment_softmax_backward(xp, weights, slope, *index, graph.most_received)
+            slope = segment_softmax_backward(xp, weights, slope, *index, graph.max_in_degree)
         slope = xp.where(positive, slope, slope * self.negative_slope).astype(dy.dtype, copy=False)
         at_senders, at_receivers = graph.sum_at_senders(env, slope), graph.sum_at_receivers(env, slope)
         dwide = graph.sum_at_senders(env, (weights[..., None] * of_edges).reshape(samples, graph.edges, wide.shape[2]))

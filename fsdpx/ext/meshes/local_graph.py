@@ -62,17 +62,17 @@ class LocalGraph:
         return cls(nodes, 0, edges, none, none, none, none, none, none, none, np.zeros((0, edge_features)))
 
     @property
-    def rows(self) -> int:
+    def row_count(self) -> int:
         """Number of owned nodes and ghosts."""
         return self.nodes + self.ghosts
 
     @cached_property
-    def most_received(self) -> int:
+    def max_in_degree(self) -> int:
         """Largest number of edges that a node receives."""
         return int(np.diff(self.offsets).max(initial=0))
 
     @cached_property
-    def most_sent(self) -> int:
+    def max_out_degree(self) -> int:
         """Largest number of edges of this rank that a row sends."""
         return int(np.diff(self.sender_offsets).max(initial=0))
 
@@ -88,31 +88,31 @@ class LocalGraph:
         """Sum values (samples, edges, features) over the edges of each receiver: (samples, nodes, features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.nodes, *values.shape[2:]), dtype=values.dtype)
-        return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None, self.most_received)
+        return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None, self.max_in_degree)
 
     def sum_at_senders(self, env: LayerContext, values: Array) -> Array:
         """Sum values (samples, edges, features) over the edges of each sender: (samples, rows, features)."""
         if has_no_data(env):
-            return env.xp.empty((values.shape[0], self.rows, *values.shape[2:]), dtype=values.dtype)
+            return env.xp.empty((values.shape[0], self.row_count, *values.shape[2:]), dtype=values.dtype)
         order = self.get_on_device(env, "sender_order")
-        return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.most_sent)
+        return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.max_out_degree)
 
     def sum_of_senders(self, env: LayerContext, x: Array) -> Array:
         """Return, for each node, the sum of the rows of x (samples, rows, features) of the senders of its edges."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
         senders = self.get_on_device(env, "senders")
-        return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.most_received)
+        return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.max_in_degree)
 
     def sum_of_receivers(self, env: LayerContext, x: Array) -> Array:
         """Return, for each row, the sum of the rows of x (samples, nodes, features) of the receivers of its edges. This
         is the adjoint of `sum_of_senders`."""
         if has_no_data(env):
-            return env.xp.empty((x.shape[0], self.rows, x.shape[2]), dtype=x.dtype)
+            return env.xp.empty((x.shape[0], self.row_count, x.shape[2]), dtype=x.dtype)
         offsets = self.get_on_device(env, "sender_offsets")
-        return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"), self.most_sent)
+        return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"), self.max_out_degree)
 
-    def compute_receiver_shares(self, env: LayerContext, dtype: Any) -> Array:
+    def compute_inverse_in_degrees(self, env: LayerContext, dtype: Any) -> Array:
         """Return 1 / (number of edges) of each node, (nodes, 1), or 0 for a node that receives none."""
         offsets = self.get_on_device(env, "offsets")
         count = (offsets[1:] - offsets[:-1])[:, None]

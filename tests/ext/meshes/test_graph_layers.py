@@ -256,7 +256,7 @@ def test_the_exchange_of_ghosts_is_adjoint_and_moves_ghosts_times_width(ranks: i
     def one(comm: Communicator) -> tuple[float, ...]:
         local, env = make_partition(comm, graph, "anywhere").graph, env_of(comm)
         rng = np.random.default_rng(comm.rank)
-        x, dy = rng.standard_normal((2, local.nodes, 3)), rng.standard_normal((2, local.rows, 3))
+        x, dy = rng.standard_normal((2, local.nodes, 3)), rng.standard_normal((2, local.row_count, 3))
         y = append_ghosts(env, local, None, x)
         counters = env.mesh.counters
         moved = [counters.sum_counts("domain", verb).bytes for verb in ("recv", "send")]
