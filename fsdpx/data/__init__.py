@@ -24,5 +24,6 @@ if TYPE_CHECKING:
         gather_channel_statistics as gather_channel_statistics,
     )
     from fsdpx.data.supervised import SupervisedDataset as SupervisedDataset
+    from fsdpx.data.trajectories import TrajectoryDataset as TrajectoryDataset
 else:
     __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

@@ -15,7 +15,7 @@ from operator import index
 from pathlib import Path
 from threading import Lock
 from tokenize import TokenError
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
@@ -34,6 +34,7 @@ __all__ = [
     "collate",
     "hash_first_sample",
     "make_file_mapper",
+    "map_npy_at",
     "memory_map_array",
     "python_stdlib_folder",
 ]  # fmt: skip
@@ -156,20 +157,27 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
             return np.memmap(file, dtype, "r")
-        form = np.lib.format
-        header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
-        try:
-            with _PARSER:
-                shape, by_column, dtype = header(file)
-        except (MemoryError, RecursionError, SyntaxError, TokenError, TypeError) as error:
-            raise ValueError(f"its header cannot be read: {error!r}") from error
-        if dtype.hasobject:
-            raise ValueError("Python objects are in it, which are not read")
-        if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
-            raise ValueError(f"it has the shape {shape}, which no array has")
-        if file.tell() + math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:
-            raise ValueError(f"it is too short for {dtype}{list(shape)}")
-        return np.memmap(file, dtype, "r", file.tell(), shape, "F" if by_column else "C")
+        return map_npy_at(file, 0, os.fstat(file.fileno()).st_size)
+
+
+def map_npy_at(file: BinaryIO, start: int, stop: int) -> np.ndarray:
+    """Memory-map the array that is stored in the format of `.npy` from byte `start` of an open file on. Raise OSError
+    or ValueError if it cannot be mapped, or reaches beyond byte `stop`."""
+    file.seek(start)
+    form = np.lib.format
+    header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+    try:
+        with _PARSER:
+            shape, by_column, dtype = header(file)
+    except (MemoryError, RecursionError, SyntaxError, TokenError, TypeError) as error:
+        raise ValueError(f"its header cannot be read: {error!r}") from error
+    if dtype.hasobject:
+        raise ValueError("Python objects are in it, which are not read")
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+        raise ValueError(f"it has the shape {shape}, which no array has")
+    if file.tell() + math.prod(shape) * dtype.itemsize > stop:
+        raise ValueError(f"it is too short for {dtype}{list(shape)}")
+    return np.memmap(file, dtype, "r", file.tell(), shape, "F" if by_column else "C")
 
 
 class Dataset(Protocol):

@@ -4,7 +4,9 @@ files, and explains why a file cannot be read."""
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
+import struct
 import weakref
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.safe_files import describe_read_error, open_file
-from fsdpx.data.dataset import memory_map_array
+from fsdpx.data.dataset import map_npy_at, memory_map_array
 from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 
 __all__ = [
@@ -45,15 +47,19 @@ _FILTERS = {
     32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
 }  # fmt: skip
 """Names of the HDF5 filters in the package hdf5plugin, by number."""
+_ZIP_HEADER_BYTES = 30
+"""Size of the header before each file in a zip archive, without its name."""
 _MAX_LINKS = 16
 """Maximum number of soft links that are followed in a chain."""
 
 
 def open_fields(path: Path) -> Any:
-    """Open a file of fields and return its root group. A single array, or a folder of arrays, is returned as a dict
-    keyed by name."""
+    """Open a file of fields and return its root group. A single array, a folder of arrays, or an `.npz` file is
+    returned as a dict keyed by name."""
     if path.suffix == ".npy":
         return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
+    if path.suffix == ".npz":
+        return _map_npz(path)
     if path.is_dir():
         return _open_zarr(path)
     # pass a Python file object to h5py, because reads from it release the GIL
@@ -71,6 +77,31 @@ def open_fields(path: Path) -> Any:
         raise
     weakref.finalize(root, file.close)
     return root
+
+
+def _map_npz(path: Path) -> dict[str, np.ndarray]:
+    """Memory-map the arrays of a file of `np.savez`, which stores each as `.npy`. Raise DataError if they are
+    compressed."""
+    found: dict[str, np.ndarray] = {}
+    with open_file(path, ours=False) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+        except zipfile.BadZipFile as error:
+            raise ValueError(str(error)) from error
+        for entry in entries:
+            name = entry.filename.removesuffix(".npy")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise make_data_error(path, f"{name!r} is compressed, so that no part of it can be read: use np.savez")
+            file.seek(entry.header_offset)
+            head = file.read(_ZIP_HEADER_BYTES)
+            if len(head) < _ZIP_HEADER_BYTES or not head.startswith(b"PK\x03\x04"):
+                raise ValueError(f"{name!r} is not where the directory of the archive says")
+            name_bytes, more_bytes = struct.unpack("<HH", head[-4:])
+            start = entry.header_offset + _ZIP_HEADER_BYTES + name_bytes + more_bytes
+            found[name] = map_npy_at(file, start, min(start + entry.file_size, size))
+    return found
 
 
 def is_single_array(root: Any) -> bool:

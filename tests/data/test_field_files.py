@@ -117,14 +117,29 @@ def zipped(path: Path, *names: str) -> None:
             archive.writestr(name, b"{}")
 
 
+def savez(path: Path, keep: int | None = None, at: int | None = None, **arrays: np.ndarray) -> None:
+    """As np.savez does, with the first `keep` bytes only, or another byte at a place."""
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+    found = bytearray(path.read_bytes())
+    if at is not None:
+        found[at] ^= 1
+    path.write_bytes(found[:keep])
+
+
 @pytest.mark.parametrize(
     ("name", "make", "text"),
     [
         ("a b.nc", lambda path: path.write_bytes(b"CDF\x01"), "by nccopy -k nc4 '{path}' '{folder}/a b-4.nc'"),
         ("a.nc", lambda path: path.write_bytes(b"CDF\x02" + bytes(60)), "this is NetCDF-3, which h5py does not read"),
         ("a.nc", lambda path: path.write_bytes(b"CDF\x05"), "convert it to NetCDF-4, by nccopy -k nc4 {path}"),
-        ("a.npz", lambda path: np.savez(path, u=np.ones(3)), "this is .npz, of which no part can be read by itself"),
-        ("a.npz", lambda path: np.savez_compressed(path, u=np.ones(3)), "write each array as .npy, by np.save"),
+        ("a.zip", lambda path: savez(path, u=np.ones(3)), "this is .npz, of which no part can be read by itself"),
+        ("a.npz", lambda path: np.savez_compressed(path, u=np.ones(3)), "'u' is compressed, so that no part of it can"),
+        ("a.npz", lambda path: savez(path, keep=-9, u=np.ones(3)), "{path}: "),
+        ("a.npz", lambda path: savez(path, u=np.array([{}])), "Python objects are in it, which are not read"),
+        ("a.npz", lambda path: zipped(path, "u.npy"), "{path}: "),
+        ("a.npz", lambda path: savez(path, at=0, u=np.ones(3)), "'u' is not where the directory of the archive says"),
+        ("a.npz", lambda path: savez(path, at=60, u=np.ones(3)), "{path}: "),
         ("a.zarr.zip", lambda path: zipped(path, "zarr.json"), "unpack it, by unzip {path} -d {folder}/a.zarr"),
         ("a.zip", lambda path: path.write_bytes(b"PK\x03\x04 cut"), "this is a zip archive, which is not read by"),
         ("a.grib", lambda path: path.write_bytes(b"GRIB" + bytes(60)), "this file is GRIB: convert it to NetCDF-4"),

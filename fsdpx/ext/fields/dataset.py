@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from fsdpx.core.array.namespace import to_numpy_dtype
 from fsdpx.core.base.safe_files import expanduser
+from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.data.dataset import OpenFiles
 from fsdpx.data.opening import (
     ExternalLink,
@@ -28,6 +29,7 @@ from fsdpx.data.opening import (
 )
 from fsdpx.data.storage import StorageFormat, find_storage_format
 from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = [
     "FieldDataset",
@@ -39,6 +41,8 @@ __all__ = [
     "list_arrays_by_group",
 ]
 
+MAX_GAP_ROWS = 64
+"""Largest number of nodes of other ranks between two nodes that are read in one block."""
 WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
 """Groups of The Well's files, by tensor order (github.com/PolymathicAI/the_well, data specification)."""
 
@@ -237,6 +241,45 @@ class GridLike(Protocol):
     def all_gather_data(self, value: Any) -> list[Any]: ...
 
 
+@runtime_checkable
+class MeshLike(Protocol):
+    """Protocol of the attributes of `fsdpx.Partition` that `FieldDataset` uses."""
+
+    @property
+    def numbers(self) -> np.ndarray: ...
+
+    @property
+    def total_nodes(self) -> int: ...
+
+    @property
+    def comm(self) -> Any: ...
+
+
+class NodeRows:
+    """The nodes of a `Partition` as the cells of a grid of one dim, which are not consecutive.
+
+    Attributes
+    ----------
+    rows : global numbers of the nodes that this rank owns
+    """
+
+    layout: str = "ic"
+    coords: tuple[int, ...] = (0,)
+    ghosts: tuple[tuple[int, int], ...] = ((0, 0),)
+    periods: tuple[bool, ...] = (False,)
+    parts: Any
+
+    def __init__(self, mesh: MeshLike) -> None:
+        self.rows, self._mesh = np.asarray(mesh.numbers), mesh  # type: np.ndarray, Any
+        self.parts = FieldPartition.on_one_rank((mesh.total_nodes,))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_mesh": None}  # as for a grid
+
+    def all_gather_data(self, value: Any) -> list[Any]:
+        return all_gather_plain_data(self._mesh.comm, value)
+
+
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
     """Return whether this rank's arrays have ghost cells beyond a wall, that is, beyond an end of a dim that is not
     periodic."""
@@ -271,7 +314,8 @@ class FieldDataset:
     ----------
     files : one file, or several whose trajectories are concatenated
     grid : the `fsdpx.Grid` of the trainer; default None: samples are full fields (channels, *cells), the layout of
-        layers
+        layers. If it is a `fsdpx.Partition`, files have values of all nodes, in the order of their global numbers, and
+        samples are (nodes, channels) with the nodes that this rank owns
     fields : names of datasets, in the order of the channels; default None: all datasets that have more dims than cell
         dims
     inputs, targets : number of states in `x` and in `y`; default 1
@@ -280,6 +324,7 @@ class FieldDataset:
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
     dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters,
+        which are "i" for the nodes of a mesh,
         and "c" for components, such as "tyx"; default None: "nt", then the cells in the grid's order, then components
         (The Well's files record the order of their dims). A group whose name ends in a digit is a single trajectory
         and has no dim "n"
@@ -294,7 +339,7 @@ class FieldDataset:
     def __init__(
         self,
         files: Name | Sequence[Name],
-        grid: GridLike | None = None,
+        grid: GridLike | MeshLike | None = None,
         fields: str | Sequence[str] | None = None,
         *,
         inputs: int = 1,
@@ -310,7 +355,8 @@ class FieldDataset:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
-        self.grid, self.dtype = grid, to_numpy_dtype("FieldDataset", dtype)
+        self.grid: GridLike | None = NodeRows(grid) if isinstance(grid, MeshLike) else grid
+        self.dtype = to_numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
             raise ConfigError(f"FieldDataset(dtype={dtype!r}): samples are real numbers, such as float32")
         self._open = OpenFiles(open_fields)
@@ -323,7 +369,7 @@ class FieldDataset:
             self._open_sources(paths, wanted, dims)
         except (ConfigError, DataError) as error:
             problem = error
-        if grid is None:
+        if self.grid is None:
             if problem is not None:
                 raise problem
             return
@@ -332,7 +378,7 @@ class FieldDataset:
             own = f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
             own += f", and {self.forcing_channels} of forcing" * bool(self.forcing)
             own += f", {self.sources[0].names}" * bool(self.sources[0].names)
-        everyone = grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
+        everyone = self.grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
             if text:
                 raise (ConfigError if config else DataError)(f"rank {rank}: {text}") from problem
@@ -406,7 +452,13 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"grid": None}  # the process that unpickles the copy is not a rank of the grid
+        # the process that unpickles the copy is not a rank of the grid
+        return self.__dict__ | {"grid": None if self._rows is None else self.grid}
+
+    @property
+    def _rows(self) -> np.ndarray | None:
+        """Numbers of the nodes that this rank owns; None if samples are no values of nodes."""
+        return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
     def constants(self) -> int:
@@ -457,6 +509,8 @@ class FieldDataset:
 
     def _allocate_samples(self, rows: int, channels: int) -> np.ndarray:
         sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
+        if self._rows is not None:
+            sizes["i"] = self._rows.size
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _view_channels_first(self, array: np.ndarray) -> np.ndarray:
@@ -518,6 +572,7 @@ class FieldDataset:
         Dims that the field does not have get size 1."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
+        known |= {} if self._rows is None else {"i": _find_runs(self._rows)}
         for letter, n in zip(variable.dims, variable.shape, strict=True):
             runs.append(
                 known.get(letter) or ([slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n))
@@ -528,10 +583,30 @@ class FieldDataset:
         if variable.storage is not None:
             block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")
+        if self._rows is not None and "i" in letters:
+            block = np.take(block, _locate_in_runs(self._rows, known["i"]), axis=letters.index("i"))
         order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]
         return block.reshape(block.shape[0] if "t" in letters else 1, variable.channel_count, *cells)
+
+
+def _find_runs(rows: np.ndarray) -> list[slice]:
+    """Return slices that cover some rows. Rows that are close to each other are in one slice, which is read at once."""
+    if not rows.size:
+        return [slice(0)]
+    found = np.sort(rows)
+    ends = np.flatnonzero(np.diff(found) > MAX_GAP_ROWS)
+    starts, stops = found[np.append(0, ends + 1)], found[np.append(ends, -1)] + 1
+    return [slice(int(a), int(b)) for a, b in zip(starts, stops, strict=True)]
+
+
+def _locate_in_runs(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
+    """Return the places of some rows in the concatenation of the slices that `_find_runs` returns for them."""
+    starts = np.array([run.start or 0 for run in runs])
+    before = np.cumsum([0, *(run.stop - (run.start or 0) for run in runs)])[:-1]
+    k = np.searchsorted(starts, rows, "right") - 1
+    return rows - starts[k] + before[k]
 
 
 def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:

@@ -1,0 +1,172 @@
+"""Reads files of TensorFlow's TFRecord format, without TensorFlow: records with masked CRC-32C checksums, each of which
+is a `tf.train.Example`, a protocol buffer.
+
+Format: https://github.com/tensorflow/tensorflow, tensorflow/core/lib/io/record_writer.h and core/example. A record is
+its length (8 bytes), the checksum of the length (4), the data, and the checksum of the data (4), little-endian."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, BinaryIO
+
+import numpy as np
+
+__all__ = ["compute_crc32c", "index_records", "mask_checksum", "parse_byte_features", "read_record"]
+
+POLYNOMIAL = 0x82F63B78
+"""The polynomial of CRC-32C (Castagnoli et al. 1993), bits reversed."""
+LANES = 4096
+"""Number of parts of the data whose checksums are computed at the same time."""
+MAX_VARINT_BYTES = 10
+
+Record = tuple[int, int]
+"""Offset of the data of a record in its file, and their length in bytes."""
+
+
+def index_records(file: BinaryIO) -> list[Record]:
+    """Return the places of all records of a file. Only lengths are read, and their checksums verified.
+
+    Raises ValueError if the file is cut off, or a length is wrong."""
+    found: list[Record] = []
+    size, at = os.fstat(file.fileno()).st_size, 0
+    while at < size:
+        file.seek(at)
+        head = file.read(12)
+        what = f"record {len(found)}, at byte {at:,}"
+        if len(head) < 12:
+            raise ValueError(f"the file ends within the length of {what}: it is cut off")
+        length, checksum = struct.unpack("<QI", head)
+        if mask_checksum(compute_crc32c(head[:8])) != checksum:
+            raise ValueError(f"the length of {what}, has a wrong checksum: this is no TFRecord file, or it is damaged")
+        if length + 16 > size - at:
+            raise ValueError(f"{what}, has {length:,} bytes, and the file ends after {size - at - 12:,}: it is cut off")
+        found.append((at + 12, length))
+        at += length + 16
+    return found
+
+
+def read_record(file: BinaryIO, record: Record) -> bytes:
+    """Return the data of a record. Raise ValueError if the file ends before, or the checksum is wrong."""
+    offset, length = record
+    file.seek(offset)
+    data = file.read(length + 4)
+    if len(data) < length + 4:
+        raise ValueError(f"the file ends within the record at byte {offset - 12:,}: it is cut off")
+    body = data[:length]
+    if mask_checksum(compute_crc32c(body)) != int.from_bytes(data[length:], "little"):
+        raise ValueError(f"the data of the record at byte {offset - 12:,} have a wrong checksum: the file is damaged")
+    return body
+
+
+def parse_byte_features(data: bytes) -> dict[str, memoryview]:
+    """Return the features of a `tf.train.Example` that are one text of bytes each, by name. Others are left out.
+
+    Raises ValueError if the data are no valid protocol buffer."""
+    found: dict[str, memoryview] = {}
+    for features in _select_bytes(memoryview(data), 1):
+        for entry in _select_bytes(features, 1):
+            names, values = _select_bytes(entry, 1), _select_bytes(entry, 2)
+            texts = [text for value in values for texts in _select_bytes(value, 1) for text in _select_bytes(texts, 1)]
+            if len(names) == 1 and len(texts) == 1:
+                found[bytes(names[0]).decode()] = texts[0]
+    return found
+
+
+def _select_bytes(data: memoryview, number: int) -> list[memoryview]:
+    """Return the values of all fields of a message with a field number that are bytes, texts or messages."""
+    return [value for field, value in _iterate_fields(data) if field == number and isinstance(value, memoryview)]
+
+
+def _iterate_fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of each field of a protocol buffer. A value is a memoryview, an int, or None for numbers of
+    4 or 8 bytes."""
+    at, value = 0, None  # type: int, Any
+    while at < len(data):
+        key, at = _read_varint(data, at)
+        kind, value = key & 7, None
+        if kind == 0:
+            value, at = _read_varint(data, at)
+        elif kind == 2:
+            length, at = _read_varint(data, at)
+            value, at = data[at : at + length], at + length
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"a field has the wire type {kind}: this is no tf.train.Example")
+        if at > len(data):
+            raise ValueError("a field of a message reaches beyond its end: this is no tf.train.Example")
+        yield key >> 3, value
+
+
+def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return the integer at a place, of 7 bits in each byte, and the place behind it."""
+    value = 0
+    for i in range(MAX_VARINT_BYTES):
+        if at + i >= len(data):
+            raise ValueError("a message ends within a number: this is no tf.train.Example")
+        value |= (data[at + i] & 0x7F) << (7 * i)
+        if data[at + i] < 0x80:
+            return value, at + i + 1
+    raise ValueError(f"a number has more than {MAX_VARINT_BYTES} bytes: this is no tf.train.Example")
+
+
+def mask_checksum(checksum: int) -> int:
+    """Return a checksum as TFRecord files store it, so that a checksum of data with checksums is no 0."""
+    return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def compute_crc32c(data: bytes) -> int:
+    """Return the CRC-32C of some bytes.
+
+    Long data are cut into equal parts whose checksums are computed at the same time, and joined pairwise: a checksum
+    is linear, so that of A followed by B is that of A followed by zeros, plus that of B."""
+    table, values = _make_table(), np.frombuffer(data, np.uint8)
+    state, rest = np.uint32(0xFFFFFFFF), values
+    length = values.size // LANES
+    if length >= 16:
+        columns = np.ascontiguousarray(values[: length * LANES].reshape(LANES, length).T)
+        states = np.zeros(LANES, np.uint32)
+        states[0] = state
+        for column in columns:
+            states = table[(states ^ column) & np.uint32(0xFF)] ^ (states >> np.uint32(8))
+        shift = _make_shift(length)
+        while states.size > 1:
+            states = _apply_shift(shift, states[::2]) ^ states[1::2]
+            shift = _apply_shift(shift, shift)
+        state, rest = states[0], values[length * LANES :]
+    found = int(state)
+    small = table.tolist()
+    for byte in rest.tolist():
+        found = small[(found ^ byte) & 0xFF] ^ (found >> 8)
+    return found ^ 0xFFFFFFFF
+
+
+@cache
+def _make_table() -> np.ndarray:
+    """Return the state after each byte, from the state 0."""
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = (table >> np.uint32(1)) ^ np.where(table & np.uint32(1), np.uint32(POLYNOMIAL), np.uint32(0))
+    return table
+
+
+def _make_shift(zeros: int) -> np.ndarray:
+    """Return the states after some zero bytes, from each of the states 1, 2, 4, ..., by repeated squaring."""
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits
+    while zeros:
+        if zeros & 1:
+            found = _apply_shift(power, found)
+        power, zeros = _apply_shift(power, power), zeros >> 1
+    return found
+
+
+def _apply_shift(shift: np.ndarray, states: np.ndarray) -> np.ndarray:
+    """Return the states after the zero bytes of `shift`, from given states."""
+    found = np.zeros_like(states)
+    for bit, image in enumerate(shift):
+        found ^= np.where((states >> np.uint32(bit)) & np.uint32(1), image, np.uint32(0))
+    return found
