@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from os import PathLike
 from pathlib import Path
@@ -80,7 +81,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     loader : data loader whose position is restored with `load_state_dict`; None: ignore the saved position
     convert : whether to accept weights and optimizer state of another dtype, and convert them
     verify : whether to check the checksums of all bytes before anything is loaded
-    count : counter to which the bytes that this rank loads are added
+    count : counter to which the bytes that this rank reads are added
     """
     world = state.placement.axes.world
     options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
@@ -109,14 +110,14 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
     if loader is not None:
         run_on_all_ranks(world, where, lambda: _require_loader_position(loader, scalars))
     if verify:
-        verify_checksums_on_all_ranks(world, source, where)
+        verify_checksums_on_all_ranks(world, source, where, count)
     if loader is not None:  # restore the loader first: it may reject its state, and nothing else has changed yet
         run_on_all_ranks(world, where, lambda: loader.load_state_dict(scalars.data))
     shapes = {name: shape for name, (_, shape) in source.tensors.items()}
 
     def read_saved_shards(pieces: Iterable[LocalShard]) -> None:
         codec_shards = iterate_and_add_to_targets(iterate_reads_and_zero_missing(state, shapes))
-        read_shards(source, chain(count.iterate_and_count(pieces), codec_shards), state.placement.xp)
+        read_shards(source, chain(pieces, codec_shards), state.placement.xp, count)
 
     fill_state(state, where, read_saved_shards, scalars.replica_count)
     restore_scalars(state, scalars)
@@ -130,11 +131,14 @@ def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> l
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
 
-def verify_checksums_on_all_ranks(world: Communicator, source: CheckpointSource, where: str) -> None:
+def verify_checksums_on_all_ranks(
+    world: Communicator, source: CheckpointSource, where: str, count: ByteCounter
+) -> None:
     """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each
-    rank reads an equal number of bytes. `where` begins the text of errors. Collective."""
+    rank reads an equal number of bytes, which are added to `count`. `where` begins the text of errors. Collective."""
     parts: list[np.ndarray] = []
-    run_on_all_ranks(world, where, lambda: parts.append(compute_partial_crcs(source, world.rank, world.size)))
+    compute = partial(compute_partial_crcs, source, world.rank, world.size, count=count)
+    run_on_all_ranks(world, where, lambda: parts.append(compute()))
     total = gather_xor_of_checksums(world, parts[0])
 
     def check_digests() -> None:
@@ -310,10 +314,11 @@ def load_parameters(
     strict : whether to raise an error if a parameter is missing, or if the source has a tensor that the model lacks
     rename : dict from a name pattern in the source to the name in the model; see `_RenameRules`
     convert : whether to accept weights of another dtype, and convert them
-    count : counter to which the bytes that this rank loads are added
+    count : counter to which the bytes that this rank reads from files are added
     """
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
-    given = (_open_dict_source if isinstance(source, Mapping) else _open_file_source)(world, call, source, options)
+    open_file_source = partial(_open_file_source, count=count or ByteCounter())
+    given = (_open_dict_source if isinstance(source, Mapping) else open_file_source)(world, call, source, options)
     where = given.where
     run_on_all_ranks(world, where, lambda: require_device_holds_data(state))
     origin, report = run_on_all_ranks(world, where, lambda: _match_names(state.placement, given.tensors, rename or {}))[
@@ -329,12 +334,11 @@ def load_parameters(
     def named(pieces: Iterable[LocalShard]) -> Iterator[LocalShard]:
         return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
 
-    count = count or ByteCounter()
-    fill_state(state, where, lambda pieces: given.read(count.iterate_and_count(named(pieces)), state.placement.xp))
+    fill_state(state, where, lambda pieces: given.read(named(pieces), state.placement.xp))
     return report
 
 
-def _open_file_source(world: Communicator, call: str, given: Any, options: str) -> WeightsSource:
+def _open_file_source(world: Communicator, call: str, given: Any, options: str, count: ByteCounter) -> WeightsSource:
     def describe_path() -> Mapping[str, str]:
         if not isinstance(given, str | PathLike):
             if hasattr(given, "state_dict"):
@@ -348,9 +352,9 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str) 
 
     def check_intact() -> None:
         if source.manifest is not None:
-            verify_checksums_on_all_ranks(world, source, where)
+            verify_checksums_on_all_ranks(world, source, where, count)
 
-    return WeightsSource(where, source.tensors, lambda pieces, xp: read_shards(source, pieces, xp), check_intact)
+    return WeightsSource(where, source.tensors, partial(read_shards, source, count=count), check_intact)
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:

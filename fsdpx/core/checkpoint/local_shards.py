@@ -49,7 +49,8 @@ class ShardBlock:
 
 
 class ByteCounter:
-    """Counts the bytes of the shards that a rank saves or loads."""
+    """Counts the bytes of tensors that a rank writes to files in a save, or reads from files in a load: for
+    verification, for its shards, and the gaps between them."""
 
     def __init__(self) -> None:
         self.nbytes = 0

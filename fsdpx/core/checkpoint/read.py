@@ -37,7 +37,7 @@ from fsdpx.core.checkpoint.format import (
     parse_header,
     read_at,
 )
-from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, LocalShard, ShardBlock, iterate_blocks
+from fsdpx.core.checkpoint.local_shards import BLOCK_BYTES, ByteCounter, LocalShard, ShardBlock, iterate_blocks
 from fsdpx.core.checkpoint.newest import find_newest_checkpoint
 from fsdpx.core.checkpoint.write import MANIFEST_NAME, Manifest, is_checkpoint
 from fsdpx.core.state.flat_parameters import ElementRange, Interval, coalesce_runs, find_overlaps
@@ -258,23 +258,28 @@ def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> 
 
 
 def compute_partial_crcs(
-    source: CheckpointSource, rank: int, ranks: int, count: ProgressCallback = lambda done, total: None
+    source: CheckpointSource,
+    rank: int,
+    ranks: int,
+    progress: ProgressCallback = lambda done, total: None,
+    count: ByteCounter | None = None,
 ) -> np.ndarray:
     """Read this rank's part of all bytes, and return its contribution to the CRC-32 of each tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
-    all ranks is what `compute_crc_from_xor` needs. `count` is a progress callback (done, total)."""
+    all ranks is what `compute_crc_from_xor` needs. `progress` is a callback (done, total); the bytes that are read are
+    added to `count`."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
-    with SourceFiles(source) as files:
+    with SourceFiles(source, count) as files:
         ranges = list(iterate_byte_ranges_of_rank([entry.nbytes for _, _, entry in tensors], rank, ranks))
         for done, (number, first, size) in enumerate(ranges):
-            count(done, len(ranges))
+            progress(done, len(ranges))
             (file, _, entry), part = tensors[number], buffer[:size]
             # let the system read the next block while the CRC of this block is computed
             advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)
-            _read_at(source, files, file, part, entry.start + first)
+            files.read_at(file, part, entry.start + first)
             totals[number].add_bytes(first, part)
     checksums = [totals[n].get_crc_share(entry.nbytes) if n in totals else 0 for n, (_, _, entry) in enumerate(tensors)]
     return np.array(checksums, np.uint64)
@@ -287,10 +292,12 @@ def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
 
-def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any) -> None:
+def read_shards(
+    source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any, count: ByteCounter | None = None
+) -> None:
     """Fill each shard in `pieces` from the tensor of the same name, converted to the dtype of the shard's array. `xp`
-    is the array module of the shards."""
-    with SourceFiles(source) as files:
+    is the array module of the shards. The bytes that are read are added to `count`."""
+    with SourceFiles(source, count) as files:
         for piece in pieces:
             file, entry = source.locations[piece.name]
             dtype = code_to_dtype(entry.code)
@@ -298,7 +305,7 @@ def read_shards(source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any)
                 host = _get_read_buffer(block.array, dtype)
                 data, offset = host.view(np.uint8).data, 0
                 for runs in together:
-                    offset += _read_runs_into(source, files, file, entry, runs, data[offset:])
+                    offset += _read_runs_into(files, file, entry, runs, data[offset:])
                 assert offset == len(data), f"{piece.name}: runs and elements differ"
                 if host is not block.array:
                     block.array[...] = from_host(xp, cast_array(host, np.dtype(block.array.dtype)))
@@ -313,7 +320,7 @@ def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval])
     data, offset = host.view(np.uint8).data, 0
     with SourceFiles(source) as files:
         for run in chosen:
-            offset += _read_runs_into(source, files, file, entry, [run], data[offset:])
+            offset += _read_runs_into(files, file, entry, [run], data[offset:])
     return host
 
 
@@ -335,18 +342,16 @@ def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
     return np.empty(array.size, dtype)
 
 
-def _read_runs_into(
-    source: CheckpointSource, files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview
-) -> int:
+def _read_runs_into(files: SourceFiles, file: str, entry: TensorEntry, runs: list[Interval], data: memoryview) -> int:
     """Read all `runs` (element ranges of a tensor) in one operation, and copy them to the start of `data`. Return the
     number of bytes copied."""
     size, first, last = entry.itemsize, runs[0][0], runs[-1][1]
     if len(runs) == 1:
         part = data[: (last - first) * size]
-        _read_at(source, files, file, part, entry.start + first * size)
+        files.read_at(file, part, entry.start + first * size)
         return len(part)
     span = memoryview(bytearray((last - first) * size))
-    _read_at(source, files, file, span, entry.start + first * size)
+    files.read_at(file, span, entry.start + first * size)
     offset = 0
     for start, stop in runs:
         count = (stop - start) * size
@@ -355,20 +360,13 @@ def _read_runs_into(
     return offset
 
 
-def _read_at(source: CheckpointSource, files: SourceFiles, file: str, data: memoryview, offset: int) -> None:
-    try:
-        read_at(files[file], data, offset)
-    except CheckpointError as error:
-        raise CheckpointError(f"{source.folder / file}: {error}") from None
-
-
 class SourceFiles(ExitStack):
     """Context manager that holds the file descriptors of a checkpoint. Each file is opened on first use; this raises
-    CheckpointError if its size has changed since its header was read."""
+    CheckpointError if its size has changed since its header was read. `count` counts the bytes that are read."""
 
-    def __init__(self, source: CheckpointSource) -> None:
+    def __init__(self, source: CheckpointSource, count: ByteCounter | None = None) -> None:
         super().__init__()
-        self._source = source
+        self._source, self._count = source, count or ByteCounter()
         self._open: dict[str, int] = {}
 
     def __getitem__(self, name: str) -> int:
@@ -378,3 +376,12 @@ class SourceFiles(ExitStack):
             if (size := os.fstat(fd).st_size) != wanted:
                 raise CheckpointError(f"{path}: {size} bytes here, {wanted} where its header was read")
         return self._open[name]
+
+    def read_at(self, file: str, data: memoryview, offset: int) -> None:
+        """Fill `data` with the bytes of `file` from byte `offset` on. Raise CheckpointError if the file is too
+        short."""
+        try:
+            read_at(self[file], data, offset)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self._source.folder / file}: {error}") from None
+        self._count.nbytes += len(data)

@@ -19,8 +19,8 @@ PROGRESS = "(progress of transfers between actions)"
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Row of the clock for batches. It includes the time for which the first ranks wait for the last one."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""Rows of the clock for checkpoints, with the bytes of this rank's part. A background save counts only the copy,
-because a thread writes the file."""
+"""Rows of the clock for checkpoints, with the bytes that this rank writes or reads. A background save takes only the
+time of the copy, because a thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
@@ -31,7 +31,7 @@ class VerbTimings(NamedTuple):
     seconds : run time
     waited : seconds spent waiting for transfers that these actions were the first to need
     calls : number of actions
-    nbytes : bytes that this rank sent, received, saved or loaded in these actions
+    nbytes : bytes that this rank sent, received, wrote to a checkpoint or read from one in these actions
     flown : seconds during which transfers issued by these actions were pending
     busy : the part of `flown` in which this rank progressed transfers or waited for them; in the remaining time it
         computed
