@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ChannelStatistics as ChannelStatistics,
         gather_channel_statistics as gather_channel_statistics,
     )
+    from fsdpx.data.packing import PackedGraphs as PackedGraphs, pack_graphs as pack_graphs
     from fsdpx.data.supervised import SupervisedDataset as SupervisedDataset
     from fsdpx.data.trajectories import TrajectoryDataset as TrajectoryDataset
 else:

@@ -1,0 +1,96 @@
+"""Different graphs in one batch, each on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mesh_graphs import Graph
+from torch_graphs import mesh_graph_net_in_torch
+
+import fsdpx
+from fsdpx import data, nn, optim, spawn
+from fsdpx.core.comm import Communicator
+from fsdpx.errors import DataError
+from fsdpx.testing import assert_close
+
+torch = pytest.importorskip("torch")
+
+SIZES, STEPS = (9, 4, 13, 6, 2), 5
+RNG = np.random.default_rng(14)
+GRAPHS = [Graph(n, RNG.integers(0, n, (2, 3 * n)), RNG.standard_normal((n, 2)), np.zeros(n, np.int64)) for n in SIZES]
+X, T = ([RNG.standard_normal((STEPS, 2, n, k)) for n in SIZES] for k in (3, 2))
+
+
+def pack() -> data.PackedGraphs:
+    return data.pack_graphs([graph.edges for graph in GRAPHS], SIZES)
+
+
+def train(comm: Communicator) -> Any:
+    packed = pack()
+    mesh = fsdpx.Partition.split(
+        comm, packed.edges, packed.total_nodes, parts=packed.assign_parts(comm.size), undirected=False,
+        positions=packed.pack([graph.positions for graph in GRAPHS]),
+    )  # fmt: skip
+    assert mesh.graph.ghosts == 0
+    trainer = nn.MeshGraphNet(3, 3, 2, 6, 2, activation="silu").as_distributed(
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, precision="float64", domain=mesh
+    )
+    before, losses = trainer.parameters(), []
+    for step in range(STEPS):
+        x, t = (mesh.take_local(packed.pack([a[step] for a in arrays])) for arrays in (X, T))
+        losses.append(trainer.step(x, t))
+    return losses, packed.unpack(mesh.gather(trainer.predict(x))), before, trainer.parameters()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
+def test_packed_graphs_train_as_each_by_itself_in_pytorch(ranks: int) -> None:
+    found = spawn(train, ranks)
+    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][2].items()}
+    step, wanted, total = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), [], 2 * 2 * sum(SIZES)
+
+    def run(graph: Graph, x: np.ndarray) -> Any:
+        s, r = torch.tensor(graph.edges)
+        apart = torch.tensor(graph.positions)[s] - torch.tensor(graph.positions)[r]
+        features = torch.cat([apart, apart.norm(dim=1, keepdim=True)], dim=1)[None].expand(x.shape[0], -1, -1)
+        return mesh_graph_net_in_torch(p, torch.tensor(x), features, graph, torch.nn.functional.silu)
+
+    for i in range(STEPS):
+        step.zero_grad()
+        errors = [(run(g, x[i]) - torch.tensor(t[i])) ** 2 for g, x, t in zip(GRAPHS, X, T, strict=True)]
+        loss = sum(error.sum() for error in errors) / total
+        loss.backward()
+        step.step()
+        wanted.append(loss.item())
+    outputs = {str(i): run(g, x[-1]).detach().numpy() for i, (g, x) in enumerate(zip(GRAPHS, X, strict=True))}
+    for losses, predicted, _, parameters in found:
+        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+        assert_close({str(i): y for i, y in enumerate(predicted)}, outputs, 1e-11)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-11)
+
+
+def test_graphs_are_even_over_ranks_and_come_back() -> None:
+    packed = pack()
+    for ranks in (1, 2, 3, 8):
+        parts = packed.assign_parts(ranks)
+        assert all(np.unique(part).size == 1 for part in np.split(parts, packed.offsets[1:-1]))
+        loads = np.bincount(parts, minlength=ranks)
+        assert loads.max() <= max(np.ceil(sum(SIZES) / ranks) * 4 / 3, max(SIZES))
+    for array, back in zip(X, packed.unpack(packed.pack([a[0] for a in X])), strict=True):
+        np.testing.assert_array_equal(back, array[0])
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: data.pack_graphs([np.array([[0], [2]])], [2]), "edges of graph 0 have node 2, and the graph 2 nodes"),
+        (lambda: data.pack_graphs([np.zeros((1, 2), int)], [2]), r"integers \(2, edges\), got \(1, 2\)"),
+        (lambda: data.pack_graphs([], [2]), "edges of 0 graphs, and numbers of nodes of 1"),
+        (lambda: pack().pack([a[0] for a in X[::-1]]), "for graphs of"),
+        (lambda: pack().pack([a[0] if i else a[0, 0] for i, a in enumerate(X)]), "differ in more than their nodes"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(call: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        call()
