@@ -11,7 +11,7 @@ from fsdpx.ext.fields.over_parts import PartitionedModel, TakesScalars, require_
 from fsdpx.ext.fields.rollout import Rollout
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
-from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
+from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, bind_partition
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
 __all__ = ["TakesRows", "partition_model_of_mesh"]
@@ -42,22 +42,17 @@ def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
 
 
 class DropGhosts(Layer):
-    """Leaves out the values of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features).
+    """Leaves out the values of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
-    Parameters
-    ----------
-    nodes, ghosts : how many the rank has
-    """
-
-    def __init__(self, nodes: int, ghosts: int) -> None:
-        self.nodes, self.ghosts = nodes, ghosts
+    parts: Any = None
+    """Distribution of the input, a `MeshPartition`; it is no argument, because ranks compare the text of layers."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        return env.xp.ascontiguousarray(x[:, : self.nodes]), ()
+        return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx = env.xp.zeros((dy.shape[0], self.nodes + self.ghosts, dy.shape[2]), dtype=dy.dtype)
-        dx[:, : self.nodes] = dy
+        dx = env.xp.zeros((dy.shape[0], self.parts.graph.rows, dy.shape[2]), dtype=dy.dtype)
+        dx[:, : dy.shape[1]] = dy
         return dx, ()
 
 
@@ -69,7 +64,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
     if takes or "nodes" not in rows:
         return [None] * len(kinds)
     return [
-        Redistribution("own", DropGhosts(kind.graph.nodes, kind.graph.ghosts), kind.of_kind("nodes"))
+        Redistribution("own", bind_partition(DropGhosts(), kind), kind.of_kind("nodes"))
         if name == "ghosts"
         else None
         for kind, name in zip(kinds, rows, strict=True)

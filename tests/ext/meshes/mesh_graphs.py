@@ -16,6 +16,7 @@ from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import Mesh, connect_axes
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.nn import Layer, LayerContext
+from fsdpx.nn.layer import iterate_layers
 
 RANKS = [1, 2, 3, 4, 5, 8]
 WAYS = ["split", "receivers", "senders", "anywhere", "twice", "owned"]
@@ -125,13 +126,14 @@ def run_layer(
         g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
         whole = dy((x.shape[0], graph.nodes, y.shape[2]))
         dx = made.backward(env, p, g, saved, partition.take_local(whole))
-        return partition.gather(y), partition.gather(dx), g
+        return partition.gather(y), partition.gather(dx), g, [repr(one) for _, one in iterate_layers(made)]
 
     found = spawn(one, ranks)
-    for y, dx, _ in found[1:]:
+    for y, dx, _, layers in found[1:]:
         assert (y == found[0][0]).all()
         assert (dx == found[0][1]).all()
-    return Ran(found[0][0], found[0][1], {name: sum(g[name] for *_, g in found) for name in found[0][2]})
+        assert layers == found[0][3]  # as trainings require
+    return Ran(found[0][0], found[0][1], {name: sum(g[name] for _, _, g, _ in found) for name in found[0][2]})
 
 
 def slope_of(shape: Sequence[int]) -> np.ndarray:
