@@ -64,9 +64,7 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
     if takes or "nodes" not in rows:
         return [None] * len(kinds)
     return [
-        Redistribution("own", bind_partition(DropGhosts(), kind), kind.of_kind("nodes"))
-        if name == "ghosts"
-        else None
+        Redistribution("own", bind_partition(DropGhosts(), kind), kind.of_kind("nodes")) if name == "ghosts" else None
         for kind, name in zip(kinds, rows, strict=True)
     ]
 
