@@ -51,7 +51,7 @@ class DropGhosts(Layer):
         return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        dx = env.xp.zeros((dy.shape[0], self.parts.graph.rows, dy.shape[2]), dtype=dy.dtype)
+        dx = env.xp.zeros((dy.shape[0], self.parts.graph.row_count, dy.shape[2]), dtype=dy.dtype)
         dx[:, : dy.shape[1]] = dy
         return dx, ()
 
