@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from mesh_graphs import Graph, make_partition, train
 
+import fsdpx
 from fsdpx import nn, spawn
 from fsdpx.core.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
@@ -26,6 +28,13 @@ def test_ranks_of_mpi_train_as_thread_ranks_do(world: Communicator, way: str) ->
     assert losses == pytest.approx(wanted[0], rel=1e-12)
     np.testing.assert_allclose(predicted, wanted[1], rtol=0, atol=1e-12)
     made = make_partition(MPI.COMM_WORLD, graph, way)
+    with pytest.raises(DataError, match="rank 0"):  # on all ranks
+        made.update_ghosts(np.zeros((made.row_counts[1] + (world.rank == 0), 1)))
+    with pytest.raises(ConfigError, match="rank 0: method='best': choose one of"):
+        fsdpx.Partition.split(
+            MPI.COMM_WORLD, graph.edges, graph.nodes, positions=graph.positions,
+            method="coordinates" if world.rank else "best",
+        )  # fmt: skip
     made.close()
     made.close()
 
