@@ -28,8 +28,8 @@ class StepDryRuns:
     ----------
     step : the step
     runs : for each pipeline rank, a run of the data rank with the most samples
-    others : runs of the data rank with the fewest samples, and of the rank with the most neighbors in a grid, if these
-        differ from `runs`
+    others : runs of the data rank with the fewest samples, and of the rank that communicates most, if
+        these differ from `runs`
     ran : number of microbatches that ran
     simulated, period : see `WorldStep.count_simulated_microbatches_and_period`
     """
@@ -52,14 +52,15 @@ class StepDryRuns:
     @classmethod
     def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
         """Run the step on one rank of each kind. These are all pipeline ranks of up to three data ranks: the one with
-        the most samples, the one with the fewest samples, and the one with the most neighbors in a grid."""
+        the most samples, the one with the fewest samples, and the one that communicates most of those
+        that share samples."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
         ):
             others += step.dry_run_pipe_ranks(0, ran)
         runs += step.dry_run_pipe_ranks(last, ran)
-        if step.grid is not None and len(step.grid.busiest_ranks) > 1:
+        if len(step.domain.busiest_ranks) > 1:
             others += step.dry_run_pipe_ranks(last, ran, 1)
         return cls(step, runs, others, ran, simulated, period)
 

@@ -96,7 +96,8 @@ def _run_layers_and_list_costs(
         assert made is not None
         return made, costs
 
-    key = "layers", step.model, step.options["loss"], mesh.shape, grid, rows, recompute, str(options["precision"])
+    space = options.get("domain") or grid
+    key = "layers", step.model, step.options["loss"], mesh.shape, space, rows, recompute, str(options["precision"])
     return get_or_memoize(key, run_on_shapes)
 
 

@@ -20,10 +20,10 @@ from fsdpx.core.engine.operations import describe_action_target
 from fsdpx.core.engine.slab_plan import find_buffer_lifetimes
 from fsdpx.core.program import SCHEDULES, SLOTS, Slot
 from fsdpx.core.state.ledger import LEDGER_KINDS
+from fsdpx.core.state.sample_layout import Domain
 from fsdpx.core.state.train_state import TrainState
 from fsdpx.core.trainer.out_of_memory import FITTING_SHARE, iterate_cheaper_options
 from fsdpx.errors import FsdpxError
-from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import OffloadConfig
 
 __all__ = [
@@ -225,8 +225,8 @@ def format_mesh_arguments(mesh: Mesh) -> str:
 
 def format_option(value: Any) -> str:
     """Return the value of an option of `distribute` as a Python expression."""
-    if isinstance(value, Grid):
-        return "grid"
+    if isinstance(value, Domain):
+        return type(value).__name__.lower()
     if isinstance(value, OffloadConfig):
         return f"fsdpx.OffloadConfig({value.folder!r}, {value.what if len(value.what) > 1 else value.what[0]!r})"
     return f"fsdpx.Mesh({format_mesh_arguments(value)})" if isinstance(value, Mesh) else repr(value)

@@ -18,8 +18,10 @@ from fsdpx.core.base.messages import format_bytes, format_count
 from fsdpx.core.comm.mesh import Mesh
 from fsdpx.core.compression import CodecRules, make_codec
 from fsdpx.core.program import SCHEDULES
+from fsdpx.core.state.sample_layout import Domain
 from fsdpx.core.trainer.recipe import Recipe, TrainingChoices, adapt_foreign_model
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.offload.choice import OffloadConfig
 from fsdpx.nn.linearize import get_or_memoize, linearize, memoizing
 from fsdpx.plan.lower_bound import compute_lower_bound_seconds
@@ -33,8 +35,9 @@ from fsdpx.plan.world_step import (
     WorldStep,
     make_world_step,
     parse_batch,
-    parse_grid_dims,
+    parse_domain_dims,
     require_no_arrays,
+    require_no_mesh_layers,
     require_positive_int,
 )
 
@@ -135,8 +138,10 @@ def search(
         raise ConfigError(
             f"domain={space!r}: inputs of shape {shapes[0][0]} are no fields: samples, channels and cells"
         )
-    if space != ANY_GRID:
-        parse_grid_dims(space)
+    if space == ANY_GRID:
+        require_no_mesh_layers(model, space)
+    else:
+        parse_domain_dims(space)
     if not isinstance(codecs, Sequence):
         raise ConfigError(f"codecs={codecs!r}: a list of codecs is needed, such as ('bf16', 'int8')")
     Recipe(TrainingChoices(model)).with_options({"mesh": options.get("mesh")})  # raises an error if `mesh` is invalid
@@ -295,12 +300,17 @@ class _Search:
                         mesh = Mesh(replica=data // inner, shard=inner, tensor=tensor)
                         yield from ((strategy, mesh, space) for space in spaces)
 
+    @property
+    def _has_fixed_parts(self) -> bool:
+        """Whether samples are split as a `Partition` says, which no plan changes."""
+        return isinstance(self.space, Domain) and not isinstance(self.space, Grid)
+
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
         """Return the grids that split fields over `data` data ranks and leave at least one sample for each group of
         ranks that share a field. None stands for fields that are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
-            return [space] if tensor == 1 and data % prod(parse_grid_dims(space)) == 0 else []
+            return [space] if tensor == 1 and data % prod(parse_domain_dims(space)) == 0 else []
         found: list[Any] = [None] if data <= self.sample_count else []
         if space is None or tensor > 1:
             return found
@@ -329,7 +339,7 @@ class _Search:
         """Return the width of the pipeline axis, and the number of samples per data rank (rounded up)."""
         mesh, space = chosen["mesh"] or Mesh(), chosen["domain"]
         pipe = mesh.pipe or 1
-        data = self.ranks // pipe // (mesh.tensor or 1) // prod(parse_grid_dims(space))
+        data = self.ranks // pipe // (mesh.tensor or 1) // prod(parse_domain_dims(space))
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
@@ -437,6 +447,8 @@ class _Search:
 
         Return () and None if the model accepts no other sizes than that of the batch."""
         shape = self.batch[0][0]
+        if self._has_fixed_parts:
+            return (), None
         first, last = (1, 2) if len(shape) == 2 and "int" in str(self.batch[0][1]) else (2, len(shape))
         times, options = self._find_max_growth_of_dims(frugal, first, last) if last > first else (None, {})
         return ((), None) if times is None else (tuple(n * times for n in shape[first:last]), options)
@@ -535,9 +547,9 @@ class _Search:
             grown, other = ("replica", "shard") if mesh.width_of("replica") > 1 else ("shard", "replica")
             options = {**candidate.options, "mesh": replace(mesh, domain=(), **{grown: data // mesh.width_of(other)})}
             with suppress(FsdpxError, ValueError):
-                if mesh.domain:
+                if mesh.domain and not self._has_fixed_parts:
                     options["domain"] = self._find_equivalent_grid(mesh, data)
-                elif data > self.sample_count:
+                elif data // prod(mesh.domain) > self.sample_count:
                     break
                 found[data * beside] = self._predict_step(self.batch, data * beside, options)
         return tuple(found[ranks] for ranks in sorted(found))

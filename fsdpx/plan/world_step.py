@@ -24,13 +24,15 @@ from fsdpx.core.engine.activations import HeapRecorder
 from fsdpx.core.program import SCHEDULES, VERBS, Action, Program, compile
 from fsdpx.core.state.accumulation import choose_microbatch_count
 from fsdpx.core.state.gradients import count_samples_of_rank
-from fsdpx.core.state.sample_layout import Domain
+from fsdpx.core.state.sample_layout import UNSHARDED, Domain
 from fsdpx.core.trainer.call_runner import FixedRanks
 from fsdpx.core.trainer.distribute import make_session
 from fsdpx.core.trainer.recipe import OPTIONS, Recipe, TrainingChoices, adapt_foreign_model
 from fsdpx.core.trainer.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.grid import LETTERS, Grid
+from fsdpx.ext.meshes.over_mesh import TakesRows
+from fsdpx.nn.layer import iterate_layers
 from fsdpx.plan.costing import ActionCost, ActionCostRecorder
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import MemoryPeak, find_memory_peak
@@ -45,8 +47,9 @@ __all__ = [
     "find_representative_action",
     "make_world_step",
     "parse_batch",
-    "parse_grid_dims",
+    "parse_domain_dims",
     "require_no_arrays",
+    "require_no_mesh_layers",
     "require_positive_int",
 ]  # fmt: skip
 
@@ -123,15 +126,15 @@ class RankDryRun(NamedTuple):
 
 @dataclass(frozen=True)
 class WorldStep:
-    """A training step of all ranks: model, global batch, mesh and options. `grid` is the grid of ranks that splits the
-    first field of the batch; None means that fields are not split."""
+    """A training step of all ranks: model, global batch, mesh and options. `domain` says how each sample is split over
+    ranks; for a field, over a grid."""
 
     model: nn.Layer
     batch: Batch
     mesh: Mesh
     microbatches: int
     options: dict[str, Any]
-    grid: Grid | None = None
+    domain: Domain = UNSHARDED
 
     @property
     def sample_group_count(self) -> int:
@@ -144,12 +147,12 @@ class WorldStep:
         """Return the step, with mesh and number of microbatches derived from the options. Raise ConfigError if the
         options do not fit the number of ranks."""
         mesh = (options["mesh"] or Mesh()).fill_from_strategy(options["strategy"], ranks)
-        grid = _make_field_grid(options.get("domain") or mesh.domain, batch, mesh)
-        mesh = mesh if grid is None else replace(mesh, domain=grid.dims)
+        domain = _make_domain(options.get("domain") or mesh.domain, model, batch, mesh)
+        mesh = replace(mesh, domain=domain.dims)
         chunks, samples = options.get("reproducible_chunks"), batch[0][0][0]
         if chunks is not None and samples % chunks:
             raise ConfigError(f"reproducible_chunks={chunks}: a global batch of {samples} samples does not divide")
-        return cls(model, batch, mesh, choose_microbatch_count(options["microbatches"], chunks, mesh), options, grid)
+        return cls(model, batch, mesh, choose_microbatch_count(options["microbatches"], chunks, mesh), options, domain)
 
     @property
     def sample_count(self) -> int:
@@ -157,29 +160,28 @@ class WorldStep:
         return int(self.batch[0][0][0])
 
     def count_bytes_per_sample(self, representative_index: int) -> int:
-        """Return the bytes that the inputs and targets of one sample take on a rank. If a grid splits fields,
-        `representative_index` selects the rank with the most cells (0) or the most neighbors (1)."""
+        """Return the bytes that the inputs and targets of one sample take on a rank. If ranks share samples,
+        `representative_index` selects the rank that computes most (0) or that communicates most (1)."""
         batch = self._get_batch_of_rank(representative_index)
         return sum(parse_dtype(dtype).itemsize * prod(shape[1:]) for shape, dtype in batch)
 
     def _get_batch_of_rank(self, representative_index: int) -> Batch:
-        """Return the (shape, dtype) of each array of the batch. If a grid splits fields, the shapes are those on the
-        rank with the most cells (`representative_index` 0) or the most neighbors (1)."""
-        if self.grid is None:
-            return self.batch
-        grid, (*inputs, (y, b)) = (
-            self.grid.as_rank(self.grid.busiest_ranks[-1 if representative_index else 0]),
-            self.batch,
-        )
-        return *((grid.local_array_shape(x, ghosts=True), a) for x, a in inputs), (grid.local_array_shape(y), b)
+        """Return the (shape, dtype) of each array of the batch. If ranks share samples, the shapes are those on the
+        rank that computes most (`representative_index` 0) or that communicates most (1)."""
+        part = self._get_part(representative_index)
+        *shapes, target = [shape for shape, _ in self.batch]
+        inputs, target = part.compute_local_shapes(self.model, shapes, target)
+        return tuple((shape, dtype) for shape, (_, dtype) in zip((*inputs, target), self.batch, strict=True))
+
+    def _get_part(self, representative_index: int) -> Domain:
+        """Return the domain as the rank sees it that `representative_index` selects."""
+        return self.domain.as_rank(self.domain.busiest_ranks[-1 if representative_index else 0])
 
     @property
     def halo_byte_shares_by_dim(self) -> tuple[float, ...]:
         """For each dim of the grid, the share of the halo bytes that a rank exchanges along it; () without a grid."""
-        if self.grid is None:
-            return ()
-        own = self.grid.as_rank(self.grid.busiest_ranks[0]).local_shape
-        sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.grid.dims, strict=True)]
+        own = self._get_part(0).local_shape
+        sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.domain.dims, strict=True)]
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)
 
     def count_samples_of_group(self, group: int) -> int:
@@ -234,8 +236,8 @@ class WorldStep:
 
     def dry_run_pipe_ranks(self, group: int, microbatches: int, representative_index: int = 0) -> Iterator[RankDryRun]:
         """For each position along the pipeline axis, run the step on shape-only arrays on one rank of group number
-        `group` (see `sample_group_count`), and yield the run. If a grid splits fields, `representative_index` selects
-        the rank with the most cells (0) or the most neighbors (1)."""
+        `group` (see `sample_group_count`), and yield the run. If ranks share samples, `representative_index` selects
+        the rank that computes most (0) or that communicates most (1)."""
         rows = self.count_samples_of_group(group)
         if microbatches < self.microbatches:
             rows = rows // self.microbatches * microbatches
@@ -250,7 +252,7 @@ class WorldStep:
         """Yield, for each position along the pipeline axis, the mesh coordinates of one rank of group number `group`.
         The coordinate along the tensor axis is always 0."""
         data_rank, shard = group * prod(self.mesh.domain), self.mesh.width_of("shard")
-        data_rank += 0 if self.grid is None else self.grid.busiest_ranks[representative_index]
+        data_rank += self.domain.busiest_ranks[representative_index]
         for pipe in range(self.mesh.width_of("pipe")):
             yield MeshCoordinates(pipe, data_rank // shard, data_rank % shard, 0)
 
@@ -270,12 +272,10 @@ class WorldStep:
             costs[action] = replace(costs[action], calls=tuple(calls))
 
     def _make_trainer(self, rank: int, microbatches: int, representative_index: int) -> Trainer:
-        """Return a trainer that runs one rank on shape-only arrays. If a grid splits fields, `representative_index`
-        selects the rank with the most cells (0) or the most neighbors (1)."""
+        """Return a trainer that runs one rank on shape-only arrays. If ranks share samples, `representative_index`
+        selects the rank that computes most (0) or that communicates most (1)."""
         options = self.options | {"microbatches": microbatches, "device": "shape"}
-        options |= (
-            {} if self.grid is None else {"domain": self.grid.as_rank(self.grid.busiest_ranks[representative_index])}
-        )
+        options |= {"domain": self._get_part(representative_index)} if self.domain.dims else {}
         comm = FakeCommunicator(rank, self.mesh.size)
         return Trainer(FixedRanks(make_session(Recipe(TrainingChoices(self.model)).with_options(options), comm)))
 
@@ -338,12 +338,13 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
     return chosen
 
 
-def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
-    """Return the grid of ranks that splits the first field of the batch, or None. Raise ConfigError unless the number
-    of ranks of the grid divides the width of the data axis."""
-    if not parse_grid_dims(space):
-        return None
-    if not isinstance(space, Grid):
+def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domain:
+    """Return how samples are split over ranks: for numbers of ranks along each dim, over the grid that splits the first
+    field of the batch. Raise ConfigError unless the number of ranks of a sample divides the width of the data axis."""
+    if not parse_domain_dims(space):
+        return UNSHARDED
+    if not isinstance(space, Domain):
+        require_no_mesh_layers(model, space)
         cells = batch[0][0][2:]
         if len(cells) != len(space):
             wanted = f"samples, channels and {len(space)} dims are wanted"
@@ -351,10 +352,21 @@ def _make_field_grid(space: Any, batch: Batch, mesh: Mesh) -> Grid | None:
         space = Grid.from_shape(cells, space, layout="c" + LETTERS[3 - len(space) :])
     if mesh.width_of("data") % prod(space.dims):
         raise ConfigError(
-            f"domain={space.dims}: a field is on {prod(space.dims)} ranks, and the data axis of {mesh} has "
+            f"domain={space.dims}: a sample is on {prod(space.dims)} ranks, and the data axis of {mesh} has "
             f"{mesh.width_of('data')}: their number must be a multiple"
         )
     return space
+
+
+def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
+    """Raise ConfigError if a layer of the model needs a mesh, which `space`, a value of the option `domain`, does not
+    describe."""
+    for path, layer in iterate_layers(model):
+        if isinstance(layer, TakesRows):
+            raise ConfigError(
+                f"domain={space!r}: {path!r} {layer!r} needs a mesh, which plans do not divide: pass "
+                "domain=fsdpx.Partition.from_graph(...)"
+            )
 
 
 def parse_batch(batch: Any) -> Batch:
@@ -395,14 +407,14 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r}: no option of a plan is an array")
 
 
-def parse_grid_dims(space: Any) -> tuple[int, ...]:
-    """Return the value `space` of the option `domain` as the number of ranks along each dim of a field, or () if the
-    field is not split. Raise ConfigError if `space` is neither a `Grid` nor a sequence of positive integers."""
-    if isinstance(space, Domain) and not isinstance(space, Grid):
-        raise ConfigError(f"domain={space!r}: plans are made for a fsdpx.Grid only; choose a strategy, such as 'fsdp'")
+def parse_domain_dims(space: Any) -> tuple[int, ...]:
+    """Return the value `space` of the option `domain` as the number of ranks along each dim of a sample, or () if
+    samples are not split. Raise ConfigError if `space` is neither a `Domain` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):
-        raise ConfigError(f"domain={space!r}: a fsdpx.Grid is needed, or ranks along each dim, such as (2, 2)")
+        raise ConfigError(
+            f"domain={space!r}: a fsdpx.Grid or fsdpx.Partition is needed, or ranks along each dim, such as (2, 2)"
+        )
     return tuple(map(int, dims))
 
 

@@ -159,7 +159,7 @@ def test_what_is_no_field_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^domain=\(2,\): inputs of shape \(1, 2, 16, 16\), and samples, channels a"):
         predict(unet(), fields(1, 16, 16), ranks=2, machine="laptop", domain=(2,))
     with pytest.raises(
-        ConfigError, match=r"^domain=\(3, 1\): a field is on 3 ranks, and the data axis of .* has 4: th"
+        ConfigError, match=r"^domain=\(3, 1\): a sample is on 3 ranks, and the data axis of .* has 4: th"
     ):
         predict(unet(), fields(1, 16, 16), ranks=4, machine="laptop", domain=(3, 1))
 

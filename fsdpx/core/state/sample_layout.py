@@ -197,6 +197,22 @@ class Domain(ABC):
 
         Raise ConfigError for layers that cannot work on a part of a sample."""
 
+    @property
+    @abstractmethod
+    def busiest_ranks(self) -> tuple[int, ...]:
+        """Positions among the ranks that share a sample of those whose memory and traffic a plan reports: first the
+        rank that computes most, then the one that communicates most, unless it is the same."""
+
+    @abstractmethod
+    def as_rank(self, rank: int) -> Domain:
+        """Return this domain as another rank would see it, without a communicator, for dry runs."""
+
+    @abstractmethod
+    def compute_local_shapes(
+        self, model: Layer, inputs: Sequence[Shape], target: Shape
+    ) -> tuple[Sequence[Shape], Shape]:
+        """Return the shapes of this rank's part of a batch, given those of inputs and target of unsplit samples."""
+
     def make_unsharded_model(self, model: Layer) -> Layer:
         """Return the model that a single process would run on unsplit samples."""
         return model if self.joined_partition is None else self.shard_model(model, self.joined_partition)[0]
@@ -227,6 +243,16 @@ class UnshardedDomain(Domain):
                 f"u.shape[:{len(dims)}], dims={dims}) as well"
             )
         return None
+
+    busiest_ranks = (0,)
+
+    def as_rank(self, rank: int) -> Domain:
+        return self
+
+    def compute_local_shapes(
+        self, model: Layer, inputs: Sequence[Shape], target: Shape
+    ) -> tuple[Sequence[Shape], Shape]:
+        return inputs, target
 
     def shard_model(self, model: Layer, parts: Sequence[FieldPartition] | None = None) -> tuple[Layer, Sequence[Kind]]:
         return model, [Replicated()] * model.n_outputs

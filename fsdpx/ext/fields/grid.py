@@ -330,6 +330,11 @@ class Grid(Domain):
             _count_cells_with_ghosts(self.local_shape, self.ghosts) if ghosts else self.local_shape, shape
         )
 
+    def compute_local_shapes(
+        self, model: Layer, inputs: Sequence[tuple[int, ...]], target: tuple[int, ...]
+    ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        return [self.local_array_shape(shape, ghosts=True) for shape in inputs], self.local_array_shape(target)
+
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghost_widths(sides)))) for sides in self._sides]
         # ranks compare this text, so it must be the same on all of them

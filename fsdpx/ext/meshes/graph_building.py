@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
-from fsdpx.ext.meshes.local_graph import LocalGraph
+from fsdpx.ext.meshes.local_graph import LocalGraph, PartSizes
 
 __all__ = ["BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays", "raise_first_error"]
 
@@ -50,13 +50,12 @@ class GraphArguments(NamedTuple):
 
 
 class BuiltGraph(NamedTuple):
-    """The result of `build_local_graph`: this rank's graph, the rank that owns each of the caller's rows, the number of
-    nodes of each rank, the number of edges of the whole graph, and the routes of edge values."""
+    """The result of `build_local_graph`: this rank's graph, the rank that owns each of the caller's rows, the sizes of
+    all parts, and the routes of edge values."""
 
     graph: LocalGraph
     owners: Table
-    counts: list[int]
-    total_edges: int
+    parts: tuple[PartSizes, ...]
     routes: EdgeRoutes
 
 
@@ -95,11 +94,11 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     owners = _find_owners(comm, rank, size, given)
     rows = np.flatnonzero(owners == rank)
     numbers = given.numbers[rows]
-    counts = [int(n) for n in all_gather_plain_data(comm, int(rows.size))]
+    total = sum(all_gather_plain_data(comm, int(rows.size)))
     edges, routes = _send_edges_to_receivers(comm, size, given, owners)
     order = np.argsort(numbers, kind="stable")
     if given.undirected is None:
-        _require_directed_or_complete(comm, size, edges, sum(counts))
+        _require_directed_or_complete(comm, size, edges, total)
     receivers = order[np.searchsorted(numbers, edges.receivers, sorter=order)]
     sorting = np.lexsort((edges.repeats, edges.senders, receivers))
     edges, receivers = edges.take(sorting), receivers[sorting]
@@ -128,13 +127,14 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
         apart = everyone[senders] - everyone[receivers]
         features = np.concatenate([features, apart, np.linalg.norm(apart, axis=1, keepdims=True)], axis=1)
     by_sender = np.argsort(senders, kind="stable")
-    total = rows.size + ghosts.shape[1]
+    local = rows.size + ghosts.shape[1]
     graph = LocalGraph(
         rows.size, ghosts.shape[1], receivers.size, np.concatenate([numbers, ghosts[1]]), senders, receivers,
-        _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], total), receivers[by_sender],
+        _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], local), receivers[by_sender],
         np.ascontiguousarray(features), sends, receives,
     )  # fmt: skip
-    return BuiltGraph(graph, owners, counts, sum(all_gather_plain_data(comm, int(receivers.size))), routes)
+    parts = tuple(PartSizes(*part) for part in all_gather_plain_data(comm, tuple(graph.sizes)))
+    return BuiltGraph(graph, owners, parts, routes)
 
 
 def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,29 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext, bind_partition
 
-__all__ = ["GraphLayer", "LocalGraph", "MeshPartition", "require_node_features"]
+__all__ = ["GraphLayer", "LocalGraph", "MeshPartition", "PartSizes", "require_node_features"]
+
+
+class PartSizes(NamedTuple):
+    """Sizes of one rank's part of a graph.
+
+    Attributes
+    ----------
+    nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
+    sends : (rank, number of rows) of each message with values of nodes that are ghosts elsewhere
+    receives : (rank, number of rows) of each message with values of ghosts
+    """
+
+    nodes: int
+    ghosts: int
+    edges: int
+    sends: Sequence[tuple[int, int]] = ()
+    receives: Sequence[tuple[int, int]] = ()
+
+    @property
+    def exchanged(self) -> int:
+        """Number of rows that the rank sends in forward and in backward, if values of nodes are exchanged once."""
+        return self.ghosts + sum(rows for _, rows in self.sends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +78,20 @@ class LocalGraph:
     receives: Sequence[tuple[int, int, int]] = ()
 
     @classmethod
-    def with_sizes_only(cls, nodes: int, edges: int, edge_features: int) -> LocalGraph:
-        """Return a graph on one rank of which only the sizes are known, for computing the shapes of values."""
-        none = np.zeros(0, np.int64)
-        return cls(nodes, 0, edges, none, none, none, none, none, none, none, np.zeros((0, edge_features)))
+    def with_sizes_only(cls, part: PartSizes, edge_features: int) -> LocalGraph:
+        """Return a graph of which only the sizes are known, for computing the shapes of values."""
+        none, starts = np.zeros(0, np.int64), np.cumsum([0, *(rows for _, rows in part.receives)]).tolist()
+        sends = tuple((rank, np.broadcast_to(np.int64(0), rows)) for rank, rows in part.sends)
+        receives = tuple((rank, *ends) for (rank, _), *ends in zip(part.receives, starts, starts[1:], strict=False))
+        features = np.zeros((0, edge_features))
+        return cls(*part[:3], none, none, none, none, none, none, none, features, sends, receives)
+
+    @property
+    def sizes(self) -> PartSizes:
+        """The sizes of this part."""
+        sends = tuple((rank, int(rows.size)) for rank, rows in self.sends)
+        receives = tuple((rank, stop - first) for rank, first, stop in self.receives)
+        return PartSizes(int(self.nodes), int(self.ghosts), int(self.edges), sends, receives)
 
     @property
     def row_count(self) -> int:
@@ -134,7 +166,7 @@ class LocalGraph:
         return gather_rows(env.xp, x, self.get_on_device(env, name))
 
 
-NO_GRAPH = LocalGraph.with_sizes_only(0, 0, 0)
+NO_GRAPH = LocalGraph.with_sizes_only(PartSizes(0, 0, 0), 0)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fsdpx.ext.meshes.arguments import (
     to_array,
 )
 from fsdpx.ext.meshes.graph_building import BuiltGraph, GraphArguments, build_local_graph, exchange_arrays
-from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition
+from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.solver_meshes import (
     SolverMesh,
@@ -36,6 +36,7 @@ from fsdpx.ext.meshes.solver_meshes import (
     read_dmplex,
     read_dolfinx_space,
 )
+from fsdpx.ext.meshes.splitting import count_part_sizes
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
@@ -321,6 +322,82 @@ class Partition(Domain):
         made._ghost_rows = made._lent_rows = [none] * size
         return made
 
+    @classmethod
+    def from_graph(
+        cls,
+        edges: Any,
+        nodes: int,
+        ranks: int,
+        rank: int = 0,
+        *,
+        parts: Any = None,
+        method: str = "coordinates",
+        positions: Any = None,
+        edge_features: Any = None,
+        undirected: bool | None = None,
+    ) -> Partition:
+        """Return a graph that is partitioned over hypothetical ranks, for `fsdpx.plan` and `fsdpx.dry_run(domain=)`.
+        Communicates nothing.
+
+        Parameters
+        ----------
+        edges, nodes, parts, method, positions, edge_features, undirected : as in `split`
+        ranks : number of ranks
+        rank : the rank whose part is described; default 0
+
+        Returns
+        -------
+        Partition
+            of which only the sizes of all parts are known
+
+        Raises
+        ------
+        ConfigError : as for `split`
+        """
+        count = parse_count("ranks", ranks, "ranks")
+        if count < 1:
+            raise ConfigError("Partition.from_graph: ranks=0: give the number of ranks")
+        given, chosen = parse_whole_graph(count, nodes, edges, parts, method, positions, edge_features, undirected)
+        sizes = count_part_sizes(count, chosen, given.edges, bool(undirected))
+        features = 0 if given.edge_features is None else given.edge_features.shape[1]
+        features += 0 if given.positions is None else given.positions.shape[1] + 1
+        return cls._with_sizes_only(sizes, rank % count, features)
+
+    @classmethod
+    def from_sizes(
+        cls, nodes: Sequence[int], edges: Sequence[int], ghosts: Sequence[int], rank: int = 0, *, edge_features: int = 0
+    ) -> Partition:
+        """Return a mesh of which only sizes are known, partitioned over hypothetical ranks, for `fsdpx.plan` and
+        `fsdpx.dry_run(domain=)`. Communicates nothing.
+
+        Each rank gets all its ghosts from the next rank.
+
+        Parameters
+        ----------
+        nodes, edges, ghosts : for each rank, the number of its nodes, of the edges that these receive, and of its
+            ghosts
+        rank : the rank whose part is described; default 0
+        edge_features : number of features of each edge; default 0
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : if there are no ranks, or `nodes`, `edges` and `ghosts` are not of as many ranks
+        """
+        columns = [parse_integers(name, given, 1).tolist()
+                   for name, given in (("nodes", nodes), ("edges", edges), ("ghosts", ghosts))]  # fmt: skip
+        ranks = len(columns[0])
+        if not ranks or {ranks} != {*map(len, columns)}:
+            raise ConfigError("Partition.from_sizes: pass the numbers of nodes, edges and ghosts of each rank")
+        sizes = [
+            PartSizes(n, g, e, [((r - 1) % ranks, columns[2][r - 1])], [((r + 1) % ranks, g)])
+            for r, (n, e, g) in enumerate(zip(*columns, strict=True))
+        ]
+        return cls._with_sizes_only(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
+
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish the construction from this rank's arguments, which `parse` returns.
 
@@ -328,10 +405,8 @@ class Partition(Domain):
         rank, size = _get_rank_and_size(comm)
         given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
-        cuts = tuple(int(n) for n in np.cumsum([0, *built.counts]))
-        self.graph, self.total_edges, self._rank = built.graph, built.total_edges, rank
+        self._set_part(built.parts, rank, built.graph)
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
-        self.dims, self.partition = (size,), MeshPartition((cuts,), graph=built.graph)
         owners = built.owners[:rows]
         self._owned_rows, self._local_rows = np.flatnonzero(owners == rank), owners.size
         self._ghost_rows = [np.flatnonzero(owners == r) if r != rank else self._owned_rows[:0] for r in range(size)]
@@ -341,6 +416,12 @@ class Partition(Domain):
             self._owned_rows[order[np.searchsorted(self.numbers, one[:, 0], sorter=order)]] for one in asked
         ]
         self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
+
+    def _set_part(self, parts: Sequence[PartSizes], rank: int, graph: LocalGraph) -> None:
+        """Set what is known of the sizes of all parts, and of the part of `rank`."""
+        cuts = tuple(np.cumsum([0, *(part.nodes for part in parts)]).tolist())
+        self._parts, self._rank, self.graph, self.dims = tuple(parts), rank, graph, (len(parts),)
+        self.total_edges, self.partition = sum(part.edges for part in parts), MeshPartition((cuts,), graph=graph)
 
     def close(self) -> None:
         """Free the partition's duplicate of the communicator; later calls do nothing. Collective.
@@ -357,6 +438,8 @@ class Partition(Domain):
         """The communicator of the ranks that hold the mesh. Raises ConfigError after `close`."""
         if self._free is not None and not self._free.alive:
             raise ConfigError(f"{self} is closed: call close() when nothing needs its communicator any more")
+        if self._comm is None:
+            raise ConfigError(f"{self}: only sizes are known; pass it to a plan or a dry run")
         return self._comm
 
     @property
@@ -377,6 +460,8 @@ class Partition(Domain):
     @property
     def numbers(self) -> np.ndarray:
         """Global numbers of the nodes that this rank owns, in the order of their rows in arrays."""
+        if self.graph.numbers.size < self.graph.nodes:
+            raise ConfigError(f"{self}: only sizes are known; pass it to a plan or a dry run")
         return self.graph.numbers[: self.graph.nodes]
 
     @property
@@ -402,7 +487,8 @@ class Partition(Domain):
 
     @property
     def joined_partition(self) -> tuple[FieldPartition]:
-        whole = LocalGraph.with_sizes_only(self.total_nodes, self.total_edges, self.edge_feature_count)
+        sizes = PartSizes(self.total_nodes, 0, self.total_edges)
+        whole = LocalGraph.with_sizes_only(sizes, self.edge_feature_count)
         return (MeshPartition(((0, self.total_nodes),), graph=whole),)
 
     def shard_model(
@@ -449,8 +535,58 @@ class Partition(Domain):
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
+        if self._comm is None:  # in a dry run, groups of consecutive data ranks
+            return make_sample_groups(mesh, world.rank, self.dims, [None] * world.size)
         mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
         return make_sample_groups(mesh, world.rank, self.dims, world.all_gather_data(mine))
+
+    @property
+    def busiest_ranks(self) -> tuple[int, ...]:
+        """The ranks whose memory and traffic a plan reports: the rank with the most edges, and that which sends most.
+        If they are the same rank, it is listed once."""
+        ranks = range(len(self._parts))
+        largest = max(ranks, key=lambda r: (self._parts[r].edges, self._parts[r].nodes))
+        return tuple(dict.fromkeys((largest, max(ranks, key=lambda r: self._parts[r].exchanged))))
+
+    def as_rank(self, rank: int) -> Partition:
+        """Return the part of another rank, of which only the sizes are known, for dry runs.
+
+        Parameters
+        ----------
+        rank : number of the rank; taken modulo the number of ranks of the partition
+
+        Returns
+        -------
+        Partition
+        """
+        return self._with_sizes_only(self._parts, rank % self.dims[0], self.edge_feature_count)
+
+    @classmethod
+    def _with_sizes_only(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
+        """Return the part of a hypothetical rank. Arrays have the owned nodes, then the ghosts."""
+        made, graph = cls.__new__(cls), LocalGraph.with_sizes_only(parts[rank], edge_features)
+        made._set_part(parts, rank, graph)
+        made._owned_rows, made._local_rows, made._comm, made._free = np.arange(graph.nodes), graph.row_count, None, None
+        return made
+
+    def compute_local_shapes(
+        self, model: Layer, inputs: Sequence[tuple[int, ...]], target: tuple[int, ...]
+    ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+        made = self.partition.partition_model(model)
+        if len(made.inputs) != len(inputs):
+            raise ConfigError(f"{type(model).__name__} has {len(made.inputs)} inputs, and the batch {len(inputs)}")
+        found = [self._compute_local_shape(*one) for one in zip(inputs, made.inputs, strict=True)]
+        return found, self._compute_local_shape(target, made.outputs[0])
+
+    def _compute_local_shape(self, shape: tuple[int, ...], kind: Kind) -> tuple[int, ...]:
+        if not isinstance(kind, MeshPartition):
+            return shape
+        of_edges = kind.kind == "edges"
+        whole = self.total_edges if of_edges else self.total_nodes
+        if len(shape) < 2 or shape[1] != whole:
+            wanted = f"(samples, {whole}, features), the values of all {kind.kind}"
+            raise ConfigError(f"{self}: an array of the batch has shape {shape}; give {wanted}")
+        return (shape[0], self.graph.edges if of_edges else self.graph.nodes, *shape[2:])
 
     def take_owned_rows(self, array: Any) -> Any:
         """Return the rows of the owned nodes of an array (samples, rows, ...) of this rank.

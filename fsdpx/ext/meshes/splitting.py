@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError
+from fsdpx.ext.meshes.local_graph import PartSizes
 
-__all__ = ["METHODS", "assign_parts"]
+__all__ = ["METHODS", "assign_parts", "count_part_sizes"]
 
 METHODS = ("coordinates", "metis")
 
@@ -27,6 +28,27 @@ def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positio
     found = np.zeros(nodes, np.int64)
     _bisect(found, np.arange(nodes), positions, 0, parts)
     return found
+
+
+def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirected: bool) -> tuple[PartSizes, ...]:
+    """Return the sizes of the part of each rank, given the rank of each node and edges (2, edges) by node numbers."""
+    nodes = parts.size
+    if undirected:
+        numbers = np.unique(np.concatenate([edges[0] * nodes + edges[1], edges[1] * nodes + edges[0]]))
+        edges = np.stack(np.divmod(numbers, nodes)) if nodes else edges
+    senders, home = edges[0], parts[edges[1]]
+    away = parts[senders] != home
+    ghosts = np.unique(home[away] * nodes + senders[away])  # pairs of a rank and a ghost on it
+    readers, owners = ghosts // nodes if nodes else ghosts, parts[ghosts % nodes] if nodes else ghosts
+    messages, rows = np.unique(readers * ranks + owners, return_counts=True)
+    sends: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    receives: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for message, count in zip(messages.tolist(), rows.tolist(), strict=True):
+        reader, owner = divmod(message, ranks)
+        receives[reader].append((owner, count))
+        sends[owner].append((reader, count))
+    counts = (np.bincount(one, minlength=ranks).tolist() for one in (parts, readers, home))
+    return tuple(PartSizes(*part) for part in zip(*counts, sends, receives, strict=True))
 
 
 def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: int, parts: int) -> None:
