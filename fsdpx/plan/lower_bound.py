@@ -1,5 +1,5 @@
-"""A lower bound on the step time, which lets the search rule out configurations without predicting them. It is
-computed from one dry run of the layers, which serves many configurations."""
+"""The costs of single layers, and a lower bound on the step time, which lets the search rule out configurations without
+predicting them. Both are computed from one dry run of the layers, which serves many configurations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 from fsdpx.core.array.shapes.flop_counter import WorkCount
 from fsdpx.core.comm.mesh import Mesh
@@ -17,7 +18,7 @@ from fsdpx.plan.costing import ActionCost
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.world_step import WorldStep
 
-__all__ = ["compute_lower_bound_seconds"]
+__all__ = ["LayerPrediction", "compute_lower_bound_seconds", "predict_layers"]
 
 STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
 """The part of a step to which each operation belongs. 0: forward. 1: backward up to the gradients that other ranks wait
@@ -30,6 +31,7 @@ LAYERS_ONLY_OPTIONS = {
 MICROBATCHES_RUN = 2
 """Number of microbatches that run. Only the costs of the last one are used, since the first one costs more than the
 others."""
+LayerCostList = list[tuple[int, int, ActionCost, int]]
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
@@ -50,7 +52,7 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     home, (model, layers) = pipe.get_stage_ranks(m), _run_layers_and_list_costs(step, rows, split)
     starts = split_into_stages(model, len(home), None, options.get("costs"), pipe.describe_stages_per_rank(home))
     each: list[list[list[ActionCost]]] = [[[], [], [], []] for _ in home]
-    for layer, part, cost in layers:
+    for layer, part, cost, _ in layers:
         each[bisect_right(starts, layer) - 1][part].append(cost)
     times = step.make_step_times(machine)
 
@@ -69,11 +71,42 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     return machine.compute.overhead + found
 
 
-def _run_layers_and_list_costs(
-    step: WorldStep, rows: int, split: bool
-) -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
+class LayerPrediction(NamedTuple):
+    """Predicted cost of one layer on one rank.
+
+    Attributes
+    ----------
+    forward : seconds of its forward in a step, including recomputation and communication inside the layer
+    backward : seconds of its backward in a step
+    nbytes : bytes of activations that its forward keeps for one microbatch, less those that it frees
+    """
+
+    forward: float
+    backward: float
+    nbytes: int
+
+
+def predict_layers(step: WorldStep, machine: Machine) -> dict[str, LayerPrediction]:
+    """Return a dict from the path of each layer to its predicted cost. Layers without parameters count with the next
+    layer, and the loss with the last one. The dict is empty if a data rank has fewer samples than microbatches."""
+    m, times, found = step.microbatches, step.make_step_times(machine), dict[str, LayerPrediction]()
+    rows = step.count_samples_of_group(step.sample_group_count - 1) // m
+    if not rows:
+        return found
+    model, layers = _run_layers_and_list_costs(step, rows, split=False)
+    for layer, part, cost, kept in layers:
+        path, (own, moving) = model.nodes[layer].path, times.predict_action_seconds(cost)
+        forward, backward, nbytes = found.get(path, LayerPrediction(0.0, 0.0, 0))
+        seconds, is_backward = m * (own + sum(moving.values())), part == STEP_PARTS["B"]
+        both = (forward, backward + seconds) if is_backward else (forward + seconds, backward)
+        found[path] = LayerPrediction(*both, nbytes + kept * (part == STEP_PARTS["F"]))
+    return found
+
+
+def _run_layers_and_list_costs(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, LayerCostList]:
     """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given
-    as (index of the last layer of a unit, part of the step, cost).
+    as (index of the last layer of a unit, part of the step, cost, bytes of activations kept after the action and not
+    before it).
 
     `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
     that backward is divided into input gradients (I) and parameter gradients (W)."""
@@ -83,14 +116,17 @@ def _run_layers_and_list_costs(
     alone = LAYERS_ONLY_OPTIONS | {"mesh": mesh, "recompute": recompute, "microbatches": MICROBATCHES_RUN}
     alone |= {"schedule": "zb-h1"} if split else {}
 
-    def run_on_shapes() -> tuple[LayerList, list[tuple[int, int, ActionCost]]]:
+    def run_on_shapes() -> tuple[LayerList, LayerCostList]:
         batch = tuple(((rows * MICROBATCHES_RUN, *shape[1:]), dtype) for shape, dtype in step.batch)
         found = WorldStep.from_options(step.model, batch, mesh.size, options | alone)
-        made, costs = None, list[tuple[int, int, ActionCost]]()
+        made, costs = None, LayerCostList()
         for run in found.dry_run_pipe_ranks(0, MICROBATCHES_RUN):
             place = run.session.state.placement
             last = [*accumulate((len(unit.nodes) for unit in place.layout.units), initial=-1)][1:]
-            costs += [(last[-1 if a.unit is None else a.unit], STEP_PARTS[a.op], cost) for a, cost in run.costs.items()
+            kept = [after for _, after in run.alive]
+            each = zip(run.costs.items(), kept, [0, *kept], strict=False)
+            costs += [(last[-1 if a.unit is None else a.unit], STEP_PARTS[a.op], cost, after - before)
+                      for (a, cost), after, before in each
                       if a.mb == MICROBATCHES_RUN - 1 and a.op in STEP_PARTS]  # fmt: skip
             made = place.model
         assert made is not None

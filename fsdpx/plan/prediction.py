@@ -19,6 +19,7 @@ from fsdpx.core.state.sync_policy import SyncChoice
 from fsdpx.errors import warn
 from fsdpx.nn.linearize import memoizing
 from fsdpx.plan.extrapolation import StepDryRuns
+from fsdpx.plan.lower_bound import LayerPrediction, predict_layers
 from fsdpx.plan.machine import Machine
 from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, OptionChange, list_memory_lowering_changes
 from fsdpx.plan.world_step import RankClass, WorldStep, make_world_step
@@ -96,6 +97,14 @@ class Prediction:
         """The moment at which a rank of `worst_class` uses the most memory: the action, and the memory held for each
         unit. `print` shows the peak as a table."""
         return self.worst_class.peak
+
+    @property
+    def layers(self) -> dict[str, LayerPrediction]:
+        """Predicted cost of each layer on one rank, by path: the seconds of its `forward` and `backward` in a step, and
+        the `nbytes` of activations that it keeps for one microbatch. Layers without parameters count with the next
+        layer, and the loss with the last one. Pages that are gathered or reduced are not included."""
+        with memoizing(), disabling_gc():
+            return predict_layers(self.step, self.machine)
 
     def list_memory_lowering_changes(self) -> list[OptionChange]:
         """Return the changes of a single option that would lower the memory peak, each with the new peak and step

@@ -173,6 +173,16 @@ def test_equal_layers_are_followed_once_and_memory_stays_exact() -> None:
     assert parts  # the second microbatch adds to the first
 
 
+@pytest.mark.parametrize("recompute", [None, "all"])
+def test_layers_share_the_computing_of_a_step(recompute: Any) -> None:
+    """Their seconds are those of the step without update, and each keeps its output, on one of two equal ranks."""
+    options: dict[str, Any] = {"mesh": fsdpx.Mesh(replica=2, shard=1), "microbatches": 4, "recompute": recompute}
+    found = predict(mlp(), rows(64), ranks=2, machine=FLAT, **options)
+    seconds = sum(one.forward + one.backward for one in found.layers.values())
+    assert seconds == pytest.approx(found.parts["compute"])
+    assert [one.nbytes for one in found.layers.values()][:-1] == [8 * 64 * 4] * 3
+
+
 def test_products_take_their_flops() -> None:
     """A step of a Linear is three products, but the first needs no gradient of its input: 4 n^2 b and 2 n^2 b."""
     found = predict(mlp(layers=2), rows(32), ranks=1, machine=FLAT)
