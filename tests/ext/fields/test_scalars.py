@@ -179,7 +179,7 @@ def test_ghost_cells_are_scaled_and_shifted_too(dims: tuple[int, int]) -> None:
         trainer = model.as_distributed(domain=grid, **options(comm, **more))
         x = wide[:, :, cuts[0][at[0]] : cuts[0][at[0] + 1] + 2, cuts[1][at[1]] : cuts[1][at[1] + 1] + 2]
         losses = [trainer.step((NUMBERS[:3], x), DRAG[:3]) for _ in range(3)]
-        with pytest.raises(ConfigError, match="output_grid: the model's output are scalars"):
+        with pytest.raises(ConfigError, match="output_grid: the model's outputs are scalars"):
             _ = trainer.output_grid
         trainer.forward((NUMBERS[:3], x))
         return losses, trainer.backward(DRAG[:3])[0], trainer.predict((NUMBERS[:3], x)), trainer.parameters()
