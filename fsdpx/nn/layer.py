@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 from fsdpx.core.array.random import Random
@@ -69,7 +70,7 @@ def require_fraction(owner: object, **values: Any) -> None:
     """Raise ConfigError unless each keyword argument is a number from 0 to 1. The message quotes the keywords, which
     are names of constructor arguments of `owner`."""
     for name, value in values.items():
-        if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise ConfigError(f"{type(owner).__name__}: {name} must be between 0 and 1, got {value!r}")
 
 

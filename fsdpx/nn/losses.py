@@ -173,9 +173,9 @@ class CrossEntropyLoss(Loss):
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         require_fraction(self, label_smoothing=label_smoothing)
-        if not isinstance(ignore_index, int):
+        if not hasattr(ignore_index, "__index__"):
             raise ConfigError(f"CrossEntropyLoss: ignore_index must be a whole number, got {ignore_index!r}")
-        self.ignore_index = ignore_index
+        self.ignore_index = int(ignore_index)
         self.label_smoothing = float(label_smoothing)
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:

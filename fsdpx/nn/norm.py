@@ -135,7 +135,7 @@ class RMSNorm(_RowNorm):
 
 
 def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
-    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    dims = (int(shape),) if isinstance(shape, int | np.integer) else tuple(shape)
     require_positive(layer, normalized_shape=len(dims))
     for size in dims:
         require_positive(layer, normalized_shape=size)

@@ -73,6 +73,7 @@ class WithInputOutput(Layer):
     def __init__(self, layer: Layer, enter: Layer | None = None, leave: Layer | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
         self.collective, self.takes = layer.collective, layer.takes
+        self.n_inputs, self.n_outputs = layer.n_inputs, layer.n_outputs
 
     def specs(self) -> dict[str, Any]:
         return self.layer.specs()

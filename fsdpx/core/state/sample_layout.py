@@ -46,9 +46,9 @@ class SampleLayout(Protocol):
     def describe_array(self, array: Any) -> str:
         """Describe an array of the batch by the properties that must be the same on all ranks, such as its dtype."""
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
-        """Return a warning if the model's inputs look wrongly split over ranks; "" if no mistake is found. May be
-        collective."""
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
+        """Return a warning if the model's inputs or the targets look wrongly split over ranks; "" if no mistake is
+        found. May be collective."""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of input number `index` before it is split, given the shape of this rank's part."""
@@ -106,7 +106,7 @@ class CompleteSamples:
     def describe_array(self, array: Any) -> str:
         return f"{array.dtype}{list(array.shape[1:])}"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
         return ""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:

@@ -75,13 +75,14 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []
-    inside = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else _list_inside(layer_or_loss)
+    children = layer_or_loss.children().values() if isinstance(layer_or_loss, Layer) else ()
+    inside = children or _list_inside(layer_or_loss)
     return "\n".join([*lines, *filter(None, map(_describe_array_checksums, inside))])
 
 
-def _list_inside(loss: Any) -> list[Any]:
-    """Return the losses and layers that a loss holds, also in tuples and lists, such as the terms of a sum."""
-    values = list(getattr(loss, "__dict__", {}).values())
+def _list_inside(holder: Any) -> list[Any]:
+    """Return the losses and layers that a loss or layer holds, also in tuples and lists, such as the terms of a sum."""
+    values = list(getattr(holder, "__dict__", {}).values())
     for value in values:  # which grows
         values += value if isinstance(value, tuple | list) else ()
     return [value for value in values if isinstance(value, Layer | Loss)]

@@ -252,7 +252,7 @@ class Session:
         checked = self._check_and_describe_batch(x, y, kind, comparison, also)
         everyone = self._agree_on_sample_counts(comparison, checked, kind)
         if kind in TRAINS and WRONG_SHARDING not in self._warned:
-            self._warn_of_wrong_sharding(checked.inputs)
+            self._warn_of_wrong_sharding(checked)
         microbatches = self._split_and_count_samples(checked.inputs, checked.target, everyone, kind)
         self.engine.record_outside_program(BATCHES, begin)
         return StepInputs(microbatches, training, self.commit, batched=checked.batched)
@@ -465,14 +465,14 @@ class Session:
                 "alone; leave their layers out, or freeze them (frozen=[...])",
             )
 
-    def _warn_of_wrong_sharding(self, inputs: Sequence[Any]) -> None:
-        """Warn once if the inputs seem to be partitioned wrongly, for example if the ranks' parts of a field overlap.
-        Collective if all ranks step together; otherwise this method does nothing."""
+    def _warn_of_wrong_sharding(self, checked: CheckedBatch) -> None:
+        """Warn once if inputs or targets seem to be partitioned wrongly, for example if the ranks' parts of a field
+        overlap. Collective if all ranks step together; otherwise this method does nothing."""
         self._warned.add(WRONG_SHARDING)
         axes = self.placement.axes
         if self._get_agreement_group("step") is not axes.world:
             return
-        text = self.placement.sample_layout.describe_sharding_mistake(inputs)
+        text = self.placement.sample_layout.describe_sharding_mistake(checked.inputs, list_targets(checked.target))
         if text and axes.world.rank == 0:
             warn(text)
 

@@ -35,6 +35,8 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     ------
     ConfigError : if widths are not finite numbers >= 0, or do not match the grid
     """
+    if isinstance(widths, str) or not hasattr(widths, "__len__") or getattr(widths, "ndim", 1) == 0 or not len(widths):
+        raise ConfigError(f"compute_cell_volumes: widths={widths!r}: give a tuple with the widths along each dim")
     each = [_to_finite_array("compute_cell_volumes: widths", one) for one in widths]
     if grid is not None and len(each) != len(grid.shape):
         raise ConfigError(f"compute_cell_volumes: {len(each)} widths, and a grid of {len(grid.shape)} dims")
@@ -70,7 +72,8 @@ def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) 
 
     Raises
     ------
-    ConfigError : if latitudes or bounds do not increase or decrease throughout, or are beyond the poles
+    ConfigError : if latitudes or bounds do not increase or decrease throughout, are beyond the poles, or a latitude
+        does not lie between its bounds
     """
     at = _to_finite_array("compute_latitude_weights: latitudes", latitudes)
     if at.ndim != 1 or at.size < 1:
@@ -86,6 +89,13 @@ def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) 
         steps = np.diff(values)
         if np.abs(values).max() > 90.0 or not ((steps > 0).all() or (steps < 0).all()):
             raise ConfigError(f"compute_latitude_weights: {name} must increase or decrease between -90 and 90 degrees")
+    low, high = np.sort(np.stack([ends[:-1], ends[1:]]), axis=0)
+    if (outside := (at < low) | (at > high)).any():
+        i = int(outside.argmax())
+        raise ConfigError(
+            f"compute_latitude_weights: latitude {at[i]:g} does not lie between its bounds {ends[i]:g} and "
+            f"{ends[i + 1]:g}: bounds must have the order of the latitudes"
+        )
     sizes = np.abs(np.diff(np.sin(np.deg2rad(ends))))
     return np.asarray(sizes / sizes.mean())
 

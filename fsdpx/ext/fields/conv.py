@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import (
+    DimEnds,
     FieldLayer,
     HaloSpec,
     PaddingMode,
@@ -218,6 +219,10 @@ class WindowLayer(FieldLayer):
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         return self.plan_outputs_halo_and_padding(parts)[0]
+
+    def list_dim_ends(self, dims: int) -> list[DimEnds]:
+        rows = zip(self.window.low, self.window.high, self.window.modes, strict=True)
+        return [DimEnds.of_padding(d, mode) for d, (low, high, mode) in enumerate(rows) if low + high > 0]
 
     def plan_outputs_halo_and_padding(
         self, parts: FieldPartition

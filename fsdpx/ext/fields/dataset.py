@@ -351,9 +351,9 @@ class FieldDataset:
         dtype: Any = np.float32,
     ) -> None:
         for key, value in {"inputs": inputs, "targets": targets, "stride": stride, "every": every}.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
-        self.inputs, self.targets, self.stride, self.every = inputs, targets, stride, every
+        self.inputs, self.targets, self.stride, self.every = map(int, (inputs, targets, stride, every))
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
         self.grid: GridLike | None = NodeRows(grid) if isinstance(grid, MeshLike) else grid
         self.dtype = to_numpy_dtype("FieldDataset", dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.ext.fields.halo import FieldLayer, HaloSpec, get_rank_along, require_halo_fits_field
+from fsdpx.ext.fields.halo import DimEnds, FieldLayer, HaloSpec, get_rank_along, require_halo_fits_field
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
 from fsdpx.ext.fields.spacing import CellPositions, compute_stencil_weights, parse_spacing, shape_along_dim
 from fsdpx.nn.layer import Array, LayerContext, Params
@@ -113,6 +113,13 @@ class _DerivativeLayer(FieldLayer):
     def _count_output_channels(self, channels: int, dims: int) -> int:
         """Return the number of output channels, or 0 if the layer cannot take this number of input channels or dims."""
         return channels
+
+    def list_dim_ends(self, dims: int) -> list[DimEnds]:
+        order = range(dims) if self.along is None else self._expand_to_dims("along", self.along, dims)
+        wraps = self._expand_to_dims("periodic", self.periodic, dims)
+        read = {order[term.coordinate] for term in self._list_terms(dims) if term.coordinate < dims}
+        advice = "periodic=False", "periodic=True"
+        return [DimEnds(d, bool(wraps[d]), f"reads it with periodic={bool(wraps[d])}", advice) for d in sorted(read)]
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         dims = x.ndim - 2

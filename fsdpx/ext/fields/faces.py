@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import (
+    DimEnds,
     FieldLayer,
     HaloSpec,
     PaddingSide,
@@ -89,6 +90,12 @@ class _NeighborLayer(FieldLayer):
         cuts = list(parts.cuts)
         cuts[self.dim] = self._plan_move(parts).outputs
         return parts.with_cuts(tuple(cuts))
+
+    def list_dim_ends(self, dims: int) -> list[DimEnds]:
+        if self.faces == "all" and isinstance(self, FacesToCells):
+            return []
+        circular = "'circular'" + " with faces='low' or 'high'" * (self.faces == "all")
+        return [DimEnds.of_padding(self.dim, self._mode, circular)]
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if not 0 <= self.dim < x.ndim - 2 <= 3:

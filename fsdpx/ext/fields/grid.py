@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.core.base.messages import shorten_value
 from fsdpx.core.comm.communicator import Communicator
 from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
 from fsdpx.core.comm.local import make_single_rank_communicator
@@ -18,6 +19,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
+from fsdpx.ext.fields.local_arrays import require_local_arrays
 from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
 from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
@@ -99,6 +101,8 @@ class Grid(Domain):
     """Grids of the inputs of a model, if they differ."""
     _cells: Grid | None = None
     """For a grid of faces, the grid of the cells between them."""
+    _face_dims: str = ""
+    """For a grid of faces, the letters of the dims across which they lie."""
 
     def __init__(
         self,
@@ -224,7 +228,7 @@ class Grid(Domain):
             on the same communicator, without ghost cells
         """
         made = copy(self)
-        made._inputs, made._cells = (), None
+        made._inputs, made._cells, made._face_dims = (), None, ""
         made.parts, made._sides = parts, tuple(((0, 0),) * width for width in self.dims)
         made._own = [None] * len(self._own)  # the parts of other ensemble members are unknown on this rank
         for number, rank in enumerate(self._ranks):
@@ -253,17 +257,19 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if the layout has no such dim
+        ConfigError : if the layout has no such dim, or this grid already is that of its faces
         """
         if not isinstance(dim, str) or len(dim) != 1 or dim not in self._dim_letters:
             raise ConfigError(f"Grid.faces: dim={dim!r}: choose one of {', '.join(self._dim_letters)}")
+        if dim in self._face_dims:
+            raise ConfigError(f"Grid.faces: dim={dim!r}: this already is the grid of the faces across it")
         d, cuts, sides = self._dim_letters.index(dim), list(self.parts.cuts), list(self._sides)
         if not self.periods[d]:
             cuts[d] = find_face_cuts(cuts[d])
         if shared:
             sides[d] = find_shared_face_ghosts(self.parts.cuts[d], cuts[d], sides[d])
         made = self.with_partition(self.parts.with_cuts(tuple(cuts)))
-        made._sides, made._cells = tuple(sides), self._cells or self
+        made._sides, made._cells, made._face_dims = tuple(sides), self._cells or self, self._face_dims + dim
         return made
 
     def with_inputs(self, *grids: Grid) -> Grid:
@@ -286,6 +292,11 @@ class Grid(Domain):
         ConfigError : if a grid has other ranks or another layout
         """
         for i, grid in enumerate(grids):
+            if not isinstance(grid, Grid):
+                raise ConfigError(
+                    f"Grid.with_inputs: argument {i} is {shorten_value(grid)}: pass one grid for each input, as in "
+                    "grid.with_inputs(grid.faces('x'), grid)"
+                )
             ours, theirs = ((one.dims, one._ranks, one.layout) for one in (self, grid))
             if ours != theirs:
                 raise ConfigError(
@@ -421,9 +432,15 @@ class Grid(Domain):
         Returns
         -------
         FieldSamples
+
+        Raises
+        ------
+        ShapeError : if an array that a layer holds for this rank's part of a field does not fit the part
         """
         mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
+        if self._comm is not None:  # in a dry run, arrays are those of one rank for all
+            require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
@@ -785,7 +802,7 @@ class FieldSamples(SplitSamples):
         the numbers of samples and cells, because these may differ."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
         """Return a warning if the ranks of a field pass different scalars, if the parts of neighboring ranks seem to
         overlap, or if a layer's padding conflicts with the grid's periodicity; otherwise return "". Collective."""
         grid, x = self.grid, self.get_first_split_input(inputs)
@@ -793,7 +810,7 @@ class FieldSamples(SplitSamples):
             return ""
         parts = next(kind for kind in self.input_kinds if isinstance(kind, FieldPartition))
         mine = digest_part_ends(parts.local_shape(grid.coords), grid._get_ghosts_of(parts), x)
-        ends, text = self.all_gather_checks(inputs, mine)
+        ends, text = self.all_gather_checks(inputs, targets, mine)
         if text:
             return text
         letters = grid.layout.replace("c", "")

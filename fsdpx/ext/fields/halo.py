@@ -21,6 +21,7 @@ from fsdpx.nn.shard_specs import Cuts, FieldPartition, GhostWidths, Kind, Shardi
 
 __all__ = [
     "MODES",
+    "DimEnds",
     "FieldLayer",
     "HaloSpec",
     "PaddingMode",
@@ -302,6 +303,30 @@ def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
 
+class DimEnds(NamedTuple):
+    """How a layer continues the field beyond the ends of a dim.
+
+    Attributes
+    ----------
+    dim : number of the cell dim
+    periodic : whether it continues the field periodically
+    text : what the layer does, for warnings
+    advice : what to choose if the dim is not periodic, and if it is
+    """
+
+    dim: int
+    periodic: bool
+    text: str
+    advice: tuple[str, str]
+
+    @classmethod
+    def of_padding(cls, dim: int, mode: tuple[PaddingSide, PaddingSide], circular: str = "'circular'") -> DimEnds:
+        """Return the ends of a dim that is padded by `mode`; `circular` is the advice for a periodic dim."""
+        chosen = mode[0] if mode[0] == mode[1] else mode
+        text = f"pads it with {chosen!r}"
+        return cls(dim, "circular" in mode, text, ("'zeros', 'reflect' or 'replicate'", circular))
+
+
 class FieldLayer(Layer):
     """Base class for layers that need to know how their input field is partitioned over ranks."""
 
@@ -326,6 +351,10 @@ class FieldLayer(Layer):
         """Return how the input `x` is partitioned over ranks. If the field is not partitioned, the result has a single
         part."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
+
+    def list_dim_ends(self, dims: int) -> list[DimEnds]:
+        """Return how the layer continues a field of `dims` cell dims, for each dim beyond whose ends it reads."""
+        return []
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind = request.require_same_kind(self)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from fsdpx.errors import ShapeError
+from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, parse_local_array
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 
 __all__ = ["FillNaN", "Mask"]
@@ -33,7 +33,7 @@ class FillNaN(Layer):
         return _fill_unknown(env, saved[0], dy, 0.0), ()
 
 
-class Mask(Layer):
+class Mask(FieldLayer, HoldsLocalArray):
     """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even where it is NaN. Replaced
     elements have gradient 0.
 
@@ -49,7 +49,7 @@ class Mask(Layer):
     fields = True
 
     def __init__(self, cells: Any, value: float = 0.0) -> None:
-        self.cells, self.value = np.asarray(cells, bool), float(value)
+        self.cells, self.value = parse_local_array("Mask: cells", cells, bool), float(value)
 
     def __repr__(self) -> str:
         """Return text that does not contain the mask: ranks compare this text, but each rank has a different part of
@@ -62,11 +62,14 @@ class Mask(Layer):
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return _fill_unknown(env, self._get_mask(env, dy), dy, 0.0), ()
 
+    def require_local_cells(self, cells: tuple[int, ...]) -> None:
+        if cells != self.cells.shape:
+            raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {cells}")
+
     def _get_mask(self, env: LayerContext, x: Array) -> Array:
         if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
             return env.xp.empty(x.shape[2:], dtype=bool)
-        if x.shape[2:] != self.cells.shape:
-            raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {x.shape[2:]}")
+        self.require_local_cells(x.shape[2:])
         key = "mask", id(self)
         if key not in env.constants:
             env.constants[key] = env.xp.asarray(self.cells)

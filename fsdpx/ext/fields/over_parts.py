@@ -4,12 +4,12 @@ of partition where needed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.fields.halo_slabs import RepartitionField
 from fsdpx.nn.container import ChildCall, Container, list_input_names, make_unused_name
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, LayerContext, Params
 from fsdpx.nn.sequence import WithInputOutput
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
@@ -66,15 +66,15 @@ def partition_model_of_fields(
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
         raise ConfigError(f"domain=: grid.with_inputs has {len(parts)} grids, and the model reads {fields} fields")
-    takes = isinstance(model, Container) or _can_take_ghosts(model)
-    frame = RepartitionField(parts[0], parts[0].without_ghosts()) if parts[0].ghosts and not takes else None
     each = iter(parts if len(parts) == fields else [parts[0]] * fields)
     inputs = tuple(Replicated() if scalar else next(each) for scalar in scalars)
-    kinds: Sequence[Kind] = inputs if frame is None else [parts[0].without_ghosts()] * len(inputs)
+    drops = _plan_ghost_drops(model, inputs)
+    kinds: Sequence[Kind] = [kind if drop is None else drop.kind for kind, drop in zip(inputs, drops, strict=True)]
     functions = (require_no_mixed_inputs, _plan_ghost_drops, _plan_redistributions)
     made, kinds = ShardingWalk(1, None, {}, functions).shard_layer(model, "", kinds)
-    if frame is not None:
-        made = WithInputOutput(made, frame, None)
+    if any(drops):
+        layers = [drop and drop.layer for drop in drops]
+        made = WithInputOutput(made, layers[0] if len(layers) == 1 else _LayerPerInput(layers), None)
     wanted: dict[tuple[int, ...], FieldPartition] = {}
     for one in (*parts, *known):
         wanted.setdefault(one.shape, one.without_ghosts())
@@ -85,6 +85,25 @@ def partition_model_of_fields(
         if kind != output and isinstance(kind, FieldPartition) and isinstance(output, FieldPartition)
     }
     return PartitionedModel(_apply_to_outputs(made, shifts), inputs, outputs)
+
+
+class _LayerPerInput(Layer):
+    """Applies a layer, or none, to each input."""
+
+    takes = "passed"
+
+    def __init__(self, layers: Sequence[Layer | None]) -> None:
+        self.layers = tuple(layers)
+        self.n_inputs = self.n_outputs = len(self.layers)
+
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
+        pairs = zip(self.layers, x, strict=True)
+        return tuple(a if layer is None else layer.forward(env, {}, a)[0] for layer, a in pairs), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
+        pairs = zip(self.layers, dy, strict=True)
+        found = (d if layer is None or d is None else layer.backward_input(env, {}, (), d)[0] for layer, d in pairs)
+        return tuple(found), ()
 
 
 def _apply_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:

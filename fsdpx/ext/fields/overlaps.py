@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.namespace import to_host
-from fsdpx.nn.layer import Layer, iterate_layers
+from fsdpx.ext.fields.conv import WindowLayer
+from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.ext.fields.local_arrays import iterate_inner_layers
+from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import GhostWidths
 
 __all__ = ["describe_padding_mistake", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
@@ -97,19 +100,21 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
 def describe_padding_mistake(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
-    """Return a warning about the first layer whose padding conflicts with the grid's periodicity, or "" if there is
-    none.
+    """Return a warning about the first layer whose padding, or other treatment of the ends of a dim, conflicts with the
+    grid's periodicity, or "" if there is none.
 
     If no dim is periodic, nothing is reported, because the periods may be unknown. Along dims with ghost cells, the
     model's first convolution or pool is not checked, because ghost cells replace its padding."""
-    windows: list[tuple[str, Any]] = [(path, getattr(layer, "window", None)) for path, layer in iterate_layers(model)]
-    windows = [(path, window) for path, window in windows if any(periods) and hasattr(window, "modes")]
-    for number, (path, window) in enumerate(windows):
-        for dim, (letter, periodic, mode) in enumerate(zip(letters, periods, window.modes, strict=False)):
-            replaced = number == 0 and any(ghosts[dim])
-            if window.low[dim] + window.high[dim] > 0 and not replaced and ("circular" in mode) != periodic:
-                is_periodic = f"dim {letter} is {'' if periodic else 'not '}periodic"
-                remedy = "'circular'" if periodic else "'zeros', 'reflect' or 'replicate'"
-                chosen = repr(mode[0]) if mode[0] == mode[1] else repr(mode)
-                return f"fsdpx: {is_periodic}, but layer {path!r} pads it with {chosen}: choose {remedy} for this dim"
+    windows = 0
+    for path, layer in iterate_inner_layers(model) if any(periods) else ():
+        if not isinstance(layer, FieldLayer):
+            continue
+        windows += isinstance(layer, WindowLayer)
+        for ends in layer.list_dim_ends(len(periods)):
+            if ends.dim >= len(periods) or periods[ends.dim] == ends.periodic:
+                continue
+            if not (windows == 1 and isinstance(layer, WindowLayer) and any(ghosts[ends.dim])):
+                is_periodic = f"dim {letters[ends.dim]} is {'' if periods[ends.dim] else 'not '}periodic"
+                remedy = ends.advice[periods[ends.dim]]
+                return f"fsdpx: {is_periodic}, but layer {path!r} {ends.text}: choose {remedy} for this dim"
     return ""

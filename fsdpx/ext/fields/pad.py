@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import (
+    DimEnds,
     FieldLayer,
     HaloSpec,
     PaddingMode,
@@ -47,6 +48,10 @@ class Pad(FieldLayer):
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         return self._plan_outputs_and_halos(parts)[0]
+
+    def list_dim_ends(self, dims: int) -> list[DimEnds]:
+        rows = zip(self.padding, self._modes, strict=True)
+        return [DimEnds.of_padding(d, mode) for d, (sides, mode) in enumerate(rows) if max(sides) > 0]
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_field_shape(self, x, len(self.padding))

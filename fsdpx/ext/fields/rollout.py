@@ -18,6 +18,7 @@ from fsdpx.ext.fields.ghost_cells import (
     exchange_ghost_cells,
     exchange_ghost_cells_backward,
 )
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
 from fsdpx.ext.fields.over_parts import TakesScalars, find_scalar_inputs, partition_model
 from fsdpx.nn.container import list_input_names, unwrap_single
 from fsdpx.nn.layer import (
@@ -53,7 +54,7 @@ class SavedStates(NamedTuple):
     others: tuple[Array, ...]
 
 
-class Rollout(Layer, TakesScalars):
+class Rollout(Layer, HoldsLocalArray, TakesScalars):
     """Applies a model `steps` times to its own output, and returns all states stacked in dim 1.
 
     It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under the
@@ -110,14 +111,14 @@ class Rollout(Layer, TakesScalars):
         if not isinstance(net, Layer) or not net.n_inputs or net.n_outputs != 1:
             raise ConfigError(f"Rollout: the model must have one output and at least one input, got {net!r}")
         for name, value, stop in (("constants", constants, math.inf), ("pushforward", pushforward, steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < stop:
+            if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 <= value < stop:
                 below = f", below steps={steps}" if name == "pushforward" else ""
                 raise ConfigError(f"Rollout: {name} must be a whole number >= 0{below}, got {value!r}")
-        if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise < math.inf:
+        if isinstance(noise, bool) or not isinstance(noise, int | float | np.number) or not 0 <= noise < math.inf:
             raise ConfigError(f"Rollout: noise must be a number >= 0, got {noise!r}")
-        self.net, self.steps, self.inputs, self.constants = net, steps, inputs, constants
+        self.net, self.steps, self.inputs, self.constants = net, steps, inputs, int(constants)
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
-        self.noise, self.pushforward, self.detach = float(noise), pushforward, bool(detach)
+        self.noise, self.pushforward, self.detach = float(noise), int(pushforward), bool(detach)
         self.noise_weights = None if noise_weights is None else CellWeights("Rollout", noise_weights)
         names = list_input_names(net)
         if wrong := [name for name in self.forcing if name not in names[1:]]:
@@ -327,14 +328,18 @@ class Rollout(Layer, TakesScalars):
 
     def _weigh_noise(self, env: LayerContext, noise: Array) -> Array:
         """Return the noise times the weight of each cell."""
-        if getattr(env.xp, "holds_no_data", False):
-            return noise
         parts = FieldPartition if self.parts is None else self.parts
         first: Array = parts.to_channels_first(noise)
         assert self.noise_weights is not None
         weights = self.noise_weights if parts.has_cells else self.noise_weights.of_nodes
+        require_weights_of_channels(self, "noise_weights", weights, first)
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, the field may be the full one
+            return noise
         weights.require_broadcastable(self, first.shape, "noise_weights", ShapeError)
         return parts.to_channels_first(first * weights.reshape_to_broadcast(env, first))
+
+    def require_local_cells(self, cells: tuple[int, ...]) -> None:
+        require_weights_of_cells(self, "noise_weights", self.noise_weights, cells)
 
     def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
         """Return the gradient of a given state with ghost cells, given the gradient of that state with noise."""

@@ -10,6 +10,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, require_weights_of_cells, require_weights_of_channels
 from fsdpx.ext.fields.over_parts import TakesScalars
 from fsdpx.nn.container import Composite
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer, require_finite, require_positive
@@ -192,7 +193,7 @@ class _GlobalReduction(FieldLayer):
         return env.xp.ascontiguousarray(self.get_partition(wide).to_channels_first(wide))
 
 
-class GlobalMean(_GlobalReduction):
+class GlobalMean(_GlobalReduction, HoldsLocalArray):
     """Mean of each channel over all cells of the field: (samples, channels, *cells) to scalars (samples, channels).
 
     On a grid, every rank gets the result, and layers such as `Linear` may follow. Forward and backward each all-reduce
@@ -239,11 +240,15 @@ class GlobalMean(_GlobalReduction):
         """Return the weights, broadcastable to x, or None if all are 1."""
         if self.weights is None:
             return None
+        weights = self.weights if self.get_partition(x).has_cells else self.weights.of_nodes
+        require_weights_of_channels(self, "weights", weights, x)
         if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
             return env.xp.empty((1, *x.shape[1:]), dtype=x.dtype)
-        weights = self.weights if self.get_partition(x).has_cells else self.weights.of_nodes
         weights.require_broadcastable(self, x.shape, error=ShapeError)
         return weights.reshape_to_broadcast(env, x)
+
+    def require_local_cells(self, cells: tuple[int, ...]) -> None:
+        require_weights_of_cells(self, "weights", self.weights, cells)
 
 
 class GlobalSum(GlobalMean):

@@ -57,22 +57,32 @@ class SplitSamples(ABC):
                     f"of the same {self.whole}, {rows[odd]}"
                 )
 
-    def all_gather_checks(self, inputs: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
+    @property
+    def has_scalars(self) -> bool:
+        """Whether an input or output of the model is scalars."""
+        return not all(isinstance(kind, FieldPartition) for kind in (*self.input_kinds, *self.output_kinds))
+
+    def all_gather_checks(self, inputs: Sequence[Any], targets: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
         """All-gather the value `mine` of each rank that holds a part of the same samples. Return the values in the
-        order of the parts, and a warning if these ranks pass different scalars, or ""."""
+        order of the parts, and a warning if these ranks pass different scalars, as inputs or as targets, or ""."""
         groups = self.axes.groups
         assert groups is not None
+        rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
+        if len(targets) == len(self.output_kinds):  # else the loss takes one target for several outputs
+            rows += [("scalar targets", *pair) for pair in zip(targets, self.output_kinds, strict=True)]
         scalars = [
-            zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes())
-            for array, kind in zip(inputs, self.input_kinds, strict=True)
+            (what, zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes()))
+            for what, array, kind in rows
             if not isinstance(kind, FieldPartition)
         ]
         everyone = self.axes.uncounted_world.all_gather_data((mine, scalars))
-        values, numbers = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
+        values, found = zip(*(everyone[rank] for rank in groups.own_ranks), strict=True)
         text = ""
-        if odd := next((r for r, found in zip(groups.own_ranks, numbers, strict=True) if found != numbers[0]), 0):
+        if odd := next((i for i, theirs in enumerate(found) if theirs != found[0]), 0):
+            what = next(one[0] for one, first in zip(found[odd], found[0], strict=True) if one != first)
+            first, other = groups.own_ranks[0], groups.own_ranks[odd]
             text = (
-                f"fsdpx: rank {odd} passes other scalars than rank {groups.own_ranks[0]} with its part of the same "
+                f"fsdpx: rank {other} passes other {what} than rank {first} with its part of the same "
                 f"{self.whole.removesuffix('s')}: pass the same on all ranks, such as those that comm.bcast() gives"
             )
         return list(values), text

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params
+from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.ext.fields.local_arrays import HoldsLocalArray, parse_local_array
+from fsdpx.nn.layer import Array, LayerContext, Params
 
 __all__ = ["StaticChannels"]
 
 
-class StaticChannels(Layer):
+class StaticChannels(FieldLayer, HoldsLocalArray):
     """Appends fixed channels to a field, such as topography, a land mask or coefficients. They are given once, get no
     gradient, and are not saved in checkpoints.
 
@@ -27,7 +29,7 @@ class StaticChannels(Layer):
     fields = True
 
     def __init__(self, values: Any) -> None:
-        self.values = np.asarray(values)
+        self.values = parse_local_array("StaticChannels: values", values)
         if self.values.dtype.kind not in "fiub" or self.values.ndim < 1:
             raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 
@@ -43,17 +45,20 @@ class StaticChannels(Layer):
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(dy[:, : saved[0]]), ()
 
+    def require_local_cells(self, cells: tuple[int, ...]) -> None:
+        if not cells or cells not in (self.values.shape, self.values.shape[1:]):
+            raise ShapeError(
+                f"{self!r} has values of shape {self.values.shape}, and this rank's part of the field has {cells} "
+                "cells: give (*cells), or (constants, *cells)"
+            )
+
     def _get_constants(self, env: LayerContext, x: Array) -> Array:
         """Return the values as (1, constants, *cells), in the dtype of x."""
         cells = tuple(x.shape[2:])
         has_channels = self.values.ndim == len(cells) + 1
         if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
             return env.xp.empty((1, self.values.shape[0] if has_channels else 1, *cells), dtype=x.dtype)
-        if x.ndim < 3 or self.values.shape[int(has_channels) :] != cells:
-            raise ShapeError(
-                f"{self!r} has values of shape {self.values.shape}, and this rank's part of the field has {cells} "
-                "cells: give (*cells), or (constants, *cells)"
-            )
+        self.require_local_cells(cells)
         key = "static channels", id(self), np.dtype(x.dtype).str
         if key not in env.constants:
             values = self.values[None] if has_channels else self.values[None, None]

@@ -68,12 +68,11 @@ class NodeSamples(SplitSamples):
         """Return the dtype and the number of features as text, which must be equal on all ranks."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
-    def describe_sharding_mistake(self, inputs: Sequence[Any]) -> str:
+    def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
         """Return a warning if the ranks of a mesh pass different scalars, else "". Collective if there are scalars."""
-        has_scalars = not all(isinstance(kind, FieldPartition) for kind in self.input_kinds)
-        if not has_scalars or getattr(inputs[0], "holds_no_data", False):
+        if not self.has_scalars or getattr(inputs[0], "holds_no_data", False):
             return ""
-        return self.all_gather_checks(inputs, None)[1]
+        return self.all_gather_checks(inputs, targets, None)[1]
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
         kind = self.input_kinds[index]

@@ -14,6 +14,7 @@ from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make_finalizer
+from fsdpx.ext.fields.local_arrays import require_local_arrays
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.meshes.arguments import (
     parse_count,
@@ -530,6 +531,7 @@ class Partition(Domain):
         NodeSamples
         """
         made = self.partition.partition_model(model)
+        require_local_arrays(made.model, lambda parts: (self.graph.nodes,))
         return NodeSamples(self, made.inputs, made.outputs, axes)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:

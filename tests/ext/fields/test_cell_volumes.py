@@ -70,6 +70,10 @@ def test_weighted_losses_are_those_of_the_whole_field() -> None:
         (lambda g: data.compute_cell_volumes((1.0,), g), "1 widths, and a grid of 2 dims"),
         (lambda g: data.compute_cell_volumes((1.0, -np.ones(3)), g), "widths[1] has numbers below 0"),
         (lambda g: data.compute_cell_volumes((np.nan, 1.0), g), "widths must be finite numbers"),
+        (lambda g: data.compute_cell_volumes(0.1, g), "widths=0.1: give a tuple with the widths along each dim"),
+        (lambda g: data.compute_cell_volumes([]), "widths=[]: give a tuple with the widths along each dim"),
+        (lambda g: data.compute_latitude_weights([0, 5], [-90, -50, 90]), "latitude 0 does not lie between its bounds"),
+        (lambda g: data.compute_latitude_weights([0, 5], [9, 3, -2]), "bounds must have the order of the latitudes"),
         (lambda g: data.compute_cell_volumes(("a", 1.0), g), "widths: could not convert"),
         (
             lambda g: data.compute_latitude_weights([0.0, 95.0]),

@@ -154,9 +154,12 @@ class _AsLayer:
         (lambda: nn.FacesToCells(0, faces="right"), "faces='right': choose one of all, low, high"),
         (lambda: nn.FacesToCells(0, padding_mode="circular"), "as many faces as cells: choose faces='low' or 'high'"),
         (lambda: nn.FacesToCells(0, spacing=0.0), "spacing=0.0 is not a number above 0, or the bounds of the cells"),
+        (lambda: nn.CellsToFaces(0, spacing=np.inf), "spacing=inf is not a number above 0, or the bounds of the cells"),
+        (lambda: nn.CellsToFaces(0, spacing=np.array("a")), "is not a number above 0, or the bounds of the cells"),
+        (lambda: nn.FieldGradient(np.inf), "spacing: inf is not a number above 0, for all dims or for each"),
         (lambda: nn.FacesToCells(0, spacing=[0.0, 1.0, 0.5]), "must be positions that increase or decrease"),
         (lambda: nn.FaceDivergence(2, along=(1, 1)), "along=(1, 1): name each dim of cells once"),
-        (lambda: nn.FaceDivergence(2, (1.0,)), "spacing is of 1 dims, and dims=2"),
+        (lambda: nn.FaceDivergence(2, (1.0,)), "spacing has 1 entries, but dims=2"),
         (lambda: nn.FaceDivergence(4), "dims=4: a field has 1 to 3 dims of cells"),
     ],
 )

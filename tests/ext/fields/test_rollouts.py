@@ -142,6 +142,7 @@ def compare(found: Any, cuts: Cuts, wanted: Any) -> None:
         np.testing.assert_allclose(value, part(wanted[1][name], cuts, at), rtol=1e-9, atol=1e-11, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ghosts", [0, GHOSTS])
 def test_rollouts_on_any_parts(kind: str, ghosts: int) -> None:
@@ -281,6 +282,14 @@ def test_contradictions_are_refused(call: Any, message: str) -> None:
     assert message in refused(None, lambda _: call())  # type: ignore[arg-type]
 
 
+def test_numbers_may_be_those_of_numpy() -> None:
+    i, f = np.int64(1), np.float32(0.5)
+    made = nn.Rollout(nn.Conv2d(3, 2, 1), 2, constants=i, pushforward=i, noise=f)
+    assert (made.constants, made.pushforward, made.noise) == (1, 1, 0.5)
+    assert nn.LayerNorm(np.int64(6)).specs()["weight"].shape == (6,)
+    assert repr(nn.CrossEntropyLoss(i, f)) == repr(nn.CrossEntropyLoss(1, 0.5))
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [
@@ -302,6 +311,7 @@ def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:
         assert message in text, text
 
 
+@pytest.mark.filterwarnings("ignore:fsdpx. dim . is :RuntimeWarning")  # paddings and ghost cells of all kinds meet
 @pytest.mark.world
 @pytest.mark.mpi
 def test_rollouts_under_mpi(world: Communicator) -> None:

@@ -351,6 +351,8 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
         (lambda c: film(c, (CELLS, np.ones(2)), CELLS, nn.MultiOutputLoss(nn.L1Loss())), "and the model has 1: give"),
         (lambda c: nn.TimeEmbedding(6, np.inf), "TimeEmbedding: max_period must be a finite number, got inf"),
         (lambda c: nn.TimeEmbedding(5), "TimeEmbedding(dim=5, max_period=10000.0): dim must be even and at least 4"),
+        (lambda c: nn.StaticChannels([[1.0, 2.0], [3.0]]), "StaticChannels: values: setting an array element with a s"),
+        (lambda c: nn.Mask([[True, False], [True]]), "Mask: cells: setting an array element with a sequence"),
         (lambda c: nn.StaticChannels("a"), "StaticChannels: give a number or bool for each cell, got <U1"),
     ],
 )  # fmt: skip
@@ -363,7 +365,7 @@ def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
     ("layer", "message"),
     [
         (nn.StaticChannels(np.ones((2, 4, 4))), "has values of shape (2, 4, 4), and this rank's part of the field has"),
-        (nn.GlobalMean(np.ones((4, 4))), "weights of shape (4, 4) do not fit: this rank's part of the field is"),
+        (nn.GlobalMean(np.ones((4, 4))), "weights of shape (4, 4) do not fit: this rank's part of the field has"),
         (nn.GlobalMean(np.zeros((4, 3))), "all weights of a channel are 0"),
     ],
 )
@@ -383,6 +385,57 @@ def test_scalars_that_differ_between_ranks_are_told() -> None:
 
     with pytest.warns(RuntimeWarning, match="rank 1 passes other scalars than rank 0 with its part of the same field"):
         spawn(run, 2)
+    with pytest.warns(RuntimeWarning, match="rank 1 passes other scalar targets than rank 0 with its part of the same"):
+        spawn(lambda comm: two(comm, BOTH, (CELLS, np.full(1, float(comm.rank)))), 2)
+
+
+HOLD_ARRAYS: list[tuple[Any, str]] = [
+    (lambda w: nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.Mask(w)), "'1' Mask(0.0): the mask has (4, 4) cells"),
+    (lambda w: nn.Sequential(nn.StaticChannels(w), nn.Conv2d(2, 1, 1)), "'0' StaticChannels() has values of shape (4,"),
+    (lambda w: nn.Rollout(nn.Sequential(nn.StaticChannels(w), nn.Conv2d(2, 1, 1)), 1), "'0' StaticChannels() has valu"),
+    (lambda w: nn.Rollout(nn.Conv2d(1, 1, 1), 1, noise=0.1, noise_weights=w), "noise_weights of shape (4, 4) do not"),
+    (lambda w: nn.Sequential(nn.Conv2d(1, 1, 1), nn.GlobalMean(w)), "'1' GlobalMean(weights=<an array>): weights of s"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), HOLD_ARRAYS)
+def test_an_array_that_fits_all_parts_but_one_is_an_error_on_all_ranks(make: Any, message: str) -> None:
+    def run(comm: Communicator, size: int) -> Any:
+        return make(np.ones((4, size if comm.rank else 3))).as_distributed(comm=comm, domain=grid_of(comm))
+
+    for text in spawn(lambda comm: refused(comm, lambda c: run(c, 4)), 2):
+        assert text.startswith("rank 1: ")
+        assert message in text, text
+    spawn(lambda comm: run(comm, 3), 2)
+
+
+def test_weights_of_other_channels_on_one_rank_are_an_error_on_all() -> None:
+    def run(comm: Communicator) -> None:
+        volumes = np.ones((1 + comm.rank, 4, 3))
+        trainer = nn.GlobalMean(volumes).as_distributed(comm=comm, domain=grid_of(comm), loss=MSE)
+        trainer.evaluate(CELLS, np.ones(1))
+
+    for text in spawn(lambda comm: refused(comm, run), 2):
+        assert text.startswith("rank 1: ")
+        assert "weights of 2 channels do not fit a field of 1" in text, text
+
+
+def test_a_layer_of_two_fields_alone_drops_their_ghost_cells() -> None:
+    """With gradients of both inputs."""
+    wide = RNG.standard_normal((2, 1, 2, 9, 11))
+
+    def run(comm: Communicator, ghosts: int) -> Any:
+        cuts, at = random_cuts(SHAPE, (2, 1)), place_of(comm.rank, (2, 1))
+        grid, inner = grid_at(comm, (2, 1), cuts, layout="cyx", ghosts=ghosts), slice(1 - ghosts, None)
+        trainer = nn.MatchMean().as_distributed(comm=comm, domain=grid, precision="float64")
+        rows = slice(cuts[0][at[0]] + 1 - ghosts, cuts[0][at[0] + 1] + 1 + ghosts)
+        x = tuple(a[:, :, rows, inner][..., : 9 + 2 * ghosts] for a in wide)
+        y = trainer.forward(x)
+        own = (slice(None), slice(None), *(slice(ghosts, -ghosts or None),) * 2)
+        return y, *(dx[own] for dx in trainer.backward(y * y))
+
+    for want, got in zip(spawn(lambda comm: run(comm, 0), 2), spawn(lambda comm: run(comm, 1), 2), strict=True):
+        assert_close(dict(zip("yab", got, strict=True)), dict(zip("yab", want, strict=True)), 1e-12)
 
 
 def test_a_dry_run_knows_scalars() -> None:

@@ -12,6 +12,7 @@ import fsdpx
 from fsdpx import nn, optim, spawn
 from fsdpx.core.comm import Communicator
 from fsdpx.errors import DataError
+from fsdpx.ext.fields.overlaps import describe_padding_mistake
 
 SHAPE = (24, 32)
 
@@ -102,6 +103,30 @@ def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: i
     texts = [str(one.message) for one in found if "periodic" in str(one.message)]
     assert len(texts) == bool(expected)
     assert not texts or texts[0].startswith(f"fsdpx: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.CellsToFaces(1, faces="low", padding_mode="circular"), ""),
+        (nn.CellsToFaces(1, faces="low"), "dim x is periodic, but layer '0' pads it with 'replicate': choose 'circula"),
+        (nn.CellsToFaces(1), "but layer '0' pads it with 'replicate': choose 'circular' with faces='low' or 'high'"),
+        (nn.FacesToCells(1), ""),
+        (nn.FacesToCells(0, faces="high", padding_mode="circular"), "dim y is not periodic, but layer '0' pads it wi"),
+        (nn.FaceDivergence(2, faces="low"), "dim x is periodic, but layer '0.outflow1' pads it with 'zeros': choose"),
+        (nn.FieldGradient(periodic=(False, True)), ""),
+        (nn.FieldGradient(), "dim x is periodic, but layer '0' reads it with periodic=False: choose periodic=True for"),
+        (nn.FieldDerivative(0, periodic=True), "dim y is not periodic, but layer '0' reads it with periodic=True: cho"),
+        (nn.FieldDerivative(0, along=(1, 0)), "dim x is periodic, but layer '0' reads it with periodic=False: choose"),
+        (nn.Pad(((1, 1), (0, 0)), "circular"), "dim y is not periodic, but layer '0' pads it with 'circular': choose"),
+        (nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2), "dim x is periodic, but layer '0' pads it with 'zeros': choose"),
+    ],
+)  # fmt: skip
+def test_layers_that_contradict_the_periods_are_told_of(layer: nn.Layer, expected: str) -> None:
+    text = describe_padding_mistake(nn.Sequential(layer), "yx", (False, True), ((0, 0), (0, 0)))
+    assert expected in text
+    assert bool(text) == bool(expected)
+    assert not describe_padding_mistake(nn.Sequential(layer), "yx", (False, False), ((0, 0), (0, 0)))
 
 
 def test_a_target_larger_than_what_a_window_without_padding_leaves_names_the_padding() -> None:

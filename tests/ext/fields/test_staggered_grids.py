@@ -140,6 +140,9 @@ def test_a_dry_run_has_the_shapes_of_each_input() -> None:
     ("call", "message"),
     [
         (lambda g: g.faces("z"), "Grid.faces: dim='z': choose one of y, x"),
+        (lambda g: g.faces("x").faces("y").faces("x"), "dim='x': this already is the grid of the faces across it"),
+        (lambda g: g.with_inputs("x"), "Grid.with_inputs: argument 0 is 'x': pass one grid for each input, as in gr"),
+        (lambda g: g.with_inputs([g, g]), "pass one grid for each input, as in grid.with_inputs(grid.faces('x'), gri"),
         (lambda g: g.faces(1), "Grid.faces: dim=1: choose one of y, x"),
         (
             lambda g: g.with_inputs(g, fsdpx.Grid.from_shape((4, 4), (1, 1), layout="xy")),

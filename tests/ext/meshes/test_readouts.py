@@ -135,7 +135,7 @@ MIXED = nn.Graph({"m": (nn.GlobalMean(), "x"), "y": (nn.Add(), "x", "m")}, input
         (nn.Sequential(nn.GlobalMean(), nn.BatchNorm(3)), X[0, 0], "takes statistics of scalars, which several ranks"),
         (MIXED, X[0, 0], "reads the nodes of a part of a mesh of 23 nodes, a whole in"),
         (nn.GlobalMean(np.ones(5)), X[0, 0], "weights of shape (5,) do not fit"),
-        (make_net(VOLUMES), (X[0, 0], np.ones((1, 2))), "the model reads or returns scalars there, which every rank"),
+        (make_net(None), (X[0, 0], np.ones((1, 2))), "the model reads or returns scalars there, which every rank"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_out_is_refused(model: nn.Layer, x: Any, text: str) -> None:

@@ -1,0 +1,72 @@
+"""Arrays that layers hold for this rank's part of a field, such as masks, and the check that they fit the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.layer import Array, Layer, iterate_layers
+from fsdpx.nn.losses import CellWeights
+from fsdpx.nn.shard_specs import FieldPartition
+
+__all__ = [
+    "HoldsLocalArray", "iterate_inner_layers", "parse_local_array", "require_local_arrays", "require_weights_of_cells",
+    "require_weights_of_channels",
+]  # fmt: skip
+
+
+class HoldsLocalArray:
+    """Base class for layers that hold an array for this rank's part of a field."""
+
+    def require_local_cells(self, cells: tuple[int, ...]) -> None:
+        """Raise ShapeError unless the array fits the `cells` of this rank's part."""
+        raise NotImplementedError
+
+
+def iterate_inner_layers(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+    """Yield (dotted path, layer) as `iterate_layers` does, and also for the layers in the net of a `Rollout`."""
+    for name, layer in iterate_layers(model, path):
+        yield name, layer
+        if isinstance(net := getattr(layer, "net", None), Layer):
+            yield from iterate_inner_layers(net, name)
+
+
+def require_local_arrays(model: Layer, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
+    """Raise ShapeError, with the path of the layer, unless the arrays that layers of a partitioned model hold for this
+    rank's part fit the part. `find_cells` returns the cells that this rank has of a partition."""
+    for path, layer in iterate_inner_layers(model):
+        if isinstance(layer, HoldsLocalArray) and isinstance(parts := getattr(layer, "parts", None), FieldPartition):
+            try:
+                layer.require_local_cells(find_cells(parts))
+            except ShapeError as error:
+                raise ShapeError(f"{path!r} {error}" if path else str(error)) from None
+
+
+def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
+    """Return `values` as an array; raise ConfigError, with `name`, if they have no common shape or are no numbers."""
+    try:
+        return np.asarray(values, dtype)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def require_weights_of_cells(layer: Any, name: str, weights: CellWeights | None, cells: tuple[int, ...]) -> None:
+    """Raise ShapeError unless weights have the shape (*cells) or (channels, *cells); on a mesh, (nodes,) or (nodes,
+    features)."""
+    shape = cells if weights is None else weights.array.shape
+    has_cells = layer.parts is None or layer.parts.has_cells
+    if cells not in ((shape, shape[1:]) if has_cells else (shape, shape[:-1])):
+        part = f"field has {cells} cells; give (*cells), or (channels, *cells)"
+        if not has_cells:
+            part = f"mesh has {cells[0]} nodes; give (nodes,), or (nodes, features)"
+        raise ShapeError(f"{layer!r}: {name} of shape {shape} do not fit: this rank's part of the {part}")
+
+
+def require_weights_of_channels(layer: object, name: str, weights: CellWeights, x: Array) -> None:
+    """Raise ShapeError if weights (channels, *cells) have other channels than x (samples, channels, *cells). This needs
+    no data, so that a dry run finds it before ranks communicate."""
+    if weights.array.ndim == x.ndim - 1 and weights.array.shape[0] not in (1, x.shape[1]):
+        raise ShapeError(f"{layer!r}: {name} of {weights.array.shape[0]} channels do not fit a field of {x.shape[1]}")
