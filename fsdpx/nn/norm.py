@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.core.array.devices import get_device_of_array
+from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.init import ones, zeros
@@ -186,7 +187,7 @@ class BatchNorm(Layer):
     aliases: ClassVar = {"num_batches_tracked": None}
     kernel_names = (
         "batch_norm_backward_factors", "batch_norm_scales", "channel_affine", "channel_norm_backward",
-        "channel_squares", "channel_sums", "channel_sums_with",
+        "channel_squares", "channel_sums", "channel_sums_with", "channels_last",
     )  # fmt: skip
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
@@ -210,7 +211,7 @@ class BatchNorm(Layer):
         if x.ndim < 2 or x.shape[1] != self.num_features:
             wanted = f"(samples, {self.num_features}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
-        weight = p.get("weight")
+        weight, x = p.get("weight"), put_channels_last(env.xp, x)
         if env.training:
             mean, squares, count = self._all_reduce_statistics(env, x)
             if count == 1 and not getattr(env.xp, "holds_no_data", False):

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.memory_order import match_memory_order
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
 from fsdpx.core.engine.run import ProgramRun, Values, get_action_target, get_microbatch_number
@@ -337,7 +338,7 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
         return ((0.0, 0.0), *have, weight or 0.0)
     env = run.get_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
-    total, share, saved = find.forward(env, y, batch.target)
+    total, share, saved = find.forward(env, y, match_memory_order(batch.target, y))
     if not have:  # no layer is trained, so no gradient is needed
         return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
@@ -366,7 +367,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    total, share, _ = run.placement.loss.forward(run.get_contexts_of_microbatch(batch)[0], y, batch.target)
+    env, target = run.get_contexts_of_microbatch(batch)[0], match_memory_order(batch.target, y)
+    total, share, _ = run.placement.loss.forward(env, y, target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 

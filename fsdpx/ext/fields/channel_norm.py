@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.norm import LayerNorm
@@ -39,6 +40,7 @@ class ChannelLayerNorm(Layer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != self.num_channels:
             raise ShapeError(f"{self!r} wants (samples, {self.num_channels}, *cells), got {tuple(x.shape)}")
+        x = put_channels_last(env.xp, x)
         y, (_, mean, rstd) = self._norm.forward(env, p, env.xp.moveaxis(x, 1, -1))
         return env.xp.moveaxis(y, -1, 1), (x, mean, rstd)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import (
     DimEnds,
@@ -281,7 +282,7 @@ class Conv(WindowLayer):
     """
 
     takes_ghosts = True
-    kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
+    kernel_names = ("channels_last", "correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self,
@@ -308,6 +309,7 @@ class Conv(WindowLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_field_shape(self, x, self.dims, self.in_channels)
+        x = put_channels_last(env.xp, x)
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()

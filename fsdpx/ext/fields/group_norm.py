@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.cell_reductions import all_gather_and_merge_moments, all_reduce_over_parts
+from fsdpx.ext.fields.kernels.group_norm import merge_moments_of_groups
 from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, require_positive
 from fsdpx.nn.norm import cast_channel_arrays, make_affine_specs
 
@@ -35,7 +37,10 @@ class GroupNorm(Layer):
     """
 
     fields = True
-    kernel_names = ("group_norm_affine", "group_norm_backward", "group_norm_gradient_sums", "group_norm_moments")
+    kernel_names = (
+        "channels_last", "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input",
+        "group_norm_gradient_sums", "group_norm_moments",
+    )  # fmt: skip
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
         require_positive(self, num_groups=num_groups, num_channels=num_channels)
@@ -51,12 +56,16 @@ class GroupNorm(Layer):
         if x.ndim < 2 or x.shape[1] != self.num_channels:
             wanted = f"(samples, {self.num_channels}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
+        x = put_channels_last(env.xp, x)
         count = float(self.num_channels // self.num_groups * math.prod(x.shape[2:]))
         if env.mesh.parts.size == 1 and count == 1 and self._refuses_single_values(env, x):
             raise DataError(
                 f"{self!r}: more than 1 value per group is needed, and an input {tuple(x.shape)} has 1: it is its own "
                 "mean, and the result does not depend on it. Give more cells or channels per group, or leave it out"
             )
+        if env.mesh.parts.size == 1 and env.xp is np:
+            y, mean, rstd = kernels.group_norm(np, x, p.get("weight"), p.get("bias"), self.num_groups, self.eps)
+            return y, (x, mean, rstd, None)
         count, mean, squares = all_gather_and_merge_moments(
             env, self._compute_group_moments(env, x, count), "GroupNorm"
         )
@@ -70,6 +79,9 @@ class GroupNorm(Layer):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
+        if count is None:
+            dx, sums = kernels.group_norm_backward_input(np, dy, x, mean, rstd, p.get("weight"), self.num_groups)
+            return dx, (sums,)
         sums = kernels.group_norm_gradient_sums(env.xp, dy, x, mean, rstd)
         weighted = sums * p["weight"].astype(np.float64) if self.affine else sums
         of_groups = weighted.reshape(2, x.shape[0], self.num_groups, self.num_channels // self.num_groups)
@@ -89,11 +101,9 @@ class GroupNorm(Layer):
     def _compute_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
         """Return the count, mean and sum of squared deviations of each sample and group over this rank's cells, as (3,
         samples, groups) in float64."""
-        xp, size = env.xp, self.num_channels // self.num_groups
-        moments = kernels.group_norm_moments(xp, x).reshape(2, x.shape[0], self.num_groups, size)
-        mean = moments[0].mean(axis=2)
-        apart = moments[0] - mean[:, :, None]
-        squares = moments[1].sum(axis=2) + (apart * apart).sum(axis=2) * (count / size)
+        xp, cells = env.xp, math.prod(x.shape[2:])
+        moments = kernels.group_norm_moments(xp, x)
+        mean, squares = merge_moments_of_groups(xp, moments, self.num_groups, cells)
         return xp.stack([xp.full(mean.shape, count, dtype=np.float64), mean, squares])
 
     def _repeat_for_channels(self, env: LayerContext, a: Array) -> Array:

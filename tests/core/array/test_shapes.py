@@ -314,6 +314,7 @@ def test_einsum_names_what_is_wrong():
 
 x, w, h = noise(6, 4), noise(4), noise(2, 3, 2, 4)
 ALL: dict[str, list[tuple[Any, ...]]] = CALLS | {
+    "channels_last": [(h,)],
     "to_float32": [(x,)], "cast_float": [(x, np.dtype("float16"))], "store": [(x, x)], "add_widened": [(x, x)],
     "silu": [(x,)], "silu_backward": [(x, x)], "sigmoid": [(x,)], "gated": [(x, x)],
     "leaky_relu": [(x, 0.1)], "leaky_relu_backward": [(x, x, 0.1)], "elu": [(x, 1.0)], "elu_backward": [(x, x, 1.0)],

@@ -132,6 +132,23 @@ def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[in
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("shape", [(1, 40, 9, 5), (2, 6, 5, 7), (5, 8, 12, 4)], ids=str)
+def test_bits_of_group_norm_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...], monkeypatch: Any) -> None:
+    monkeypatch.setattr(parallel, "MIN_PARALLEL_SIZE", 1)
+    monkeypatch.setattr(parallel, "MIN_PIECE_ELEMENTS", 1)
+    x, dy = np.random.default_rng(6).normal(size=(2, *shape)).astype(np.float32) + 1
+    weight, found = x[0, :, 0, 0].copy(), []
+    try:
+        for threads in (1, 2, 4):
+            parallel.set_threads(threads)
+            y, mean, rstd = windows.group_norm(np, x, weight, weight, 2, 1e-5)
+            back = windows.group_norm_backward_input(np, dy, x, mean, rstd, weight, 2)
+            found.append([a.tobytes() for a in (y, mean, rstd, *back)])
+    finally:
+        parallel.set_threads(1)
+    assert found[1:] == found[:1] * 2
+
+
 @pytest.mark.parametrize("order", [np.asarray, turned])
 @pytest.mark.parametrize(
     "window",

@@ -71,6 +71,12 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
         (noise(*shape), dim, matrix) for matrix in MATRICES
         for shape, dim in (((2, 3, 5), 2), ((2, 4, 5, 3), 2), ((1, 16, 2, 5), 3), ((2, 3, 2, 5, 4), 3))
     ],
+    "group_norm": [
+        case for x, _, a, b, *_ in FIELDS for case in ((x, a[0], b[0], 1, 1e-3), (x, None, None, x.shape[1], 1e-3))
+    ],
+    "group_norm_backward_input": [
+        case for x, dy, a, b, c, _ in FIELDS for case in ((dy, x, a, b, c[0], 1), (dy, x, a, b, None, x.shape[1]))
+    ],
     "group_norm_moments": [(x,) for x, *_ in FIELDS],
     "group_norm_affine": [(x, a, b, c) for x, _, a, b, c, _ in FIELDS],
     "group_norm_gradient_sums": [(dy, x, a, b) for x, dy, a, b, *_ in FIELDS],
@@ -91,5 +97,8 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     ],
 }  # fmt: skip
 
-DOUBLE = {"group_norm_affine": (1, 2, 3), "group_norm_gradient_sums": (2, 3), "group_norm_backward": (2, 3, 4, 5)}
+DOUBLE = {
+    "group_norm_backward_input": (2, 3), "group_norm_affine": (1, 2, 3), "group_norm_gradient_sums": (2, 3),
+    "group_norm_backward": (2, 3, 4, 5),
+}  # fmt: skip
 """Arguments that are of the format of sums, as in `calls.py`."""

@@ -3,7 +3,7 @@
 from inspect import isfunction
 
 import numpy as np
-from references import Case, Cases, wide
+from references import EPS, Case, Cases, of, wide
 
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.kernels import WindowStrides
@@ -123,6 +123,33 @@ def group_norms(x, dy, dtype) -> Cases:
     }  # fmt: skip
 
 
+def fields_on_one_rank(x, dy, dtype) -> Cases:
+    """Two samples of three channels in one group."""
+    field, slope, over = np.resize(x, (2, 3, 4, 5)), np.resize(dy, (2, 3, 4, 5)), (1, 2, 3)
+    w, b = (of(np.array(a), dtype) for a in ((-1.0, 0.5, 2.0), (1.0, 0.0, -0.5)))
+    factor, shift = w[:, None, None], b[:, None, None]
+
+    def average(a):
+        return a.mean(axis=over, keepdims=True)
+
+    mean, rstd = average(field), 1.0 / np.sqrt(field.var(axis=over, keepdims=True) + EPS)
+    known = [np.repeat(a[:, :, 0, 0], 3, 1).astype(wide(dtype)) for a in (mean, rstd)]
+    m, r = (a.astype("f8")[:, :, None, None] for a in known)
+    n, h = (field - m) * r, slope * factor
+    size_n, size_h = (np.abs(field) + average(np.abs(field))) * r, np.abs(h) + average(np.abs(h))
+    dx, size = (h - average(h) - n * average(h * n)) * r, (size_h + size_n * average(np.abs(h) * size_n)) * r
+    y = (field - mean) * rstd * factor + shift
+    return {
+        "group_norm": [
+            Case(lambda xp, *a: kernels.group_norm(xp, *a, 1, EPS)[0], (field, w, b), y,
+                 size_n * np.abs(factor) + np.abs(shift))
+        ],
+        "group_norm_backward_input": [
+            Case(lambda xp, *a: kernels.group_norm_backward_input(xp, *a, 1)[0], (slope, field, *known, w), dx, size)
+        ],
+    }  # fmt: skip
+
+
 def resampled(x, dy, dtype) -> Cases:
     """Each of four cells along dim 2 is a sum of two of five."""
     field = np.resize(x, (2, 3, 5, 2))
@@ -137,5 +164,5 @@ def resampled(x, dy, dtype) -> Cases:
     return {"multiply_along_dim": [call]}
 
 
-FAMILIES = images, convolutions, group_norms, resampled
+FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled
 KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         embedding_backward as embedding_backward, squared_error as squared_error,
         squared_error_backward as squared_error_backward,
     )  # fmt: skip
+    from fsdpx.core.array.kernels.memory_order import channels_last as channels_last
     from fsdpx.core.array.kernels.norm import (
         channel_affine as channel_affine, channel_norm_backward as channel_norm_backward,
         batch_norm_backward_factors as batch_norm_backward_factors, batch_norm_scales as batch_norm_scales,

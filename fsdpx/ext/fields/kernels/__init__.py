@@ -4,8 +4,10 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_input as correlate_backward_input
 from fsdpx.ext.fields.kernels.convolution import correlate_backward_params as correlate_backward_params
+from fsdpx.ext.fields.kernels.group_norm import group_norm as group_norm
 from fsdpx.ext.fields.kernels.group_norm import group_norm_affine as group_norm_affine
 from fsdpx.ext.fields.kernels.group_norm import group_norm_backward as group_norm_backward
+from fsdpx.ext.fields.kernels.group_norm import group_norm_backward_input as group_norm_backward_input
 from fsdpx.ext.fields.kernels.group_norm import group_norm_gradient_sums as group_norm_gradient_sums
 from fsdpx.ext.fields.kernels.group_norm import group_norm_moments as group_norm_moments
 from fsdpx.ext.fields.kernels.pool import avg_pool as avg_pool

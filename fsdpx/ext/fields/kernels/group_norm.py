@@ -1,4 +1,7 @@
-"""Group normalization of fields in plain array code: statistics of each channel of each sample, and their gradients."""
+"""Group normalization of fields in plain array code.
+
+`group_norm` and `group_norm_backward_input` normalize fields that lie on one rank. Fields that are partitioned over
+ranks take the statistics of each channel of each sample, combine them over ranks, and then normalize."""
 
 from __future__ import annotations
 
@@ -9,7 +12,48 @@ import numpy as np
 
 from fsdpx.core.array.kernels.dispatch import kernel
 
-__all__ = ["group_norm_affine", "group_norm_backward", "group_norm_gradient_sums", "group_norm_moments"]
+__all__ = [
+    "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input", "group_norm_gradient_sums",
+    "group_norm_moments", "merge_moments_of_groups",
+]  # fmt: skip
+
+
+@kernel()
+def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float) -> tuple[Any, Any, Any]:
+    """Return (x - mean) rstd weight + bias, and the statistics mean and rstd = 1 / sqrt(var + eps) of each channel's
+    group, as (samples, channels). weight and bias are (channels,) or None."""
+    size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
+    moments = group_norm_moments.__wrapped__(xp, x)  # type: ignore[attr-defined]
+    mean, squares = merge_moments_of_groups(xp, moments, groups, cells)
+    rstd = 1.0 / xp.sqrt(squares / max(size * cells, 1) + eps)
+    mean, rstd = (xp.repeat(a, size, axis=1).astype(x.dtype) for a in (mean, rstd))
+    scale, shift = rstd if weight is None else rstd * weight, xp.zeros_like(rstd)
+    values = mean, scale, shift if bias is None else shift + bias
+    return group_norm_affine.__wrapped__(xp, x, *values), mean, rstd  # type: ignore[attr-defined]
+
+
+@kernel()
+def group_norm_backward_input(
+    xp: Any, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, groups: int
+) -> tuple[Any, Any]:
+    """Return the gradient of `group_norm` with respect to x, and the sums over cells that
+    `group_norm_gradient_sums` returns."""
+    size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
+    sums = group_norm_gradient_sums.__wrapped__(xp, dy, x, mean, rstd)  # type: ignore[attr-defined]
+    totals = (sums if weight is None else sums * weight).reshape(2, x.shape[0], groups, size).sum(axis=3)
+    along, across = xp.repeat(totals / max(size * cells, 1), size, axis=2)
+    values = mean, rstd if weight is None else rstd * weight, along * rstd, across * rstd * rstd
+    return group_norm_backward.__wrapped__(xp, dy, x, *values), sums  # type: ignore[attr-defined]
+
+
+def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> tuple[Any, Any]:
+    """Return the mean and the sum of squared deviations of each group of channels, (samples, groups), given those of
+    each channel, (2, samples, channels), over `cells` cells."""
+    samples, channels = moments.shape[1:]
+    of_groups = moments.reshape(2, samples, groups, channels // groups)
+    mean = of_groups[0].mean(axis=2)
+    apart = of_groups[0] - mean[:, :, None]
+    return mean, of_groups[1].sum(axis=2) + (apart * apart).sum(axis=2) * cells
 
 
 @kernel(narrow=0)

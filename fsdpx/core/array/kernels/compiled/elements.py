@@ -127,7 +127,7 @@ def assume_unit_stride(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _prefetch_line(typingctx: Any, address: Any) -> Any:
+def prefetch_line(typingctx: Any, address: Any) -> Any:
     """Prefetch the cache line at an address. The address need not be valid."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -156,7 +156,7 @@ def prefetch_bytes_after(x, ahead):
     """
     begin = x.ctypes.data + ahead
     for address in range(begin, begin + x.size * x.itemsize, CACHE_LINE):
-        _prefetch_line(address)
+        prefetch_line(address)
 
 
 @jit

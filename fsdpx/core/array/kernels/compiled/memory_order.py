@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array.jit import jit
-from fsdpx.core.array.kernels.compiled.elements import as_contiguous, keep_alive
+from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.elements import CACHE_LINE, as_contiguous, keep_alive, prefetch_line
 from fsdpx.core.array.lazy_numba import intrinsic, ir, types
 from fsdpx.core.array.parallel import parallel_for_rows
 from fsdpx.errors import ShapeError
 
 __all__ = [
-    "make_flat_views", "make_flat_views_and_output", "to_channel_rows", "to_channels_last", "transpose_channels_into",
-    "view_channels_first", "view_channels_last", "view_rows_channels_first",
+    "channels_last", "make_flat_views", "make_flat_views_and_output", "to_channel_rows", "to_channels_last",
+    "transpose_channels_into", "view_channels_first", "view_channels_last", "view_rows_channels_first",
 ]  # fmt: skip
 
 LINE, SQUARE = 64, 8
@@ -75,6 +76,10 @@ def transpose_channels_into(x, out, add):
         for start in range(0, pixels, LINE):
             stop = min(start + LINE, pixels)
             square_end = start + (stop - start) // SQUARE * SQUARE
+            for c in range(channels if stop < pixels else 0):
+                ahead = source + (c * pixels + stop) * word
+                for line in range(ahead, ahead + LINE * word, CACHE_LINE):
+                    prefetch_line(line)
             for c in range(0, whole, SQUARE):
                 for p in range(start, square_end, SQUARE):
                     _transpose_square(like, source + (c * pixels + p) * word, pixels * word,
@@ -107,6 +112,11 @@ def to_channels_last(x: np.ndarray) -> np.ndarray:
     n, channels, cells = *x.shape[:2], math.prod(x.shape[2:])
     parallel_for_rows(transpose_channels_into, (x.reshape(n, channels, cells), out.reshape(n, cells, channels)), False)
     return out
+
+
+@register_compiled_kernel(lambda x, w, s: (x.reshape(2, 3, 1),))
+def channels_last(xp: Any, x: np.ndarray) -> np.ndarray:
+    return view_channels_first(to_channels_last(x))
 
 
 def to_channel_rows(x: np.ndarray) -> np.ndarray:

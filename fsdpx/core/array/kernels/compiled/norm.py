@@ -12,6 +12,12 @@ import numpy as np
 
 from fsdpx.core.array.jit import REORDER, jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.column_loops import (
+    make_column_loop,
+    sum_block,
+    sum_block_gradients,
+    sum_block_squares,
+)
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
@@ -23,7 +29,6 @@ from fsdpx.core.array.kernels.compiled.elements import (
     view_bits_as_bfloat16,
 )
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
-from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
 # rows per partial sum; rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
@@ -164,73 +169,64 @@ def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> No
 
 @jit
 def _add_channel_sums(start, stop, x, out):
-    use_widest_vectors()
-    size = stop - start
-    block, into = np.full(size, accumulation_zero(x)), out[start:stop]
+    block, into = np.full(stop - start, accumulation_zero(x)), out[start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
-        block[:] = 0
-        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
-            row = x[i, start:stop]
-            for j in range(size):
-                block[j] += to_float(row[j])
-        for j in range(size):
+        sum_block((x,), first, min(first + BLOCK_ROWS, x.shape[0]), start, stop, (), (block,))
+        for j in range(block.size):
             into[j] += block[j]
 
 
 @jit
 def _add_channel_squared_deviations(start, stop, x, mean, out):
-    use_widest_vectors()
-    size = stop - start
-    block, into, centre = np.full(size, accumulation_zero(x)), out[start:stop], mean[start:stop].copy()
+    block, into = np.empty(stop - start, mean.dtype), out[start:stop]
+    centre = mean[start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
-        block[:] = 0
-        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
-            row = x[i, start:stop]
-            for j in range(size):
-                d = to_float(row[j]) - centre[j]
-                block[j] += d * d
-        for j in range(size):
+        sum_block_squares((x,), first, min(first + BLOCK_ROWS, x.shape[0]), start, stop, (centre,), (block,))
+        for j in range(block.size):
             into[j] += block[j]
 
 
 @jit
 def add_channel_gradient_sums(start, stop, x, dy, mean, rstd, out):
-    use_widest_vectors()
-    size = stop - start
-    plain, along = np.full(size, accumulation_zero(x)), np.full(size, accumulation_zero(x))
-    centre, factor = mean[start:stop].copy(), rstd[start:stop].copy()
+    plain, along = np.empty(stop - start, mean.dtype), np.empty(stop - start, mean.dtype)
+    centre, factor = mean[start:stop], rstd[start:stop]
     first_out, second_out = out[0, start:stop], out[1, start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
-        plain[:] = 0
-        along[:] = 0
-        for i in range(first, min(first + BLOCK_ROWS, x.shape[0])):
-            row, slope = x[i, start:stop], dy[i, start:stop]
-            for j in range(size):
-                plain[j] += to_float(slope[j])
-                along[j] += to_float(slope[j]) * ((to_float(row[j]) - centre[j]) * factor[j])
-        for j in range(size):
+        last = min(first + BLOCK_ROWS, x.shape[0])
+        sum_block_gradients((x, dy), first, last, start, stop, (centre, factor), (plain, along))
+        for j in range(plain.size):
             first_out[j] += plain[j]
             second_out[j] += along[j]
 
 
+def _emit_affine(builder: Any, cells: list[Any], values: list[Any]) -> list[Any]:
+    mean, scale, shift = values
+    scaled = builder.fmul(builder.fsub(cells[0], mean), scale, flags=["contract"])
+    return [builder.fadd(scaled, shift, flags=["contract"])]
+
+
+def _emit_channel_backward(builder: Any, cells: list[Any], values: list[Any]) -> list[Any]:
+    (x, dy), (mean, scale, along, across) = cells, values
+    centred = builder.fmul(builder.fsub(x, mean), across, flags=["contract"])
+    return [builder.fmul(builder.fsub(builder.fsub(dy, along), centred, flags=["contract"]), scale)]
+
+
+_write_affine = make_column_loop(_emit_affine, True)
+_write_channel_backward = make_column_loop(_emit_channel_backward, True)
+
+
 @jit
 def affine_loop(x, y, mean, scale, shift):
-    use_widest_vectors()
-    for i in range(x.shape[0]):
-        row, out = x[i], y[i]
-        for j in range(mean.size):
-            out[j] = round_to_dtype_of(out, (to_float(row[j]) - mean[j]) * scale[j] + shift[j])
+    for first in range(0, x.shape[0], BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, x.shape[0])
+        _write_affine((x, y), first, last, 0, mean.size, (mean, scale, shift), ())
 
 
 @jit
 def _channel_backward_loop(x, dy, dx, mean, scale, along, across):
-    use_widest_vectors()
-    for i in range(x.shape[0]):
-        row, slope, out = x[i], dy[i], dx[i]
-        for j in range(mean.size):
-            out[j] = round_to_dtype_of(
-                out, (to_float(slope[j]) - along[j] - (to_float(row[j]) - mean[j]) * across[j]) * scale[j]
-            )
+    for first in range(0, x.shape[0], BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, x.shape[0])
+        _write_channel_backward((x, dy, dx), first, last, 0, mean.size, (mean, scale, along, across), ())
 
 
 @register_compiled_kernel(lambda x, w, s: (x,))

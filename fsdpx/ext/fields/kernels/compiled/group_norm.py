@@ -1,5 +1,8 @@
 """Compiled group normalization with channels last in memory.
 
+A field that lies on one rank is normalized sample by sample, so that a sample that fits into the cache is read from
+memory only once.
+
 The moments of a channel are computed in one pass over memory: blocks of 32 cells are read into the cache, and the
 moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels, several cells are read as
 one row, so that a row fills the vector registers."""
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,48 +19,40 @@ import numpy as np
 from fsdpx.core.array import parallel
 from fsdpx.core.array.jit import jit
 from fsdpx.core.array.kernels.choice import register_compiled_kernel
+from fsdpx.core.array.kernels.compiled.column_loops import make_column_loop, sum_block, sum_block_squares
 from fsdpx.core.array.kernels.compiled.elements import (
     accumulation_dtype,
     accumulation_zero,
     as_contiguous,
-    round_to_dtype_of,
-    to_float,
     view_bits_as_bfloat16,
 )
 from fsdpx.core.array.kernels.compiled.memory_order import to_channels_last, view_channels_first
 from fsdpx.core.array.kernels.compiled.norm import BLOCK_ROWS, add_channel_gradient_sums, affine_loop
-from fsdpx.core.array.kernels.compiled.scalar import use_widest_vectors
 
-__all__ = ["group_norm_affine", "group_norm_backward", "group_norm_gradient_sums", "group_norm_moments"]
+__all__ = [
+    "group_norm", "group_norm_affine", "group_norm_backward", "group_norm_backward_input", "group_norm_gradient_sums",
+    "group_norm_moments",
+]  # fmt: skip
 
-ROW_ELEMENTS = 256
-"""Number of elements that a row should have, so that the loops over it run at full speed."""
+ROW_ELEMENTS = 64
+"""Number of elements that a row should have: as many as the loops over columns keep in registers, so that they read
+memory from front to back."""
 
 
 @jit
 def _merge_moments_of_blocks(start, stop, x, out):
     """Compute out[0] = mean and out[1] = sum of squared deviations of the columns of x from `start` to `stop`."""
-    size = stop - start
-    mean, squares = np.full(size, accumulation_zero(x)), np.full(size, accumulation_zero(x))
+    mean, squares = np.full(stop - start, accumulation_zero(x)), np.full(stop - start, accumulation_zero(x))
     means, totals = out[0, start:stop], out[1, start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
         last = min(first + BLOCK_ROWS, x.shape[0])
-        mean[:] = 0
-        squares[:] = 0
-        for i in range(first, last):
-            row = x[i, start:stop]
-            for j in range(size):
-                mean[j] += to_float(row[j])
+        sum_block((x,), first, last, start, stop, (), (mean,))
         part = mean.dtype.type(1) / mean.dtype.type(last - first)
-        for j in range(size):
+        for j in range(mean.size):
             mean[j] *= part
-        for i in range(first, last):
-            row = x[i, start:stop]
-            for j in range(size):
-                d = to_float(row[j]) - mean[j]
-                squares[j] += d * d
+        sum_block_squares((x,), first, last, start, stop, (mean,), (squares,))
         share = (last - first) / last
-        for j in range(size):
+        for j in range(mean.size):
             d = np.float64(mean[j]) - means[j]
             means[j] += d * share
             totals[j] += squares[j] + d * d * (first * share)
@@ -80,14 +76,21 @@ def _affine_of_samples_loop(x, y, mean, scale, shift):
         affine_loop(x[n], y[n], mean[n], scale[n], shift[n])
 
 
+def _emit_backward(builder: Any, cells: list[Any], values: list[Any]) -> list[Any]:
+    (x, dy), (mean, scale, along, across) = cells, values
+    centred = builder.fmul(builder.fsub(x, mean), across, flags=["contract"])
+    scaled = builder.fsub(builder.fmul(dy, scale, flags=["contract"]), along, flags=["contract"])
+    return [builder.fsub(scaled, centred, flags=["contract"])]
+
+
+_write_backward = make_column_loop(_emit_backward, True)
+
+
 @jit
 def _backward_loop(x, dy, dx, mean, scale, along, across):
-    use_widest_vectors()
-    for i in range(x.shape[0]):
-        row, slope, out = x[i], dy[i], dx[i]
-        for j in range(mean.size):
-            centred = (to_float(row[j]) - mean[j]) * across[j]
-            out[j] = round_to_dtype_of(out, to_float(slope[j]) * scale[j] - along[j] - centred)
+    for first in range(0, x.shape[0], BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, x.shape[0])
+        _write_backward((x, dy, dx), first, last, 0, mean.size, (mean, scale, along, across), ())
 
 
 @jit
@@ -96,16 +99,84 @@ def _backward_of_samples_loop(x, dy, dx, mean, scale, along, across):
         _backward_loop(x[n], dy[n], dx[n], mean[n], scale[n], along[n], across[n])
 
 
-def _count_cells_per_row(x: np.ndarray) -> int:
-    """Return how many neighboring cells of x (samples, *cells, channels) the loops read as one row."""
-    cells, channels = math.prod(x.shape[1:-1]), x.shape[-1]
+@jit
+def _finish_statistics(moments, rows, groups, eps, weight, bias, mean, rstd, values):
+    """Compute mean and rstd (channels,) of one sample, and the values that `affine_loop` takes, given the moments (2,
+    columns) of the columns of its `rows` rows."""
+    channels, columns = mean.size, moments.shape[1]
+    size = channels // groups
+    for g in range(groups):
+        total = squares = 0.0
+        for at in range(0, columns, channels):
+            for c in range(at + g * size, at + (g + 1) * size):
+                total += moments[0, c]
+        centre = total / (columns // groups)
+        for at in range(0, columns, channels):
+            for c in range(at + g * size, at + (g + 1) * size):
+                d = moments[0, c] - centre
+                squares += moments[1, c] + rows * (d * d)
+        for c in range(g * size, (g + 1) * size):
+            mean[c] = centre
+            rstd[c] = 1.0 / np.sqrt(squares / max(columns // groups * rows, 1) + eps)
+    for at in range(0, columns, channels):
+        for c in range(channels):
+            values[0, at + c], values[1, at + c], values[2, at + c] = mean[c], rstd[c] * weight[c], bias[c]
+
+
+@jit
+def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
+    moments, values = np.empty((2, x.shape[2])), np.empty((3, x.shape[2]), mean.dtype)
+    for n in range(x.shape[0]):
+        moments[:] = 0
+        _merge_moments_of_blocks(0, x.shape[2], x[n], moments)
+        _finish_statistics(moments, x.shape[1], groups, eps, weight, bias, mean[n], rstd[n], values)
+        affine_loop(x[n], y[n], values[0], values[1], values[2])
+
+
+@jit
+def _finish_gradient_sums(of_columns, rows, groups, weight, mean, rstd, sums, values):
+    """Compute the sums (2, channels) of one sample, and the values that `_backward_loop` takes, given the sums (2,
+    columns) of the columns of its `rows` rows."""
+    channels, columns = mean.size, of_columns.shape[1]
+    size = channels // groups
+    sums[:] = 0
+    for at in range(0, columns, channels):
+        for c in range(channels):
+            sums[0, c] += of_columns[0, at + c]
+            sums[1, c] += of_columns[1, at + c]
+    for g in range(groups):
+        along = across = 0.0
+        for c in range(g * size, (g + 1) * size):
+            along += sums[0, c] * weight[c]
+            across += sums[1, c] * weight[c]
+        count = max(columns // groups * rows, 1)
+        for at in range(0, columns, channels):
+            for c in range(g * size, (g + 1) * size):
+                values[0, at + c], values[1, at + c] = mean[c], rstd[c] * weight[c]
+                values[2, at + c], values[3, at + c] = along / count * rstd[c], across / count * rstd[c] * rstd[c]
+
+
+@jit
+def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight):
+    of_columns, values = np.empty((2, x.shape[2])), np.empty((4, x.shape[2]), mean.dtype)
+    for n in range(x.shape[0]):
+        of_columns[:] = 0
+        for at in range(0, x.shape[2], mean.shape[1]):
+            values[0, at : at + mean.shape[1]] = mean[n]
+            values[1, at : at + mean.shape[1]] = rstd[n]
+        add_channel_gradient_sums(0, x.shape[2], x[n], dy[n], values[0], values[1], of_columns)
+        _finish_gradient_sums(of_columns, x.shape[1], groups, weight, mean[n], rstd[n], sums[n], values)
+        _backward_loop(x[n], dy[n], dx[n], values[0], values[1], values[2], values[3])
+
+
+@lru_cache(1 << 10)
+def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
+    """Return how many neighboring cells of a field (samples, *cells, channels) the loops read as one row, and the
+    shape (samples, rows, elements) of the field with such rows."""
+    cells, channels = math.prod(shape[1:-1]), shape[-1]
     wanted = max(ROW_ELEMENTS // max(channels, 1), 1)
-    return next((n for n in range(wanted, 1, -1) if cells % n == 0), 1)
-
-
-def _view_as_rows(x: np.ndarray, per_row: int) -> np.ndarray:
-    """Return a view (samples, rows, elements) of x (samples, *cells, channels), with `per_row` cells in each row."""
-    return x.reshape(x.shape[0], math.prod(x.shape[1:-1]) // per_row, per_row * x.shape[-1])
+    per_row = next((n for n in range(wanted, 1, -1) if cells % n == 0), 1)
+    return per_row, (shape[0], cells // per_row, per_row * channels)
 
 
 def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
@@ -114,11 +185,13 @@ def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
     return values if per_row == 1 else np.tile(values, (1, per_row))
 
 
-def _run_over_samples(loop: Callable[..., Any], of_sample: Callable[..., Any], arrays: tuple[Any, ...]) -> None:
-    """Call `loop(*arrays)` with the samples split over threads or, if there are fewer samples than threads, call
-    `of_sample` with the arrays of one sample at a time."""
+def _run_over_samples(
+    loop: Callable[..., Any], of_sample: Callable[..., Any], arrays: tuple[Any, ...], *options: Any
+) -> None:
+    """Call `loop(*arrays, *options)` with the samples split over threads or, if there are fewer samples than threads,
+    call `of_sample` with the arrays of one sample at a time."""
     if arrays[0].shape[0] >= parallel.get_threads():
-        parallel.parallel_for_rows(loop, arrays)
+        parallel.parallel_for_rows(loop, arrays, *options)
         return
     for sample in zip(*arrays, strict=True):
         of_sample(sample)
@@ -127,8 +200,8 @@ def _run_over_samples(loop: Callable[..., Any], of_sample: Callable[..., Any], a
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3),))
 def group_norm_moments(xp: Any, x: np.ndarray) -> np.ndarray:
     field = to_channels_last(x)
-    per_row = _count_cells_per_row(field)
-    rows = _view_as_rows(field, per_row)
+    per_row, shape = _find_row_shape(field.shape)
+    rows = field.reshape(shape)
     out = np.zeros((rows.shape[0], 2, rows.shape[2]))
     _run_over_samples(_moments_loop, lambda s: parallel.parallel_for_columns(_merge_moments_of_blocks, *s), (rows, out))
     moments = out.transpose(1, 0, 2)
@@ -143,13 +216,13 @@ def group_norm_moments(xp: Any, x: np.ndarray) -> np.ndarray:
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), *(np.zeros((2, 1), s.dtype),) * 3))
 def group_norm_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
     field = to_channels_last(x)
-    per_row = _count_cells_per_row(field)
-    rows, y = _view_as_rows(field, per_row), np.empty_like(field)
+    per_row, shape = _find_row_shape(field.shape)
+    rows, y = field.reshape(shape), np.empty_like(field)
     values = [_repeat_for_row(a, x, per_row) for a in (mean, scale, shift)]
     _run_over_samples(
         _affine_of_samples_loop,
         lambda s: parallel.parallel_for_rows(affine_loop, s[:2], *s[2:]),
-        (rows, _view_as_rows(y, per_row), *values),
+        (rows, y.reshape(shape), *values),
     )
     return view_channels_first(y)
 
@@ -157,13 +230,13 @@ def group_norm_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any)
 @register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), x.reshape(2, 1, 3), *(np.zeros((2, 1), s.dtype),) * 2))
 def group_norm_gradient_sums(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     field, slope = to_channels_last(x), to_channels_last(dy)
-    per_row = _count_cells_per_row(field)
-    rows, values = _view_as_rows(field, per_row), [_repeat_for_row(a, x, per_row) for a in (mean, rstd)]
+    per_row, shape = _find_row_shape(field.shape)
+    rows, values = field.reshape(shape), [_repeat_for_row(a, x, per_row) for a in (mean, rstd)]
     out = np.zeros((rows.shape[0], 2, rows.shape[2]))
     _run_over_samples(
         _gradient_sums_loop,
         lambda s: parallel.parallel_for_columns(add_channel_gradient_sums, *s),
-        (rows, _view_as_rows(slope, per_row), *values, out),
+        (rows, slope.reshape(shape), *values, out),
     )
     return out.reshape(rows.shape[0], 2, per_row, x.shape[1]).sum(axis=2).transpose(1, 0, 2)
 
@@ -173,12 +246,62 @@ def group_norm_backward(
     xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, scale: Any, along: Any, across: Any
 ) -> np.ndarray:
     field, slope = to_channels_last(x), to_channels_last(dy)
-    per_row = _count_cells_per_row(field)
-    rows, dx = _view_as_rows(field, per_row), np.empty_like(field)
+    per_row, shape = _find_row_shape(field.shape)
+    rows, dx = field.reshape(shape), np.empty_like(field)
     values = [_repeat_for_row(a, x, per_row) for a in (mean, scale, along, across)]
     _run_over_samples(
         _backward_of_samples_loop,
         lambda s: parallel.parallel_for_rows(_backward_loop, s[:3], *s[3:]),
-        (rows, _view_as_rows(slope, per_row), _view_as_rows(dx, per_row), *values),
+        (rows, slope.reshape(shape), dx.reshape(shape), *values),
     )
     return view_channels_first(dx)
+
+
+def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
+    """Return values of each channel in the dtype in which the kernels compute for x, or `default` for each channel."""
+    dtype = accumulation_dtype(x.dtype)
+    if values is None:
+        return np.full(x.shape[1], default, dtype)
+    return as_contiguous(view_bits_as_bfloat16(values), dtype)
+
+
+@register_compiled_kernel(lambda x, w, s: (x.reshape(2, 1, 3), np.ones(1, s.dtype), None, 1, 1e-5))
+def group_norm(xp: Any, x: np.ndarray, weight: Any, bias: Any, groups: int, eps: float) -> tuple[np.ndarray, ...]:
+    field = to_channels_last(x)
+    shape, y = _find_row_shape(field.shape)[1], np.empty_like(field)
+    statistics = np.empty((2, *x.shape[:2]), accumulation_dtype(x.dtype))
+    arrays = field.reshape(shape), y.reshape(shape), *statistics
+    options = groups, float(eps), _convert_or_fill(weight, 1.0, x), _convert_or_fill(bias, 0.0, x)
+
+    def normalize_sample(sample: tuple[np.ndarray, ...]) -> None:
+        rows, out, mean, rstd = sample
+        moments, values = np.zeros((2, rows.shape[1])), np.empty((3, rows.shape[1]), mean.dtype)
+        parallel.parallel_for_columns(_merge_moments_of_blocks, rows, moments)
+        _finish_statistics(moments, rows.shape[0], *options, mean, rstd, values)
+        parallel.parallel_for_rows(affine_loop, (rows, out), *values)
+
+    _run_over_samples(_normalize_samples_loop, normalize_sample, arrays, *options)
+    return view_channels_first(y), *statistics
+
+
+@register_compiled_kernel(
+    lambda x, w, s: (x.reshape(2, 1, 3), x.reshape(2, 1, 3), *np.zeros((2, 2, 1), s.dtype), np.ones(1, s.dtype), 1)
+)
+def group_norm_backward_input(
+    xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any, weight: Any, groups: int
+) -> tuple[np.ndarray, np.ndarray]:
+    field, slope = to_channels_last(x), to_channels_last(dy)
+    (per_row, shape), dx = _find_row_shape(field.shape), np.empty_like(field)
+    sums, options = np.empty((x.shape[0], 2, x.shape[1])), (groups, _convert_or_fill(weight, 1.0, x))
+    arrays = *(a.reshape(shape) for a in (field, slope, dx)), as_contiguous(mean), as_contiguous(rstd), sums
+
+    def differentiate_sample(sample: tuple[np.ndarray, ...]) -> None:
+        rows, drows, out, centre, factor, into = sample
+        of_columns, values = np.zeros((2, rows.shape[1])), np.empty((4, rows.shape[1]), centre.dtype)
+        repeated = np.tile(centre, per_row), np.tile(factor, per_row)
+        parallel.parallel_for_columns(add_channel_gradient_sums, rows, drows, *repeated, of_columns)
+        _finish_gradient_sums(of_columns, rows.shape[0], *options, centre, factor, into, values)
+        parallel.parallel_for_rows(_backward_loop, (rows, drows, out), *values)
+
+    _run_over_samples(_backward_input_of_samples_loop, differentiate_sample, arrays, *options)
+    return view_channels_first(dx), sums.transpose(1, 0, 2)
