@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fsdpx.ext.meshes.edge_mlp import EdgeLinear as EdgeLinear, EdgeMLP as EdgeMLP, NodeMLP as NodeMLP
     from fsdpx.ext.meshes.ghosts import ExchangeGhosts as ExchangeGhosts
     from fsdpx.ext.meshes.graph_conv import GATConv as GATConv, GraphConv as GraphConv
+    from fsdpx.ext.meshes.levels import Prolong as Prolong, Restrict as Restrict
     from fsdpx.ext.meshes.mesh_graph_net import MeshGraphNet as MeshGraphNet
     from fsdpx.ext.meshes.node_types import OneHot as OneHot, WhereType as WhereType
     from fsdpx.nn.gpt import GPT as GPT

@@ -421,7 +421,7 @@ class Partition(Domain):
     def _set_part(self, parts: Sequence[PartSizes], rank: int, graph: LocalGraph) -> None:
         """Set what is known of the sizes of all parts, and of the part of `rank`."""
         cuts = tuple(np.cumsum([0, *(part.nodes for part in parts)]).tolist())
-        self._parts, self._rank, self.graph, self.dims = tuple(parts), rank, graph, (len(parts),)
+        self._parts, self.rank, self.graph, self.dims = tuple(parts), rank, graph, (len(parts),)
         self.total_edges, self.partition = sum(part.edges for part in parts), MeshPartition((cuts,), graph=graph)
 
     def close(self) -> None:
@@ -456,7 +456,7 @@ class Partition(Domain):
     @property
     def offsets(self) -> tuple[int, ...]:
         """Number of nodes of all lower ranks, as a tuple."""
-        return (self.partition.cuts[0][self._rank],)
+        return (self.partition.cuts[0][self.rank],)
 
     @property
     def numbers(self) -> np.ndarray:
@@ -487,7 +487,7 @@ class Partition(Domain):
         return self.graph.nodes, self._local_rows
 
     @property
-    def joined_partition(self) -> tuple[FieldPartition]:
+    def joined_partition(self) -> tuple[MeshPartition]:
         sizes = PartSizes(self.total_nodes, 0, self.total_edges)
         whole = LocalGraph.with_sizes_only(sizes, self.edge_feature_count)
         return (MeshPartition(((0, self.total_nodes),), graph=whole),)

@@ -1,0 +1,225 @@
+"""Coarser meshes of the same domain, and layers that move values between two meshes."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.errors import ConfigError
+from fsdpx.ext.meshes.arguments import parse_integers, parse_on_each_rank
+from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
+from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays
+from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes, require_node_features
+from fsdpx.ext.meshes.over_mesh import TakesRows
+from fsdpx.ext.meshes.partition import Partition
+from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer
+from fsdpx.nn.shard_specs import Kind, ShardingContext
+
+__all__ = ["MeshLevel", "Prolong", "Restrict"]
+
+
+MAX_DRY_LINKS = 8
+"""Largest number of maps of dry runs that are kept."""
+
+
+class LevelLink(NamedTuple):
+    """The map between two levels on one rank.
+
+    Attributes
+    ----------
+    graph : a graph whose nodes are the coarse nodes, with an edge for each fine node, which has a sender only
+    fine, coarse : how values of the nodes of both meshes are distributed
+    """
+
+    graph: LocalGraph
+    fine: MeshPartition
+    coarse: MeshPartition
+
+
+class MeshLevel:
+    """A coarser mesh, and the node of it to which each node of the finer mesh belongs. Collective.
+
+    `nn.Restrict` and `nn.Prolong` move values between the two meshes; layers between them work on the coarse mesh.
+    Nodes and the coarse nodes to which they belong may be on different ranks.
+
+    Parameters
+    ----------
+    fine : the mesh that is the trainer's `domain`, or the coarse mesh of another level
+    coarse : the coarser mesh, over the same ranks, which has global numbers of its own
+    numbers : for each node of `fine` that this rank owns, the number of its node in `coarse`
+
+    Raises
+    ------
+    ConfigError : on all ranks, if the meshes have other ranks, or `numbers` are not those of nodes of `coarse`
+    """
+
+    def __init__(self, fine: Partition, coarse: Partition, numbers: Any) -> None:
+        comm, size = fine.comm, fine.dims[0]
+        rank, other = fine.rank, coarse.rank
+
+        def parse() -> np.ndarray:
+            if (coarse.dims[0], other) != (size, rank):
+                raise ConfigError(f"{coarse} and {fine} must have the same ranks in the same order")
+            found = parse_integers("numbers", numbers, 1)
+            if found.size != fine.graph.nodes or found.max(initial=-1) >= coarse.total_nodes:
+                raise ConfigError(
+                    f"numbers: give {fine.graph.nodes} numbers of nodes below {coarse.total_nodes}, got {found.size}, "
+                    f"of which the largest is {found.max(initial=-1)}"
+                )
+            return found
+
+        given = parse_on_each_rank(comm, parse)
+        self.fine, self.coarse = fine, coarse
+        link = _build_link(comm, rank, size, coarse, fine, given)
+        self.shares = 1.0 / np.maximum(_exchange_counts(comm, size, link), 1)
+        self._sizes = [PartSizes(*sizes) for sizes in all_gather_plain_data(comm, tuple(link.sizes))]
+        self._links = [LevelLink(link, fine.partition, coarse.partition)]
+
+    def __repr__(self) -> str:
+        return f"MeshLevel({self.fine}, {self.coarse})"
+
+    def find_link(self, kind: Kind) -> LevelLink:
+        """Return the map between the levels where values of nodes of one of them are distributed as `kind`: that of
+        this rank, or in a dry run one of which only sizes are known. If `kind` is of neither, it is that of this rank.
+
+        Communicates nothing."""
+        known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
+        if known is not None or not isinstance(kind, MeshPartition) or kind.graph.numbers.size:
+            return known or self._links[0]
+        if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
+            return self._links[0]
+        if kind.is_on_one_rank:
+            (coarse,), sizes = self.coarse.joined_partition, PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
+        else:
+            ranks = range(len(self._sizes))
+            rank = next((r for r in ranks if self._sizes[r].edges == kind.graph.nodes), 0)
+            coarse, sizes = self.coarse.as_rank(rank).partition, self._sizes[rank]
+        made = LevelLink(LocalGraph.with_sizes_only(sizes, 0), kind, coarse)
+        self._links = [self._links[0], *self._links[1:][-MAX_DRY_LINKS:], made]
+        return made
+
+
+class _BetweenLevels(Layer, TakesRows):
+    """Base class for the layers that move values between the meshes of a level."""
+
+    level: MeshLevel
+    reads_fine: bool
+    kernel_names = ("segment_sum",)
+    link: LocalGraph | None = None
+
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        request.require_no_mark(self)
+        (kind,), made = request.kinds, copy(self)
+        found = self.level.find_link(kind)
+        source, result = (found.fine, found.coarse) if self.reads_fine else (found.coarse, found.fine)
+        if kind != source:
+            wanted = self.level.fine if self.reads_fine else self.level.coarse
+            raise ConfigError(f"{request.path!r} {self!r} reads {kind}, and needs the nodes of {wanted}")
+        made.link = found.graph
+        return ShardedLayer(made, result)
+
+    def _get_link(self) -> LocalGraph:
+        if self.link is None:
+            raise ConfigError(f"{self!r} needs a mesh: give distribute domain=fsdpx.Partition(...)")
+        return self.link
+
+    def _sum_to_coarse(self, env: LayerContext, fine: Array) -> Array:
+        """Return the sum of the values of the nodes that belong to each coarse node."""
+        link = self._get_link()
+        return append_ghosts_backward(env, link, link.sum_at_senders(env, fine))
+
+    def _copy_to_fine(self, env: LayerContext, coarse: Array) -> Array:
+        """Return the value of the coarse node to which each node belongs."""
+        link = self._get_link()
+        return link.gather_senders(env, append_ghosts(env, link, self, coarse))
+
+
+class Restrict(_BetweenLevels):
+    """Restriction to a coarser mesh: (samples, fine nodes, features) -> (samples, coarse nodes, features). A coarse
+    node gets the mean or the sum of the nodes that belong to it, or 0 if there are none.
+
+    Each rank sends one sum for each coarse node of another rank to which some of its nodes belong.
+
+    Parameters
+    ----------
+    level : the two meshes
+    how : "mean" (default) or "sum"
+    """
+
+    reads_fine = True
+
+    def __init__(self, level: MeshLevel, how: str = "mean") -> None:
+        if how not in ("mean", "sum"):
+            raise ConfigError(f'Restrict: how={how!r}: choose "mean" or "sum"')
+        self.level, self.how = level, how
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        require_node_features(self, x, self._get_link().edges)
+        return self._weigh(env, self._sum_to_coarse(env, x)), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return self._copy_to_fine(env, self._weigh(env, dy)), ()
+
+    def _weigh(self, env: LayerContext, y: Array) -> Array:
+        if self.how == "sum" or getattr(env.xp, "holds_no_data", False):
+            return y
+        return y * env.xp.asarray(self.level.shares.astype(y.dtype))[:, None]
+
+
+class Prolong(_BetweenLevels):
+    """Prolongation from a coarser mesh: (samples, coarse nodes, features) -> (samples, fine nodes, features). A node
+    gets the value of the coarse node to which it belongs.
+
+    Parameters
+    ----------
+    level : the two meshes
+    """
+
+    reads_fine = False
+
+    def __init__(self, level: MeshLevel) -> None:
+        self.level = level
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return self._copy_to_fine(env, x), ()
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return self._sum_to_coarse(env, dy), ()
+
+
+def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partition, numbers: np.ndarray) -> LocalGraph:
+    """Return a graph whose nodes are the coarse nodes, with an edge for each fine node of this rank, which has only a
+    sender: the coarse node to which it belongs. Collective.
+
+    It is built as a graph of coarse and fine nodes, numbered one after the other, with edges from the ones to the
+    others; then the fine nodes, which send nothing, are left out."""
+    above = coarse.total_nodes
+    away = np.setdiff1d(numbers, coarse.numbers)
+    rows = np.concatenate([coarse.numbers, above + fine.numbers, away])
+    own, many = coarse.graph.nodes, fine.graph.nodes
+    order = np.argsort(rows, kind="stable")
+    ends = np.stack([order[np.searchsorted(rows, numbers, sorter=order)], own + np.arange(many)])
+    given = GraphArguments(rows, np.arange(rows.size) < own + many, ends, undirected=False)
+    graph = build_local_graph(comm, rank, size, given).graph
+    senders = np.where(graph.senders < own, graph.senders, graph.senders - many)
+    offsets, none = np.concatenate([graph.sender_offsets[:own], graph.sender_offsets[own + many :]]), ends[0, :0]
+    kept = np.concatenate([graph.numbers[:own], graph.numbers[own + many :]])
+    return LocalGraph(
+        own, graph.ghosts, many, kept, senders, none, none, graph.sender_order, offsets, none, np.zeros((many, 0)),
+        graph.sends, graph.receives,
+    )  # fmt: skip
+
+
+def _exchange_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
+    """Return the number of fine nodes of each coarse node that this rank owns, (nodes,). Collective."""
+    here = np.diff(link.sender_offsets)
+    pieces = [here[:0, None]] * size
+    for rank, first, stop in link.receives:
+        pieces[rank] = here[link.nodes + first : link.nodes + stop, None]
+    found, counts = exchange_arrays(comm, pieces), here[: link.nodes].copy()
+    for rank, rows in link.sends:
+        counts[rows] += found[rank][:, 0]
+    return counts
