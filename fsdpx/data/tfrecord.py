@@ -62,9 +62,10 @@ def read_record(file: BinaryIO, record: Record) -> bytes:
 
 
 def parse_byte_features(data: bytes) -> dict[str, memoryview]:
-    """Return the features of a `tf.train.Example` that are one text of bytes each, by name. Others are left out.
+    """Return, by name, the features of a `tf.train.Example` that hold exactly one bytes value. Other features are
+    skipped.
 
-    Raises ValueError if the data are no valid protocol buffer."""
+    Raises ValueError if `data` is not a valid protocol buffer."""
     found: dict[str, memoryview] = {}
     for features in _select_bytes(memoryview(data), 1):
         for entry in _select_bytes(features, 1):

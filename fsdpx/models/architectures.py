@@ -148,8 +148,8 @@ def _build_llama(c: Config, **options: Any) -> Llama:
 
 
 def _parse_rope_base_and_scaling(c: Config) -> tuple[float, dict[str, Any] | None]:
-    """Return the base of the rotary frequencies (theta), and the options of position scaling, or None if positions are
-    not scaled."""
+    """Return (theta, scaling): the base of the rotary frequencies, and the options of position scaling. `scaling` is
+    None if positions are not scaled."""
     if c["rope_parameters"] and c["rope_scaling"]:
         raise ConfigError("config.json: rope_parameters and rope_scaling are two names of one field")
     given = c["rope_parameters"] or c["rope_scaling"] or {}

@@ -208,7 +208,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
 
 def _widen_float(array: np.ndarray) -> np.ndarray:
-    """Convert 16-bit floats to float32. Return arrays of float32 and float64 unchanged."""
+    """Convert 16-bit floats to float32. Return float32 and float64 arrays unchanged."""
     return array if array.dtype in (np.float32, np.float64) else cast_array(array, np.dtype(np.float32))
 
 

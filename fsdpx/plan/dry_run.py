@@ -214,19 +214,19 @@ def dry_run(
     model : the model
     x, y : this rank's batch as arrays, of which only shape and dtype are used, or as (shape, dtype) pairs; for several
         inputs, a tuple or dict of arrays or pairs
-    ranks : number of ranks of the imagined job
+    ranks : number of ranks in the simulated job
     rank : the rank to run
     ranks_per_host : number of ranks that share the memory of a host, if shared memory is used (docs: speed)
     options : options of `fsdpx.distribute`, except comm, device and backend
 
     Returns
     -------
-    DryRun : program and report of the rank, and the `footprint` of its process
+    DryRun : the rank's program and report, and the `footprint` of its process
 
     Raises
     ------
-    ConfigError : `fsdpx.distribute` would reject the options, or the batch consists of neither arrays nor (shape,
-        dtype) pairs
+    ConfigError : if `fsdpx.distribute` would reject the options, or the batch contains anything other than arrays and
+        (shape, dtype) pairs
     """
     for name in ("comm", "device", "backend"):
         if name in options:

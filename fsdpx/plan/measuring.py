@@ -209,8 +209,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
 def _iterate_calls_with_work(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Yield (work, call) for each call to time. `dry` are the same calls on shape-only arrays, which are run to count
-    the work."""
+    """Yield (work, call) for each of the calls, which the caller will time. `dry` contains the same calls on shape-only
+    arrays; they are run to count the work."""
     for call, shaped in zip(calls, dry, strict=True):
         with counting_work() as work:
             shaped()

@@ -69,7 +69,8 @@ def _compute_product_seconds(product: ProductCount, compute: Compute, half: str)
         have = ", ".join(compute.flops)
         raise ConfigError(f"the machine does not say how fast it computes in {name}, only in {have}: add it to flops")
     rate = flops * compute.efficiency
-    slow = compute.half * flops / max(compute.flops.values())  # a small product loses as much time in any other format
+    # fixed overhead of a product, expressed in FLOP; it takes the same time in every format
+    slow = compute.half * flops / max(compute.flops.values())
     seconds = (product.flops + slow) / rate
     if product.is_fused:
         return seconds

@@ -53,7 +53,7 @@ def synchronize_devices(arrays: Iterable[Array]) -> None:
 
 
 def is_sent_in_chunks(call: Call) -> bool:
-    """Return whether a call on GPU arrays is executed as messages in chunks. All ranks get the same result.
+    """Return whether a call on GPU arrays is carried out by messages in chunks. The answer is the same on all ranks.
 
     This is the case if an array is larger than one chunk, or if array lengths may differ between ranks."""
     return not CALL_SPECS[call.verb].same_size or any(

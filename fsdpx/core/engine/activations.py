@@ -87,8 +87,8 @@ class ActivationMeter:
                 self.count_slot_bytes(slot, value.finish() if isinstance(value, TimedTransfer) else value)
 
     def count_slot_bytes(self, slot: Slot, value: Any) -> None:
-        """Count the memory of the new value in a slot (named value of a program) and stop counting that of its old
-        value."""
+        """Start counting the memory of the new value in a slot (a named value of a program), and stop counting the
+        memory of the slot's old value."""
         self.forget_slot(slot)
         there = self._planned[1]
         self._held[slot] = held = {
@@ -102,7 +102,7 @@ class ActivationMeter:
 
 
 def iterate_storage_ids_and_sizes(value: Any) -> Iterable[tuple[int, int]]:
-    """For every array in nested tuples, lists and dicts, yield (id, bytes) of its base array."""
+    """Yield (id, size in bytes) of the base array of each array in nested tuples, lists and dicts."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):

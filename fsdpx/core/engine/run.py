@@ -215,9 +215,10 @@ class Workspace:
         self.state.arena.grow_slab(self.plan)
 
     def take_next_slab_buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
-        """Return the part of the slab (memory for short-lived buffers) that is planned for the next use of a buffer.
-        The buffer is given by its `kind`, such as "full", and by its page (flat parameter buffer). Calls must follow
-        the order of the program."""
+        """Return the part of the slab (memory for short-lived buffers) that is reserved for the next use of a buffer.
+
+        A buffer is identified by its `kind`, such as "full", and the number of its page (flat parameter buffer).
+        Buffers must be taken in program order."""
         slot = Slot(kind, page)
         life = slot, self.births[slot]
         self.births[slot] += 1

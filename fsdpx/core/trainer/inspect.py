@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Inspection:
-    """Read access to the internals of a trainer, as `trainer.inspect`: its engine and placement, its last update, and
+    """Read access to a trainer's internals through `trainer.inspect`: its engine and placement, its last update, and
     measurements."""
 
     __slots__ = ("_call_runner", "_parameters", "_step")

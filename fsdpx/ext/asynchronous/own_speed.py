@@ -74,7 +74,7 @@ class CommonMemory:
         return self._items[self.rank]
 
     def dtype_of(self, key: LedgerKey) -> Any:
-        """Return the dtype of the array `key`, which is the same on all ranks."""
+        """Return the dtype of the array `key`. All ranks use the same dtype."""
         return self._items[self.rank][key].dtype
 
     def get_own_array(self, key: LedgerKey) -> Any:

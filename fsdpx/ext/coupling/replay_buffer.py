@@ -316,7 +316,7 @@ class ReplayBuffer:
         return ""
 
     def _read_field(self, folder: Path, i: int, facts: dict[str, Any], parts: Sequence[PartFacts]) -> np.ndarray:
-        """Return this rank's part of field `i` of all saved samples, read from the files of the ranks that saved."""
+        """Read this rank's part of field `i` of all saved samples from the files of the ranks that saved them."""
         (dtype, channels), count = facts["kinds"][i], len(facts["ids"])
         whole = np.empty((count, *self._part.compute_array_shape(channels)), parse_number_dtype(dtype))
         for rank, theirs in enumerate(parts):

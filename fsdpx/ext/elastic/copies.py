@@ -191,7 +191,7 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        # if a rank was lost while transfers were started, this error is raised later
+        # error caught while starting transfers, to be raised by `advance_and_test_copies`
         self._lost: RankLost | None = None
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
         self._begun = 0.0

@@ -237,17 +237,18 @@ class Grid(Domain):
         return made
 
     def faces(self, dim: str, shared: bool = False) -> Grid:
-        """Return the grid of a staggered field, with values on the faces across a dim of this grid's cells.
+        """Return the grid of a staggered field, whose values lie on the faces of this grid's cells along one dim.
 
-        n cells have n + 1 faces. Each rank has the low face of each of its cells, and the last rank with cells also the
-        last face. Along a periodic dim there are n faces, divided as the cells are.
+        Along a dim that is not periodic, n cells have n + 1 faces: each rank owns the low face of each of its cells,
+        and the last rank with cells also owns the last face. Along a periodic dim, n cells have n faces, which are
+        partitioned like the cells.
 
         Parameters
         ----------
         dim : letter of the dim in the layout, such as "x"
-        shared : whether arrays of all ranks have both faces of each cell, so that neighboring ranks have the face
-            between them twice. The face above a rank's last cell is then a ghost cell, which must be filled before each
-            call, and which results do not have. Default False
+        shared : whether each rank's arrays include both faces of each of its cells, so that two neighboring ranks both
+            hold the face between them. The lower rank holds this face as a ghost cell, which must be filled before each
+            call and is left out of results. Default False
 
         Returns
         -------
@@ -360,7 +361,7 @@ class Grid(Domain):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Number of cells of this rank's part along each dim, without ghost cells."""
+        """Number of this rank's cells along each dim, excluding ghost cells."""
         return self.parts.local_shape(self.coords)
 
     @property

@@ -109,12 +109,13 @@ each sample with all others."""
 
 
 class TorchLoss(Loss):
-    """A PyTorch loss, or a function of (output, target) that returns the mean over the samples, as a loss of fsdpx.
+    """Wraps a PyTorch loss, or a function of (output, target) that returns the mean over the samples, for use as an
+    fsdpx loss.
 
     The losses of all parts of a batch are summed, and the sum is divided as PyTorch would divide it for the full
-    batch: by the number of elements, or, for classes, by the total weight of the targets that are not ignored. For any
-    other function, the means of the parts are averaged, weighted by their numbers of samples. Outputs of 16 bits are
-    converted to float32 first, as under `torch.autocast`.
+    batch: by the number of elements or, in classification, by the total weight of the targets that are not ignored.
+    For any other function, the means of the parts are averaged, weighted by the number of samples in each part. 16-bit
+    outputs are first converted to float32, as under `torch.autocast`.
 
     Parameters
     ----------

@@ -49,5 +49,5 @@ class NodeLoss(WrappedLoss):
 
 
 def _swap(values: Array) -> Array:
-    """Return a view with nodes last instead of features, or the inverse."""
+    """Return a view of `values` with the last two dims (nodes and features) swapped."""
     return values.transpose(0, 2, 1)

@@ -467,8 +467,8 @@ class Partition(Domain):
 
     @property
     def edges(self) -> np.ndarray:
-        """Global numbers of the sender and the receiver of each edge that this rank computes on, (2, edges), in the
-        order of edge inputs."""
+        """Array of shape (2, edges) with the global node numbers of the sender and receiver of each edge that this rank
+        computes on. Edges are in the same order as in edge inputs."""
         return np.stack([self.graph.numbers[self.graph.senders], self.graph.numbers[self.graph.receivers]])
 
     @property

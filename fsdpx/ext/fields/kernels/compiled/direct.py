@@ -516,11 +516,11 @@ def direct_backward_input(
     weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any,
     convolve: Callable[..., None] = convolve_direct,
 ) -> None:  # fmt: skip
-    """Write the gradient of the input, plus `bias` (channels,), to `dx`.
+    """Write the gradient with respect to the input, plus `bias` of shape (channels,), to `dx`.
 
-    The gradient of a cell is a sum over the outputs whose windows cover the cell. Among cells that are one stride
-    apart, neighboring cells use neighboring outputs. Each set of such cells is called a phase of the stride. The
-    gradient of a phase is a direct convolution of dy, which `convolve` computes."""
+    The gradient at a cell is a sum over the outputs whose windows cover the cell. Two cells that are one stride apart
+    use the same weights, on outputs shifted by one. So dx is computed one phase at a time, where a phase is a set of
+    cells spaced one stride apart: its gradient is a convolution of dy with stride 1, which `convolve` computes."""
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
         for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
