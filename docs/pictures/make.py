@@ -13,6 +13,7 @@ import zlib
 from contextlib import redirect_stdout
 from dataclasses import replace
 from hashlib import blake2b
+from importlib.util import module_from_spec, spec_from_file_location
 from io import BytesIO, StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -149,6 +150,111 @@ def _empty(width: float, height: float, theme: str) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), facecolor=get_color("page", theme))
+
+
+# -- a mesh over ranks ------------------------------------------------------------------------------------------------
+
+SQUARES, RADIUS, SPREAD = 10, 0.017, 0.7
+"""Squares of two triangles along each side of the mesh; radius of a node; how far apart parts are drawn."""
+SAID_OF_MESH = {
+    0.02: "dots: nodes, in the color\nof the rank that owns them",
+    0.32: "faded: ghosts, copies of\nnodes of another rank",
+    0.62: "lines: edges whose receiver\nthe rank owns",
+    0.92: "each message-passing step\nsends the values of ghosts",
+}
+
+
+def mesh(theme: str) -> Any:
+    """A triangulation on four ranks: each with its nodes and edges, and the ghosts that these edges read."""
+    cells, points = _load_mesh_heat(SQUARES).make_cells(0, 1)
+    edges = np.concatenate([cells[:, pair].T for pair in ([0, 1], [1, 2], [2, 0])], axis=1)
+
+    def split(comm: Any) -> Any:
+        made = fsdpx.Partition.split(comm, edges, len(points), positions=points, undirected=True)
+        return made.graph, made.numbers
+
+    graphs = fsdpx.spawn(split, 4)
+    owners = np.empty(len(points), int)
+    for rank, (_, numbers) in enumerate(graphs):
+        owners[numbers] = rank
+    drawn = _empty(9.25, 5.2, theme)
+    axes = drawn.add_axes((0, 0, 1, 0.93), xlim=(-1.4, 1.65), ylim=(1.3, -0.3), aspect="equal")
+    axes.axis("off")
+    for rank, (graph, numbers) in enumerate(graphs):
+        _part_of_mesh(axes, theme, rank, graph, points + SPREAD * (points[numbers].mean(axis=0) - 0.5), owners)
+    for y, words in SAID_OF_MESH.items():
+        axes.text(-1.35, y, words, color=get_color("ink", theme), fontsize=9.5, va="top")
+    title = f"A mesh of {len(points)} nodes on 4 ranks, and the ghosts that each rank receives"
+    drawn.text(0.01, 0.965, title, color=get_color("ink", theme), fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def _part_of_mesh(axes: Any, theme: str, rank: int, graph: Any, places: Any, owners: Any) -> None:
+    """The nodes, edges and ghosts of a rank."""
+    from matplotlib.collections import LineCollection, PatchCollection
+    from matplotlib.colors import to_rgba
+    from matplotlib.patches import Circle
+
+    at = places[graph.numbers]
+    lines = [at[[a, b]] for a, b in zip(graph.senders, graph.receivers, strict=True)]
+    axes.add_collection(LineCollection(lines, colors=get_color("faint", theme), linewidths=0.9, zorder=1))
+    own = np.arange(len(at)) < graph.nodes
+    for mine, alpha in ((True, 1.0), (False, 0.4)):
+        dots = [Circle(point, RADIUS) for point in at[own == mine]]
+        fills = [get_color(OWNERS[owner], theme) for owner in owners[graph.numbers[own == mine]]]
+        page = get_color("page", theme)
+        axes.add_collection(PatchCollection(dots, facecolors=page, edgecolors="none", zorder=2))
+        looks = [to_rgba(fill, alpha) for fill in fills]
+        axes.add_collection(PatchCollection(dots, facecolors=looks, edgecolors="none", zorder=3))
+    words = f"rank {rank}: {graph.nodes} nodes, {graph.ghosts} ghosts"
+    box = {"boxstyle": "round,pad=0.3", "facecolor": get_color(OWNERS[rank], theme), "edgecolor": "none"}
+    x, y = at[own].mean(axis=0)
+    y = at[:, 1].min() - 0.06 if y < 0.5 else at[:, 1].max() + 0.06
+    axes.text(x, y, words, color="white", fontsize=9, ha="center", va="center", weight="bold", bbox=box)
+
+
+def mesh_error(theme: str) -> Any:
+    """Temperatures of `docs/solvers/mesh_heat.py` and of the network that learned its steps, and the difference."""
+    from mpi4py import MPI
+
+    with redirect_stdout(StringIO()):
+        heat, guess = _load_mesh_heat().main(MPI.COMM_SELF)
+    panels = {
+        "solver, five steps later": (heat.u, "inferno", (0, 1)),
+        "network, five steps later": (guess, "inferno", (0, 1)),
+        "error": (guess - heat.u, "RdBu_r", (-np.abs(guess - heat.u).max(), np.abs(guess - heat.u).max())),
+    }
+    drawn, ink = _empty(9.25, 3.6, theme), get_color("ink", theme)
+    for at, (name, (u, colors, limits)) in enumerate(panels.items()):
+        axes = drawn.add_axes((0.015 + 0.33 * at, 0.03, 0.31, 0.31 * 9.25 / 3.6), xlim=(0, 1), ylim=(0, 1))
+        axes.axis("off")
+        _draw_triangles(axes, heat.points[heat.cells], u[heat.cells].mean(axis=1), colors, limits)
+        words = f"network minus solver, at most {limits[1]:.1g}" if name == "error" else name
+        axes.text(0, 1.03, words, color=ink, fontsize=9.5)
+    title = f"Heat on an unstructured mesh of {heat.u.size} nodes, and a network that learned its steps"
+    drawn.text(0.01, 0.95, title, color=ink, fontsize=11, weight="bold", va="center")
+    return drawn
+
+
+def _draw_triangles(axes: Any, corners: Any, values: Any, colors: str, limits: tuple[float, float]) -> None:
+    """Draw triangles (triangles, 3, 2) in colors of their values."""
+    from matplotlib import colormaps
+    from matplotlib.collections import PolyCollection
+    from matplotlib.colors import Normalize
+
+    fills = colormaps[colors](Normalize(*limits)(values))
+    axes.add_collection(PolyCollection(corners, facecolors=fills, edgecolors=fills, linewidths=0.3))
+
+
+def _load_mesh_heat(squares: int | None = None) -> Any:
+    """Load `docs/solvers/mesh_heat.py`, with another number of squares if given."""
+    spec = spec_from_file_location("mesh_heat", HERE.parent / "solvers" / "mesh_heat.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made: Any = module_from_spec(spec)
+    spec.loader.exec_module(made)
+    made.SQUARES = squares or made.SQUARES
+    return made
 
 
 # -- memory and bytes of strategies ------------------------------------------------------------------------------------
@@ -552,10 +658,11 @@ def _train_generator(example: Any, steps: int) -> Any:
 PICTURES = {
     made.__name__: made
     for made in (
-        step, schedules, field, strategies, floors, trace, pytorch, bf16, collectives, heat, solver, digits, gan
+        step, schedules, field, mesh, mesh_error, strategies, floors, trace, pytorch, bf16, collectives, heat, solver,
+        digits, gan
     )
 }  # fmt: skip
-TRAINED = {"gan"}
+TRAINED = {"gan", "mesh_error"}
 """Pictures of trained networks, whose last digits differ between processors."""
 
 

@@ -82,6 +82,7 @@ def main(comm):
     if comm.rank == 0:
         print(f"{mesh}: loss {losses[0]:.6f} to {losses[-1]:.6f}, error of five steps {error**0.5:.6f}", flush=True)
     trainer.close()
+    return heat, guess
 
 
 if __name__ == "__main__":
