@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, require_positive
 
@@ -52,7 +54,7 @@ class WhereType(Layer):
     n_inputs = 3
 
     def __init__(self, types: int | Sequence[int]) -> None:
-        self.types = (types,) if isinstance(types, int) else tuple(types)
+        self.types = tuple(np.atleast_1d(types).tolist())
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array, Array]) -> tuple[Array, Any]:
         types, a, b = x

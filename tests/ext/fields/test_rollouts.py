@@ -287,6 +287,7 @@ def test_numbers_may_be_those_of_numpy() -> None:
     made = nn.Rollout(nn.Conv2d(3, 2, 1), 2, constants=i, pushforward=i, noise=f)
     assert (made.constants, made.pushforward, made.noise) == (1, 1, 0.5)
     assert nn.LayerNorm(np.int64(6)).specs()["weight"].shape == (6,)
+    assert repr(nn.WhereType(i)) == repr(nn.WhereType(1))
     assert repr(nn.CrossEntropyLoss(i, f)) == repr(nn.CrossEntropyLoss(1, 0.5))
 
 
