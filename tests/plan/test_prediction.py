@@ -272,8 +272,8 @@ def test_a_batch_that_is_none() -> None:
         ({"microbatches": 0}, "^microbatches=0: a whole number, 1 or more$"),
         ({"mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed, such as fsdpx\.Mesh\.parse"),
         ({"machine": None}, r"^machine=None: a name, the path of a machine\.toml or a Machine is needed$"),
-        ({"domain": 5}, r"^domain=5: a fsdpx\.Grid is needed, or ranks along each dim, such as \(2, 2\)$"),
-        ({"domain": (0, 2)}, r"^domain=\(0, 2\): a fsdpx\.Grid is needed"),
+        ({"domain": 5}, r"^domain=5: a fsdpx\.Grid or fsdpx\.Partition is needed, or ranks along each dim, such as"),
+        ({"domain": (0, 2)}, r"^domain=\(0, 2\): a fsdpx\.Grid or fsdpx\.Partition is needed"),
     ],
 )
 def test_options_that_are_none_are_named(options: dict[str, Any], says: str) -> None:

@@ -337,7 +337,7 @@ def test_numbers_that_are_none() -> None:
         ({"hosts": -1}, "^hosts=-1: a whole number, 1 or more$"),
         ({"hosts": 2, "machine": flat}, "^hosts=2: machine 'flat' does not say how many ranks a host has; say ranks=$"),
         ({"ranks": 2, "most": "few"}, "^most='few': a whole number, 1 or more$"),
-        ({"ranks": 2, "domain": "some"}, "^domain='some': a fsdpx.Grid is needed, or ranks along each dim"),
+        ({"ranks": 2, "domain": "some"}, "^domain='some': a fsdpx.Grid or fsdpx.Partition is needed"),
         ({"ranks": 2, "mesh": Mesh(pipe=3)}, "^mesh pipe=3 needs a multiple of 3 ranks, but the world has 2: "),
         ({"ranks": 2, "codecs": 5}, r"^codecs=5: a list of codecs is needed, such as \('bf16', 'int8'\)$"),
         ({"ranks": 2, "mesh": "pipe=2"}, r"^mesh='pipe=2': fsdpx\.Mesh\(\.\.\.\) is needed"),
