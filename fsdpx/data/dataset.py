@@ -265,7 +265,7 @@ def make_empty_batch(batch: Any) -> Any:
 
 def hash_first_sample(dataset: Any) -> int | None:
     """Return a hash of sample 0, which ranks use to compare their datasets; None if the sample cannot be read, or
-    contains neither numbers nor texts."""
+    contains neither numbers nor strings."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))

@@ -55,7 +55,7 @@ class DistributedSampler:
     Parameters
     ----------
     n : number of samples in the dataset
-    rank, size : number of this data rank, and number of data ranks; None: those of comm. rank=0, size=1 without comm
+    rank, size : number of this data rank, and number of data ranks; None: as in `comm`. rank=0, size=1 without comm
         means that the dataset holds only this rank's samples, which are not split again (`presharded`), and that
         `batch` counts this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to True:
         ranks may have different numbers of samples, so `state_dict` leaves out `n`

@@ -80,8 +80,8 @@ def open_fields(path: Path) -> Any:
 
 
 def _map_npz(path: Path) -> dict[str, np.ndarray]:
-    """Memory-map the arrays of a file of `np.savez`, which stores each as `.npy`. Raise DataError if they are
-    compressed."""
+    """Memory-map the arrays of a file written by `np.savez`, in which each array is stored as a `.npy` file. Raise
+    DataError if the arrays are compressed."""
     found: dict[str, np.ndarray] = {}
     with open_file(path, ours=False) as file:
         size = os.fstat(file.fileno()).st_size

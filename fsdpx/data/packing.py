@@ -1,4 +1,4 @@
-"""`pack_graphs`: several graphs as one, so that a batch of different graphs is one sample."""
+"""`pack_graphs` joins several graphs into one, so that a batch of different graphs is one sample."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["PackedGraphs", "pack_graphs"]
 
 
 class PackedGraphs(NamedTuple):
-    """Several graphs without edges between them, as one graph: the nodes of the first, then those of the second, and
-    so on.
+    """Several graphs joined into one, without edges between them: the nodes of the first graph come first, then the
+    nodes of the second, and so on.
 
     Attributes
     ----------
-    edges : numbers of sender and receiver of each edge, (2, edges)
-    offsets : number of the first node of each graph, and at the end the number of all nodes
+    edges : node numbers of the sender and receiver of each edge, (2, edges)
+    offsets : number of the first node of each graph, followed by the total number of nodes
     """
 
     edges: np.ndarray
@@ -32,8 +32,9 @@ class PackedGraphs(NamedTuple):
         return int(self.offsets[-1])
 
     def assign_parts(self, ranks: int) -> np.ndarray:
-        """Return the rank of each node, for `Partition.split(parts=)`, so that each graph is on one rank and ranks have
-        about as many nodes: the largest graph goes to the rank with the fewest, then the next (Graham 1969).
+        """Return the rank of each node, for `Partition.split(parts=)`. Each graph is on one rank, and ranks have
+        similar numbers of nodes: graph by graph, largest first, the rank with the fewest nodes gets the graph (Graham
+        1969).
 
         Parameters
         ----------
@@ -53,20 +54,21 @@ class PackedGraphs(NamedTuple):
         return np.repeat(chosen, sizes)
 
     def pack(self, arrays: Sequence[Any]) -> np.ndarray:
-        """Concatenate values of the nodes of each graph.
+        """Concatenate the node values of all graphs.
 
         Parameters
         ----------
-        arrays : (nodes, features) or (samples, nodes, features) of each graph
+        arrays : one array per graph, (nodes, features) or (samples, nodes, features)
 
         Returns
         -------
         numpy.ndarray
-            the same for all nodes
+            the values of all nodes, in the same layout
 
         Raises
         ------
-        DataError : if an array does not have the nodes of its graph, or their numbers of samples or features differ
+        DataError : if an array has a different number of nodes than its graph, or arrays differ in their numbers of
+            samples or features
         """
         found, sizes = [np.asarray(array) for array in arrays], np.diff(self.offsets).tolist()
         shapes = [array.shape for array in found]
@@ -77,11 +79,11 @@ class PackedGraphs(NamedTuple):
         return np.concatenate(found, axis=-2)
 
     def unpack(self, array: Any) -> list[np.ndarray]:
-        """Return the values of each graph, as views: the inverse of `pack`.
+        """Split an array into views, one per graph. This is the inverse of `pack`.
 
         Parameters
         ----------
-        array : (nodes, features) or (samples, nodes, features) of all nodes
+        array : values of all nodes, (nodes, features) or (samples, nodes, features)
 
         Returns
         -------
@@ -91,11 +93,11 @@ class PackedGraphs(NamedTuple):
 
 
 def pack_graphs(edges: Sequence[Any], nodes: Sequence[int]) -> PackedGraphs:
-    """Return several graphs as one, in which the nodes of each graph are renumbered by an offset.
+    """Join several graphs into one, in which an offset is added to the node numbers of each graph.
 
     Parameters
     ----------
-    edges : integers (2, edges) for each graph: numbers of sender and receiver of each edge
+    edges : for each graph, the node numbers of the sender and receiver of each edge, integers (2, edges)
     nodes : number of nodes of each graph
 
     Returns
@@ -104,7 +106,7 @@ def pack_graphs(edges: Sequence[Any], nodes: Sequence[int]) -> PackedGraphs:
 
     Raises
     ------
-    DataError : if an edge has a node that its graph does not have
+    DataError : if an edge refers to a node that its graph does not have
     """
     tables = [np.asarray(table) for table in edges]
     if len(tables) != len(nodes):

@@ -1,5 +1,5 @@
-"""Reads files of TensorFlow's TFRecord format, without TensorFlow: records with masked CRC-32C checksums, each of which
-is a `tf.train.Example`, a protocol buffer.
+"""Reads files in TensorFlow's TFRecord format, without TensorFlow. Each record is a `tf.train.Example`, a protocol
+buffer, and has masked CRC-32C checksums.
 
 Format: https://github.com/tensorflow/tensorflow, tensorflow/core/lib/io/record_writer.h and core/example. A record is
 its length (8 bytes), the checksum of the length (4), the data, and the checksum of the data (4), little-endian."""
@@ -27,9 +27,9 @@ Record = tuple[int, int]
 
 
 def index_records(file: BinaryIO) -> list[Record]:
-    """Return the places of all records of a file. Only lengths are read, and their checksums verified.
+    """Return the (offset, length) of each record of a file. This reads only the lengths, and verifies their checksums.
 
-    Raises ValueError if the file is cut off, or a length is wrong."""
+    Raises ValueError if the file is cut off, or the checksum of a length is wrong."""
     found: list[Record] = []
     size, at = os.fstat(file.fileno()).st_size, 0
     while at < size:
@@ -49,7 +49,7 @@ def index_records(file: BinaryIO) -> list[Record]:
 
 
 def read_record(file: BinaryIO, record: Record) -> bytes:
-    """Return the data of a record. Raise ValueError if the file ends before, or the checksum is wrong."""
+    """Return the data of a record. Raise ValueError if the file ends within the record, or the checksum is wrong."""
     offset, length = record
     file.seek(offset)
     data = file.read(length + 4)
@@ -77,13 +77,14 @@ def parse_byte_features(data: bytes) -> dict[str, memoryview]:
 
 
 def _select_bytes(data: memoryview, number: int) -> list[memoryview]:
-    """Return the values of all fields of a message with a field number that are bytes, texts or messages."""
+    """Return the values of those fields of a message that have this field number and hold bytes, strings or
+    messages."""
     return [value for field, value in _iterate_fields(data) if field == number and isinstance(value, memoryview)]
 
 
 def _iterate_fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each field of a protocol buffer. A value is a memoryview, an int, or None for numbers of
-    4 or 8 bytes."""
+    """Yield (number, value) of each field of a protocol buffer. A value is a memoryview, an int, or None for a 4-byte
+    or 8-byte number."""
     at, value = 0, None  # type: int, Any
     while at < len(data):
         key, at = _read_varint(data, at)
@@ -103,7 +104,7 @@ def _iterate_fields(data: memoryview) -> Iterator[tuple[int, Any]]:
 
 
 def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the integer at a place, of 7 bits in each byte, and the place behind it."""
+    """Return the varint (7 bits of an integer per byte) at offset `at`, and the offset after it."""
     value = 0
     for i in range(MAX_VARINT_BYTES):
         if at + i >= len(data):
@@ -115,15 +116,17 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def mask_checksum(checksum: int) -> int:
-    """Return a checksum as TFRecord files store it, so that a checksum of data with checksums is no 0."""
+    """Return a checksum in the form that TFRecord files store, because CRCs of data that contain CRCs are
+    problematic."""
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def compute_crc32c(data: bytes) -> int:
-    """Return the CRC-32C of some bytes.
+    """Return the CRC-32C of `data`.
 
-    Long data are cut into equal parts whose checksums are computed at the same time, and joined pairwise: a checksum
-    is linear, so that of A followed by B is that of A followed by zeros, plus that of B."""
+    Long data are cut into equal parts, whose checksums are computed at the same time and then combined pairwise. Since
+    a checksum is linear, the checksum of A followed by B is the checksum of A followed by zeros, plus the checksum of
+    B."""
     table, values = _make_table(), np.frombuffer(data, np.uint8)
     state, rest = np.uint32(0xFFFFFFFF), values
     length = values.size // LANES
@@ -147,7 +150,7 @@ def compute_crc32c(data: bytes) -> int:
 
 @cache
 def _make_table() -> np.ndarray:
-    """Return the state after each byte, from the state 0."""
+    """Return, for each possible byte, the CRC state after this byte if the state before it is 0."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & np.uint32(1), np.uint32(POLYNOMIAL), np.uint32(0))
@@ -155,7 +158,7 @@ def _make_table() -> np.ndarray:
 
 
 def _make_shift(zeros: int) -> np.ndarray:
-    """Return the states after some zero bytes, from each of the states 1, 2, 4, ..., by repeated squaring."""
+    """Return, for each of the CRC states 1, 2, 4, ..., the state after `zeros` zero bytes, by repeated squaring."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits
     while zeros:
@@ -166,7 +169,7 @@ def _make_shift(zeros: int) -> np.ndarray:
 
 
 def _apply_shift(shift: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """Return the states after the zero bytes of `shift`, from given states."""
+    """Return what `states` become after the zero bytes for which `_make_shift` made `shift`."""
     found = np.zeros_like(states)
     for bit, image in enumerate(shift):
         found ^= np.where((states >> np.uint32(bit)) & np.uint32(1), image, np.uint32(0))

@@ -1,4 +1,4 @@
-"""`TrajectoryDataset`: trajectories of simulations on meshes, as the data sets of MeshGraphNets store them."""
+"""`TrajectoryDataset`: trajectories of simulations on meshes, in the file format of the MeshGraphNets data sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ("static", "dynamic", "dynamic_varlen")
 
 
 class TrajectoryField(NamedTuple):
-    """A field as `meta.json` describes it. `kind` is one of `KINDS`."""
+    """Description of a field in `meta.json`. `kind` is one of `KINDS`."""
 
     kind: str
     shape: tuple[int, ...]
@@ -31,12 +31,13 @@ class TrajectoryDataset:
     """Trajectories of simulations on meshes in the TFRecord files of MeshGraphNets (Pfaff et al. 2021), which are read
     without TensorFlow.
 
-    A folder has `meta.json` and a file for each split. Sample i is a dict from the name of a field to its array: fields
-    that change are (steps, nodes, channels), fields that do not are (nodes, channels), and `cells` has the numbers of
-    the nodes of each cell. A field with another number of rows in each step is a list of arrays. Each trajectory has a
-    mesh of its own.
+    A folder has `meta.json` and a file for each split. Sample i is a dict from field names to arrays. Fields that
+    change over time are (steps, nodes, channels), constant fields are (nodes, channels), and `cells` holds the node
+    numbers of each cell. A field whose number of rows differs from step to step is a list of arrays. Each trajectory
+    has a mesh of its own.
 
-    The places of records are read at once, trajectories when they are needed; checksums of both are verified.
+    The constructor reads where records begin, and each trajectory is read when it is needed. All checksums are
+    verified.
 
     Parameters
     ----------
@@ -46,7 +47,7 @@ class TrajectoryDataset:
 
     Raises
     ------
-    DataError : with the name of the file, if it is missing, cut off, damaged, or does not fit `meta.json`
+    DataError : if a file is missing, cut off or damaged, or does not fit `meta.json`; the message names the file
     """
 
     @wrap_with_option_check

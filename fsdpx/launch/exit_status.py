@@ -144,8 +144,8 @@ class Evidence:
     late : whether the job was ended because MPI_Init timed out on a waiting rank
     ranks : number of ranks
     elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of
-        the launcher's, because Open MPI returns 0 even if the last rank aborts, and a nonzero status for a job that
-        succeeds after deaths
+        the launcher's, because Open MPI returns 0 even if the last rank aborts, and a nonzero status if the job
+        succeeds after ranks died
     launcher : name of the launcher
     killed : name of the signal that killed the launcher although the job was not asked to stop; no rank can have sent
         it, because ranks send no signals
@@ -393,8 +393,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Return how many attempts in a row, going back from the one before the last, got at least as far (in steps) as
-    the last one."""
+    """Count backward from the second-to-last attempt: return how many attempts in a row got at least as far (in steps)
+    as the last attempt."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

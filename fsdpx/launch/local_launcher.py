@@ -33,8 +33,8 @@ _POLL_SECONDS = 0.02
 
 
 def make_local_launcher_command() -> list[str]:
-    """Return the command line of this launcher. As for mpiexec, the caller appends -n and the command of the ranks.
-    Raise LaunchError if PyTorch is missing."""
+    """Return the command line of this launcher. As with mpiexec, the caller appends -n and the command that each rank
+    runs. Raise LaunchError if PyTorch is missing."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"--backend gloo needs PyTorch, which is not installed: {install_hint('gloo')}")
     return [sys.executable, "-m", "fsdpx.launch.local_launcher"]

@@ -89,7 +89,7 @@ class LaunchConfig:
 
     @property
     def least_ranks(self) -> int:
-        """Minimum number of ranks with which the job is restarted: `min_ranks`, or its default."""
+        """Minimum number of ranks with which the job is restarted: `min_ranks`, or its default if not given."""
         if self.min_ranks is not None:
             return self.min_ranks
         return 1 if self.elastic else self.ranks

@@ -90,8 +90,8 @@ def _run_program() -> None:
 class RankStatusWriter:
     """Writes this rank's status file; thread-safe.
 
-    Once this rank has recorded that it ends the whole job, the status no longer changes, for two reasons: other ranks
-    may be seen to end before this rank does, and the script may still run to completion in another thread."""
+    Once this rank has recorded that it ends the whole job, its status no longer changes, for two reasons: the launcher
+    may see other ranks end first, and the script may still run to completion in another thread."""
 
     def __init__(self, begun: RankStatus, folder: Path) -> None:
         self._note, self._folder = begun, folder

@@ -193,7 +193,7 @@ def _make_dry_run_options(
         "reproducible_chunks": args.chunks,
         "precision": args.precision,
         "group_bytes": args.group_bytes,
-        "tune": False,  # like that of `plan`, the output must not depend on what was measured on this machine
+        "tune": False,  # the output must not depend on what was measured on this machine, just as in `plan`
         "prefetch": args.prefetch,
         "schedule": args.schedule or "1f1b",
         "sequence": args.sequence,
@@ -355,8 +355,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is one time step: a forward
-    (F), or half a backward (I or W)."""
+    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is one time step: a forward (F),
+    or half a backward (I for input gradients, W for parameter gradients)."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{format_count(schedule.stages, 'stage')}, {format_count(schedule.microbatches, 'microbatch', 'es')}"

@@ -16,19 +16,19 @@ Tensors = dict[str, np.ndarray]
 
 
 def build_physicsnemo_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return the model of the weights of PhysicsNeMo's `MeshGraphNet`, without values. Nodes sum edges after the
-    residual connection."""
+    """Return the model, without values, for weights of PhysicsNeMo's `MeshGraphNet`. In it, nodes sum the edge features
+    after the residual connection."""
     return _build_network(join_physicsnemo_tensors(tensors), "edges", options)
 
 
 def build_deepmind_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return the model of the weights of the program of Pfaff et al. (2021), without values. Nodes sum the results of
-    edge MLPs."""
+    """Return the model, without values, for weights of the program of Pfaff et al. (2021). In it, nodes sum the results
+    of the edge MLPs."""
     return _build_network(join_deepmind_tensors(tensors), "messages", options)
 
 
 def join_physicsnemo_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
-    """Return tensors of PhysicsNeMo under the names of the parameters of `MeshGraphNet`.
+    """Return PhysicsNeMo's tensors under the parameter names of `MeshGraphNet`.
 
     With `do_concat_trick=True`, the first matrix of each edge MLP is stored in three parts, and the MLP behind it
     begins with the activation."""
@@ -82,7 +82,7 @@ def join_deepmind_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
             part = "weight" if match["kind"] in ("w", "gamma") else "bias"
             found[f"{block}.{place}.{part}"] = array.T if match["kind"] == "w" else array
     for name in [name for name in found if re.fullmatch(r"(edge|node)_\d+\.0\.weight", name)]:
-        first = found[name].shape[0] * (2 if name.startswith("edge") else 1)  # features of nodes stand first
+        first = found[name].shape[0] * (2 if name.startswith("edge") else 1)  # node features come first in these files
         found[name] = np.concatenate([found[name][:, first:], found[name][:, :first]], axis=1)
     return found
 

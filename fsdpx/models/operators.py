@@ -71,8 +71,8 @@ class Project:
 
 
 def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: Any) -> Container:
-    """Build the model of fields or meshes that the given weights belong to, and initialize it with these weights. Every
-    rank must pass the same weights.
+    """Build the field or mesh model that the given weights belong to, and initialize it with these weights. Every rank
+    must pass the same weights.
 
     Supported models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have

@@ -169,8 +169,8 @@ class TensorSource:
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
-    """Load a pretrained model from a transformers folder with `config.json` and safetensors files, with or without an
-    index.
+    """Load a pretrained model from a transformers folder, which contains `config.json` and safetensors files, with or
+    without an index.
 
     This function reads only the headers of files. If the configuration ties the head to the embedding but the files
     contain a head, the function also compares head and embedding. A head that differs from the embedding becomes a

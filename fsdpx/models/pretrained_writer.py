@@ -64,8 +64,8 @@ def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: Dtyp
     ----------
     trainer : trainer of the model
     folder : path of the new folder, which must not exist or must be empty
-    dtype : dtype of the written weights: "bf16", "float16", "float32" or "float64"; None: that of the files that were
-        read
+    dtype : dtype of the written weights: "bf16", "float16", "float32" or "float64"; None: the dtype of the files that
+        were read
 
     Raises
     ------

@@ -2,10 +2,10 @@
 template.
 
 A template is an untrusted program, so it runs with limited resources in a separate Python process, without fsdpx:
-python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. The script reads requests
-as lines of JSON, and answers each request with one line; the first request contains the template's source. The
-operating system kills the process if an answer takes more than SECONDS of CPU time, even within a single call of C
-code, and limits its memory to BYTES."""
+python -I template.py SECONDS BYTES ROUNDS FOLDER, where FOLDER contains the package jinja2. The script reads one JSON
+request per line, and answers each with one line; the first request contains the template's source. The operating system
+kills the process if an answer takes more than SECONDS of CPU time, even within a single call of C code, and limits its
+memory to BYTES."""
 
 import json
 import sys

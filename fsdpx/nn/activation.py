@@ -223,7 +223,7 @@ class Dropout(Layer):
         return apply_dropout_mask(x, keep, self.p), keep
 
     def _get_numbers(self, env: LayerContext, x: Array) -> Any:
-        """Return the random numbers of this rank's elements of x, which are those of the same elements of the full
+        """Return a random number for each of this rank's elements of x: the number that the element has in the full
         array."""
         if self.parts is None:
             return env.random.get_number_range(x.shape)

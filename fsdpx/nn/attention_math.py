@@ -136,8 +136,8 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return the attention scores scale * q k^T. With `causal`, the scores of keys at positions after that of the
-    query are -inf."""
+    """Return the attention scores scale * q k^T. With `causal`, a score is -inf where the key's position is after the
+    query's."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)

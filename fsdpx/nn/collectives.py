@@ -16,10 +16,10 @@ A value on an axis of N ranks is in one of three states:
     all_to_all_dims         sharded      sharded      all-to-all       itself, dims swapped
     all_to_all_rows         separate     separate     all-to-all       itself, counts swapped
 
-Each pair satisfies <F x, y> = <x, F* y>, where the inner product of replicated values is counted once, and that of
-other values is summed over the ranks. For an array of n bytes, each rank sends 2n(N-1)/N bytes in an all-reduce,
-n(N-1)/N in an all-gather or a reduce-scatter, n(N-1)/N^2 in all_to_all_dims, and the rows for other ranks in
-all_to_all_rows. On an axis of size 1 nothing is communicated or copied."""
+Each pair satisfies <F x, y> = <x, F* y>, where replicated values count once in the inner product, and other values are
+summed over the ranks. For an array of n bytes, each rank sends 2n(N-1)/N bytes in an all-reduce, n(N-1)/N in an
+all-gather or a reduce-scatter, n(N-1)/N^2 in all_to_all_dims, and the rows for other ranks in all_to_all_rows. On an
+axis of size 1 nothing is communicated or copied."""
 
 import builtins
 import math

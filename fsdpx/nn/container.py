@@ -50,10 +50,10 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Placeholder that is saved for backward instead of the result of a cheap step. Backward recomputes the result
-    when it needs it.
+    """Placeholder that is saved for backward instead of the result of a cheap step. When backward needs the result, it
+    recomputes it.
 
-    The result is that of step number `step` of the container `owner`. During forward, `y` keeps the result itself
+    It stands for the result of step number `step` of the container `owner`. During forward, `y` keeps the result itself
     alive, so that no other array can get its id."""
 
     __slots__ = ("owner", "step", "y")
@@ -331,7 +331,7 @@ def chain_layers(
     inputs, and the name of the last layer's result.
 
     `shared` names extra inputs, such as an attention mask. Every layer with several inputs takes the previous layer's
-    result as its first input, and these as its further inputs."""
+    result as its first input, and the shared inputs as its further inputs."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -348,8 +348,8 @@ def require_name(owner: str, name: object) -> str:
 
 
 def require_layer(owner: str, name: str, layer: object) -> Layer:
-    """Return `layer`. Raise ConfigError unless `layer` is an instance of `Layer` (a class is not). The message begins
-    with `owner`."""
+    """Return `layer`. Raise ConfigError unless `layer` is an instance of `Layer` (not a class). The message begins with
+    `owner`."""
     if isinstance(layer, type) and issubclass(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
     if not isinstance(layer, Layer):

@@ -307,8 +307,8 @@ class VocabParallelCrossEntropyLoss(Loss):
     """`CrossEntropyLoss` of logits that are sharded along their last dim, the classes: y is `(samples, ..., classes of
     this rank)`.
 
-    Every rank has the full target `(samples, ...)`. Total and weight are those over all classes, and equal on all
-    ranks. Forward performs two all-reduces of float64 arrays with one element per position: first the maximum of the
+    Every rank has the full target `(samples, ...)`. Total and weight cover all classes, and are equal on all ranks.
+    Forward performs two all-reduces of float64 arrays with one element per position: first the maximum of the
     position's logits, then the sum of their exponentials. The second array also carries one sum over all positions, or
     two with label smoothing. Backward communicates nothing.
 
@@ -368,7 +368,7 @@ class VocabParallelCrossEntropyLoss(Loss):
 
 def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
     """Convert row indices of a table with `total` rows to indices into this rank's shard. Return a mask that is True
-    where this rank holds the row, and the local indices, which are 0 elsewhere."""
+    where this rank holds the row, and the local indices, with 0 for rows of other ranks."""
     start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)

@@ -102,8 +102,8 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].get_array_to_add_to()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """Complete `g[name] += d`, at the end of which Python assigns `g[name]`. By then `array` is the gradient
-        itself, with `d` already added in place; any other array is copied into the gradient."""
+        """Complete `g[name] += d`: Python adds `d` in place, and then assigns the sum to `g[name]`. In this case,
+        `array` is the gradient itself, and nothing remains to be done. Any other array is copied into the gradient."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array

@@ -265,7 +265,7 @@ class LayerContext:
     )  # cached contexts of the child layers, by name
 
     def child(self, name: str) -> LayerContext:
-        """Return the context of a child layer, which differs from this one only in its random numbers.
+        """Return a child layer's context. It differs from this context only in its random numbers.
 
         Parameters
         ----------
@@ -592,8 +592,8 @@ class Layer(ABC):
         raise ConfigError(f"{location} reads {kind}, {reason}: {remedy}")
 
     def needs_all_positions(self) -> bool:
-        """Return whether a layer that acts on positions nevertheless needs all positions of a sample, as for a mean
-        over them, or their order. Such a layer cannot run on the nodes of a mesh."""
+        """Return whether a layer with `acts_on = "position"` needs all positions of a sample (for a mean, say) or their
+        order. Such a layer cannot run on the nodes of a mesh."""
         return False
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:

@@ -140,7 +140,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
 
 def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
-    such as "indices". An input of a container has several if the layers that read it differ.
+    such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
 
     `wanted` are the sets for the layer's results. They replace the value "passed" of `Layer.takes`, which means that
     an input is read in the dtype in which the result is read."""
@@ -214,8 +214,8 @@ def _insert_casts_in_container(
 ) -> tuple[Container, list[bool]]:
     """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
-    `whole` contains the names of integer values; the function adds to it the names of integer results. `wanted` is
-    that of `resolve_input_takes`."""
+    `whole` contains the names of integer values; the function adds to it the names of integer results. `wanted` is as
+    in `resolve_input_takes`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -405,8 +405,8 @@ def get_or_memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
     """Return `find()`, or, inside `memoizing`, the stored result of an earlier call with an equal key. Callers must
     not change the result.
 
-    `key` must contain everything on which the result depends. Shape-only arrays in the key are compared by shape and
-    dtype, numbers, texts and dtypes by value, and other objects, such as models, by identity."""
+    `key` must contain everything on which the result depends. In the key, shape-only arrays are compared by shape and
+    dtype; numbers, strings and dtypes by value; and other objects, such as models, by identity."""
     if _kept.results is None:
         return find()
     held: list[Any] = []

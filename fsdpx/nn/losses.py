@@ -136,7 +136,7 @@ class Loss(ABC):
         return self
 
     def _list_terms(self) -> Sequence[tuple[float, "Loss"]]:
-        """Return the pairs of a factor and a loss that enter a sum of losses in place of this loss."""
+        """Return the (factor, loss) pairs that replace this loss in a sum of losses."""
         return [(1.0, self)]
 
     def __add__(self, other: "Loss") -> "LossSum":
@@ -257,8 +257,8 @@ class CellWeights:
     def require_broadcastable(
         self, owner: object, shape: tuple[int, ...], name: str = "weights", error: type[ValueError] = DataError
     ) -> None:
-        """Raise `error` unless the weights can be broadcast to an array of `shape` (samples, channels, *cells). `name`
-        is that of the argument, for the text."""
+        """Raise `error` unless the weights can be broadcast to an array of `shape` (samples, channels, *cells). The
+        message calls the argument `name`."""
         if self.array.shape in (shape[2:], shape[1:], (1, *shape[2:])):
             return
         if self.has_cells:
@@ -387,8 +387,8 @@ class BCEWithLogitsLoss(_Elementwise):
 class LossSum(Loss):
     """Weighted sum of losses, as created by the operators `+` and `*`: `0.5 * nn.MSELoss() + nn.L1Loss()`.
 
-    The mean loss is the sum of factor times mean loss of each term. If the weight of a term is not proportional to the
-    number of samples, the term is averaged over each sample first, and then over samples. Otherwise the sum would
+    The mean loss is the sum, over all terms, of factor times mean loss. If the weight of a term is not proportional to
+    the number of samples, the term is averaged over each sample first, and then over samples. Otherwise the sum would
     depend on how a batch is split over ranks and microbatches.
 
     Parameters
@@ -481,20 +481,20 @@ def sum_means_over_samples(
 
 
 def backward_pieces(env: LayerContext, loss: Loss, pieces: Pieces, seed: float) -> Any:
-    """Return the gradient with respect to the output of a loss that was computed in `pieces`."""
+    """Return the gradient, with respect to the model's output, of a loss that was computed in `pieces`."""
     found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
     return found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
 
 
 def _map_arrays(function: Callable[..., Any], *values: Any) -> Any:
-    """Apply `function` to arrays, or to the arrays of tuples one by one: a model may have several outputs."""
+    """Apply `function` to arrays, or to the corresponding elements of tuples (for a model with several outputs)."""
     if isinstance(values[0], tuple):
         return tuple(function(*arrays) for arrays in zip(*values, strict=True))
     return function(*values)
 
 
 def require_one_output(loss: Loss, shape: tuple[Any, ...], target: Any) -> None:
-    """Raise DataError if `shape` or `target` are those of several outputs."""
+    """Raise DataError if `shape` or `target` describes several outputs."""
     if isinstance(target, tuple) or any(isinstance(n, tuple) for n in shape):
         raise DataError(
             f"{loss!r} compares one output with one target: for a model with several outputs, give "
@@ -509,11 +509,11 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 
 class WrappedLoss(Loss):
-    """Base class for losses that compute another loss, `loss`, of arrays in another layout."""
+    """Base class for losses that compute another loss, `loss`, on arrays in another layout."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
-        for name in ("kernel_names", "counts", "skipna"):  # which a loss that is no `Loss` may lack
+        for name in ("kernel_names", "counts", "skipna"):  # a loss that is not a `Loss` may lack these
             setattr(self, name, getattr(loss, name, getattr(Loss, name)))
         self.partial = self.partial or getattr(loss, "partial", False)
 

@@ -61,7 +61,7 @@ class UlyssesAttention:
 
     def _all_to_all_heads_to_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
         """Redistribute an array from head shards back to sequence shards; the inverse of `_all_to_all_time_to_heads`,
-        whose arguments it has. Collective."""
+        with the same arguments. Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
         y = collectives.all_to_all_dims(

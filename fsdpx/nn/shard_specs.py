@@ -328,12 +328,13 @@ class FieldPartition:
         )
 
     def can_run_bound(self, layer: Any) -> bool:
-        """Return whether a layer that reads the partition of its input can run on a field that is distributed so."""
+        """Return whether a layer that reads the partition of its input can run on a field with this partition."""
         return True
 
     @classmethod
     def to_channels_first(cls, array: Any) -> Any:
-        """Return an array of the field as a view (samples, channels, *cells), or the inverse."""
+        """Return an array of the field as a view with channels in dim 1, or convert such a view back to the field's
+        layout. Both are the same operation."""
         return array
 
     def bind_loss(self, loss: Any) -> Any:
@@ -349,7 +350,7 @@ class FieldPartition:
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
         """Return the random numbers of `random`, a `core.array.random.Random`, for this rank's part of an array of the
-        field. They are those of the same cells of the full field. `lines` is as in `locate_shard`."""
+        field. Each cell gets the numbers that it has in the full field. `lines` is as in `locate_shard`."""
         cuts = self.locate_shard(lines)
         return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 

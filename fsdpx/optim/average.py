@@ -84,9 +84,9 @@ class AveragedOptimizer(WrappedOptimizer):
     ----------
     inner : the optimizer that makes the update
     averaging : an `EMA`, an `SWA`, or any object with their `get_kept_share(step)`
-    dtype : dtype of the average; None: that of the shard. A 16-bit shard needs a float32 average, because the change
-        in one step is too small for 16 bits, and because the rounding errors of the parameters must not accumulate in
-        the average
+    dtype : dtype of the average; None: the dtype of the shard. A 16-bit shard needs a float32 average, because the
+        change in one step is too small for 16 bits, and because the rounding errors of the parameters must not
+        accumulate in the average
     """
 
     inner: Optimizer

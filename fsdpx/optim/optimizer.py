@@ -39,7 +39,7 @@ class SlotFormat:
 
     Parameters
     ----------
-    dtype : name of the slot's dtype; None: that of the shard
+    dtype : name of the slot's dtype; None: the dtype of the shard
     """
 
     dtype: str | None = None

@@ -63,7 +63,7 @@ class HyperparameterSpan:
     ----------
     start, stop : range of elements of the shard
     lr_scale : factor by which the learning rate is multiplied
-    weight_decay : weight decay; None: that of the optimizer
+    weight_decay : weight decay; None: the optimizer's own
     missed : as in `ShardSegment`
     """
 

@@ -130,7 +130,7 @@ class Machine:
     name : name of the machine in tables and messages
     levels : the network hierarchy: the first level connects the closest ranks, and the last one all ranks
     compute : speed and memory of one rank
-    disk : speed of the disk for checkpoints and offload (None: not known)
+    disk : speed of the disk that holds checkpoints and offloaded state (None: not known)
     measured : which figures were measured: "compute", "links" or both (None: the file does not say)
     """
 

@@ -223,8 +223,8 @@ def _make_matmul_call(device: Processors, n: int, name: str) -> Callable[[], Any
 
 
 def _measure_kernel_and_step_overhead(comm: Communicator, device: Processors, bare: Compute) -> tuple[float, float]:
-    """Return the overhead of one kernel and of one step in seconds. They are fitted to the step times of two small
-    models on one rank."""
+    """Return the overhead of one kernel and of one step in seconds. Both overheads are fitted to the step times of two
+    small models on one rank."""
     found = []
     for layers in LAYER_COUNTS:
         model = nn.Sequential(*[one for _ in range(layers) for one in (nn.Linear(16, 16), nn.GELU())])

@@ -51,8 +51,8 @@ class StepClock:
         return self._known(rank, find_representative_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time of an action that was part of the dry run. A receive costs nothing: the whole transfer,
-        whose time depends on where sender and receiver are, is charged to the send."""
+        """Return the time of an action that was part of the dry run. A receive costs nothing, because the send is
+        charged for the whole transfer."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})

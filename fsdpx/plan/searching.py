@@ -273,8 +273,8 @@ class _Search:
         return (self.fixed[name],) if name in self.fixed else values
 
     def _iterate_strategies_meshes_and_grids(self) -> Iterator[tuple[str, Mesh | None, Any]]:
-        """Yield all combinations of strategy, mesh and grid that use all ranks, the simplest first. The grid is that
-        of the ranks that split a field, or None if fields are not split."""
+        """Yield all combinations of strategy, mesh and grid that use all ranks, the simplest first. The grid says how
+        ranks split a field, and is None if fields are not split."""
         if "mesh" in self.fixed:
             mesh = self.fixed["mesh"] or Mesh()
             for space in self._list_grids(self.ranks // ((mesh.pipe or 1) * (mesh.tensor or 1)), mesh.tensor or 1):
@@ -302,7 +302,7 @@ class _Search:
 
     @property
     def _has_fixed_parts(self) -> bool:
-        """Whether samples are split as a `Partition` says, which no plan changes."""
+        """Whether samples are split by a `Partition`. The search does not change a `Partition`."""
         return isinstance(self.space, Domain) and not isinstance(self.space, Grid)
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:

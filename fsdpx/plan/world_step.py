@@ -127,7 +127,7 @@ class RankDryRun(NamedTuple):
 @dataclass(frozen=True)
 class WorldStep:
     """A training step of all ranks: model, global batch, mesh and options. `domain` says how each sample is split over
-    ranks; for a field, over a grid."""
+    ranks; a field is split over a grid of ranks."""
 
     model: nn.Layer
     batch: Batch
@@ -174,7 +174,7 @@ class WorldStep:
         return tuple((shape, dtype) for shape, (_, dtype) in zip((*inputs, target), self.batch, strict=True))
 
     def _get_part(self, representative_index: int) -> Domain:
-        """Return the domain as the rank sees it that `representative_index` selects."""
+        """Return the domain as seen by the rank that `representative_index` selects."""
         return self.domain.as_rank(self.domain.busiest_ranks[-1 if representative_index else 0])
 
     @property

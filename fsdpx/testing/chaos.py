@@ -1,6 +1,6 @@
 """Fault injection: kill, stop or delay ranks at chosen actions of their programs. Faults are reproducible from a seed.
-A step log then checks a restarted job: each step must count once, and a step that is repeated must give its earlier
-loss again, to the last bit."""
+A step log then checks a restarted job: each step must count once, and a repeated step must give the same loss as
+before, to the last bit."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ class StepLog:
         """Check the log, and return, for each of `steps` steps, the last start of the job that performed it. Raise
         AssertionError if the log is wrong.
 
-        Each start must continue from a checkpoint of an earlier start. No step may be skipped, a step that is repeated
-        must give its earlier loss again, to the last bit, all ranks must have equal losses, and each step must count
+        Each start must continue from a checkpoint of an earlier start. No step may be skipped, a repeated step must
+        give the same loss as before, to the last bit, all ranks must have equal losses, and each step must count
         exactly once."""
         made: list[int] = []  # index: step; value: the last start that performed it
         losses: dict[int, str] = {}

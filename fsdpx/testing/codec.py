@@ -61,8 +61,8 @@ class CodecContract:
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_error_feedback_loses_nothing(self, whole: bool) -> None:
-        """Check of a codec with error feedback that everything sent plus everything kept is the sum of all gradients.
-        Kept is what `reshard_rules` call "sum"."""
+        """For a codec with error feedback, check that everything sent plus everything kept is the sum of all gradients.
+        The arrays whose rule in `reshard_rules` is "sum" count as kept."""
         size, n, steps = 3, 61, 3
 
         def body(comm: Communicator) -> np.ndarray:
