@@ -1,5 +1,5 @@
-"""Measurement of activation memory: arrays that belong neither to the arena nor to the parameters, gradients and
-optimizer state of the ledger.
+"""Measurement of activation memory: arrays that are neither in the arena (the large buffers) nor in the ledger (the
+table of parameters, gradients and optimizer state).
 
 `ActivationMeter` tracks the activations that are kept between actions, in real and in dry runs. `HeapRecorder` counts,
 in a dry run only, everything that is alive within each action. Recordings, reports of peak memory, dry runs, plans and

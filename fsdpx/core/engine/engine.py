@@ -282,8 +282,8 @@ MAX_DIRECT_BYTES = 1 << 16
 
 
 class DirectPrediction:
-    """Callable that repeats a prediction without running the program, for inputs of one shape and dtype. It returns
-    the outputs in order, or None if anything else has changed, in which case the caller must run the program.
+    """Callable that repeats a prediction without running the program, for inputs of one shape and dtype. It returns the
+    outputs in order. If anything else has changed, it returns None, and the caller must run the program.
 
     It can be made once `engine` has run the program `executable` on the array `x`."""
 

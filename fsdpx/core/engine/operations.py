@@ -161,7 +161,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
     that count; a single replica that trains independently may have none. `rows` holds one list of numbers per rank."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    # % because in asynchronous training the only row is that of this rank
+    # modulo, because asynchronous training has a single row: that of this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
         # NaN marks an invalid rate: this call raises the same error on all ranks

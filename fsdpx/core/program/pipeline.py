@@ -90,7 +90,7 @@ class Stage:
     own_stages : this rank's stages as (number, units)
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same (tied) parameter for units of different stages
-    partial : pages for whose gradients each tensor-parallel rank computes only one summand
+    partial : pages whose gradients must be summed over tensor-parallel ranks, because each rank computes one summand
     needs_join : whether gradients must still be summed over replicas (by the action JOIN) after the reduce-scatter
     rank : index of this pipeline rank
     has_loss : whether this rank computes the loss

@@ -50,7 +50,8 @@ class PipelineSchedule:
         Parameters
         ----------
         name : name of the schedule in error messages and reports
-        rows : for each rank, a list of actions (or of their texts), or one text of actions separated by blanks
+        rows : for each rank, a list of actions (`Action` objects or their texts), or a single string of actions
+            separated by blanks
         microbatches : number of microbatches per step
 
         Returns
@@ -253,7 +254,7 @@ class StageCosts:
         return sum(value if isinstance(value, int | float) else value[action.unit] for value in parts[action.op])
 
     def require_stage_count(self, stages: int) -> None:
-        """Raise ConfigError if times are given for each stage, but not for `stages` stages.
+        """Raise ConfigError if times are given for each stage, but the number of stages is not `stages`.
 
         Parameters
         ----------

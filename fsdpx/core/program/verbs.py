@@ -51,7 +51,7 @@ class Action:
 
 
 def parse_actions(text: str) -> tuple[Action, ...]:
-    """Parse text with actions separated by white space, such as "F3.0 B3.0". This is the inverse of `str`.
+    """Parse text with actions separated by white space, such as "F3.0 B3.0". This is the inverse of `str(action)`.
 
     Parameters
     ----------

@@ -160,7 +160,8 @@ class Ledger:
     Parameters
     ----------
     rows : the initial rows
-    slower : function that loads the array of a row in a slower level; the array is valid while it is referenced
+    slower : function that loads the array of a row that is stored outside memory, for example on disk; the array is
+        valid while it is referenced
 
     Attributes
     ----------

@@ -172,8 +172,8 @@ class Domain(ABC):
     @property
     @abstractmethod
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions of the inputs, one for all or one for each, if a single process held complete samples; None if
-        that process can run the model unchanged."""
+        """The partitions (one for all inputs, or one for each) with which a single process runs the model on complete
+        samples; None if it can run the model unchanged."""
 
     @abstractmethod
     def take_local(self, array: Any) -> Any:
@@ -200,8 +200,8 @@ class Domain(ABC):
     @property
     @abstractmethod
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Positions among the ranks that share a sample of those whose memory and traffic a plan reports: first the
-        rank that computes most, then the one that communicates most, unless it is the same."""
+        """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample: first
+        the rank that computes most, then, if it is another one, the rank that communicates most."""
 
     @abstractmethod
     def as_rank(self, rank: int) -> Domain:
@@ -211,7 +211,8 @@ class Domain(ABC):
     def compute_local_shapes(
         self, model: Layer, inputs: Sequence[Shape], target: Shape
     ) -> tuple[Sequence[Shape], Shape]:
-        """Return the shapes of this rank's part of a batch, given those of inputs and target of unsplit samples."""
+        """Return the shapes of this rank's part of a batch, given the shapes of inputs and target of unsplit
+        samples."""
 
     def make_unsharded_model(self, model: Layer) -> Layer:
         """Return the model that a single process would run on unsplit samples."""

@@ -42,7 +42,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # before the mesh, which also differs if the strategy differs
+        "strategy": placement.sharding,  # before the mesh: another strategy also changes the mesh
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),
@@ -83,7 +83,7 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
 def _list_inside(holder: Any) -> list[Any]:
     """Return the losses and layers that a loss or layer holds, also in tuples and lists, such as the terms of a sum."""
     values = list(getattr(holder, "__dict__", {}).values())
-    for value in values:  # which grows
+    for value in values:  # the list grows during the loop
         values += value if isinstance(value, tuple | list) else ()
     return [value for value in values if isinstance(value, Layer | Loss)]
 

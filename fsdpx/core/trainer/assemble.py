@@ -90,7 +90,8 @@ def assemble_session(
     world : communicator of all ranks of the trainer
     tuning : machine-dependent choices made earlier (default: measure them, or read them from disk)
     initial : True: initialize the parameters; False: the caller sets them
-    commit : function to call before each update, with the mean loss and the update scale of the step, or None
+    commit : function to call before each update, with the mean loss and the update scale of the step; None: call
+        nothing
     watch : function that starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
@@ -129,7 +130,7 @@ def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerLis
 
 
 def _is_printing_rank(world: Communicator) -> bool:
-    """Return whether this rank prints messages. Only rank 0 of the job does, even if each rank has its own trainer;
+    """Return whether this rank prints messages. Only rank 0 of the job prints, even if each rank has its own trainer;
     ranks of the "fake" backend never print."""
     launcher = environment.read_environment().launcher
     return world.rank == 0 and not (launcher and launcher.rank) and not isinstance(world, FakeCommunicator)

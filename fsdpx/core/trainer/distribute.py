@@ -87,10 +87,10 @@ def distribute(
     model : a layer, such as `nn.Sequential(...)`, or a `torch.nn.Module` (docs: pytorch)
     loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss may also be from `torch.nn`. Without an optimizer the
         trainer holds only parameters, for `predict`, `generate` and, with a loss, `evaluate`
-    strategy : {strategies} or `fsdpx.Sharding(...)`; replicas that train independently and synchronize now and then:
-        "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); ranks at their own speed: "async" or
-        `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the fastest strategy
-        that a plan finds, which needs `batch` and also takes `memory` and `machine` (docs: planning)
+    strategy : {strategies} or `fsdpx.Sharding(...)`; for replicas that train independently and synchronize from time to
+        time: "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); for ranks that step at their own speed:
+        "async" or `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the
+        fastest strategy that a plan finds, which needs `batch` and also takes `memory` and `machine` (docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator` (default: that of `fsdpx.init()`)
     microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline
@@ -113,8 +113,8 @@ def distribute(
         attention only
     tensor_plan : dict from path pattern to how a layer is sharded over the tensor axis (default: the model's own plan)
     sequence : what the tensor axis shards besides weights: "parallel": the sequence in norms and dropout; "ulysses" or
-        "ring": the sequence in all layers; "samples": the samples, while of the weights only experts are sharded
-        (docs: tensor)
+        "ring": the sequence in all layers; "samples": the samples, and no weights except those of experts (docs:
+        tensor)
     elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
     average : average of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for
         `evaluate(weights="average")`
@@ -124,7 +124,7 @@ def distribute(
         batches and predictions consist of these parts (docs: fields, meshes)
     runtime : `fsdpx.RuntimeOptions(...)`, with rarely set options: device, checks, traces, and values to use instead
         of measured ones
-    rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they replace those of `runtime`. With
+    rarely : fields of `fsdpx.RuntimeOptions` by name, such as `device="cuda"`; they override those of `runtime`. With
         strategy="auto" also `batch`, the inputs and targets of a full global batch, or only their shapes and dtypes;
         `memory`, the bytes that a rank may use, such as "16GiB"; and `machine`, as for `fsdpx.plan`
 
@@ -302,8 +302,9 @@ def _find_open_communicator(comm: Any) -> Communicator | None:
     """Return an open communicator on which ranks can compare their arguments; None if there is none, or if some of its
     ranks may have died.
 
-    If the size of `comm` is the number of ranks that were started, its ranks are those of the default communicator.
-    The default communicator is then returned, so that ranks can compare even if only some of them pass a communicator.
+    If the size of `comm` is the number of ranks that were started, its ranks are those of the default communicator. The
+    default communicator is then returned, so that ranks can compare their arguments even if only some of them pass a
+    communicator.
     """
     if isinstance(comm, FakeCommunicator):  # a fake communicator has no other processes to compare with
         return None

@@ -89,8 +89,8 @@ def fit(
     restore_best : at the end, restore the weights of the best validation (default: only with patience)
     stop : function of the history, called after each validation, or every `every` steps if there is no validation; if
         it returns true on any rank, all ranks end together
-    callbacks : a function (trainer, history), called after each step, an object with some of the methods
-        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end, or a list of both. They
+    callbacks : a function (trainer, history) to call after each step; or an object with some of the methods
+        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; or a list of these. They
         are called on all ranks, but not if a finished run is started again
     log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
@@ -230,9 +230,9 @@ class _FitLoop:
         return EPOCHS
 
     def _was_last_batch(self, epoch: int, count: int) -> bool:
-        """Return whether the epoch ends with the batch that was trained on last, the one with number `count` of this
-        pass. Return False if the loader cannot tell without reading on."""
-        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):  # a resumed pass may be a part of one
+        """Return whether the last batch trained on, number `count` of this pass over the loader, ends the epoch. Return
+        False if the loader cannot tell without reading another batch."""
+        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):  # a resumed pass may cover part of it
             return bool(self.loader.state_dict().get("epoch", epoch) > epoch)
         return hasattr(self.loader, "__len__") and len(self.loader) == count
 

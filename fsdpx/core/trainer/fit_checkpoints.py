@@ -34,7 +34,8 @@ class FitHistory:
     losses : training loss of each step of this run
     validation : (step, loss) pairs
     metrics : maps metric names to (step, value) pairs
-    epochs : number of complete epochs, counted from the start of the first run: 3 if `steps` end in the fourth epoch
+    epochs : number of complete epochs, counted from the start of the first run: 3 if training ends within the fourth
+        epoch
     reason : why training ended; "" while training is running
     seconds : time spent on training steps and on loading their data, excluding validation
     samples_seen : number of samples of all ranks in this run, or the sum of what `count` returned
@@ -185,8 +186,8 @@ class CheckpointConfig:
         Raises
         ------
         ConfigError : if the loader cannot save its position
-        CheckpointError : if the folder cannot be written, there is a checkpoint and `resume` is False, or it was not
-            saved by `fit`
+        CheckpointError : if the folder cannot be written, if it has a checkpoint although `resume` is False, or if its
+            newest checkpoint was not saved by `fit`
         """
         for method in ("state_dict", "load_state_dict", "epoch"):
             if not hasattr(loader, method):
@@ -238,11 +239,11 @@ class FitCheckpointer:
     Parameters
     ----------
     trainer : the trainer
-    loader : loader of the training batches; with checkpoints a `data.DataLoader`
+    loader : loader of the training batches; must be a `data.DataLoader` if checkpoints are saved
     checkpoints : settings; None: save no checkpoints
     history : history of this run
-    best : True: keep the weights of the best validation, as a checkpoint, or without checkpoints as a copy in RAM
-        (`CallRunner.copy_weights_and_get_restorer`)
+    best : True: keep the weights of the best validation: as a checkpoint or, if `fit` saves no checkpoints, as a copy
+        in RAM (`CallRunner.copy_weights_and_get_restorer`)
 
     Attributes
     ----------

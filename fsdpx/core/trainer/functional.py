@@ -348,7 +348,7 @@ def _agree_on_signature(
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
     """Start an asynchronous collective on a communicator of its own, because ranks may start it in a different order
-    relative to their other collectives. Backends of extensions may have only one communicator, so there the ranks first
+    relative to their other collectives. A backend of an extension may have only one communicator; with it, ranks first
     compare their calls."""
     agreement = opened.agreement
     if agreement is None:

@@ -103,8 +103,8 @@ def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
     """Broadcast an output from the rank of the last pipeline stage, and return it on every pipeline rank. `whole` is
-    the output, or None on other ranks; `value` is its number among the model's activations. Collective over the
-    pipeline."""
+    the output on that rank, and None on all others; `value` is its number among the model's activations. Collective
+    over the pipeline."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
@@ -245,8 +245,8 @@ def _all_gather_page_over_shards(state: TrainState, page: Page, shard: Any) -> A
 def _all_gather_tensor_shards(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
     """Return the full parameter `name`, gathered from the shards of the tensor ranks. Collective over the tensor axis.
 
-    `local` is this rank's shard. It is None on pipeline ranks without the parameter, which get an uninitialized array
-    of the full shape."""
+    `local` is this rank's shard. It is None on pipeline ranks without the parameter. These ranks get an uninitialized
+    array of the full shape."""
     spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor
     if local is None:
         return np.empty(spec.shape, dtype)

@@ -25,9 +25,9 @@ def latest_checkpoint(folder: str | PathLike[str], comm: Any = None) -> Path | N
 
     Collective over `comm`: rank 0 searches, and all ranks get its result. The newest checkpoint is the one with the
     largest number in its name: `step-100` is newer than `step-20`. Among equal numbers, or names without a number, it
-    is the one written last. Files left by an interrupted save are ignored. A checkpoint with missing or truncated
-    files is skipped with a warning, but its bytes are compared with their digests only by `load`. Checkpoints that
-    hold only weights, as written by `save(weights="average")`, are skipped as well.
+    is the one written last. Files left by an interrupted save are ignored. A checkpoint with missing or truncated files
+    is skipped with a warning. Digests are checked only by `load`. Checkpoints that hold only weights, as written by
+    `save(weights="average")`, are skipped as well.
 
     Parameters
     ----------

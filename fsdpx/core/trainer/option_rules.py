@@ -91,8 +91,8 @@ class ExcludedPair(NamedTuple):
     Parameters
     ----------
     choice, other : names of the two options in the docs
-    found : function of a `ChoiceContext` that returns "" unless the user set `other`; if so, it returns the beginning
-        of the error message, such as "reproducible_chunks=4 "
+    found : function of a `ChoiceContext`. If the user set `other`, it returns the beginning of the error message, such
+        as "reproducible_chunks=4 "; otherwise it returns ""
     why : why the two options cannot be combined
     remedy : what to do instead
     """

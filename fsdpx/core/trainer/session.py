@@ -114,12 +114,13 @@ class Session:
     engine : runs the programs of this rank
     model, loss : unsharded model and loss, as on a single process, against which batches are checked
     microbatches : configured number of microbatches per step
-    commit : function to call before each update, with the mean loss and the update scale of the step, or None
+    commit : function to call before each update, with the mean loss and the update scale of the step; None: call
+        nothing
 
     Attributes
     ----------
     explain_memory_error : function that turns a MemoryError of a program into an error that says which options would
-        fit, or None
+        fit into memory; None: keep the MemoryError
     """
 
     def __init__(
@@ -502,7 +503,7 @@ class Session:
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
-        # if ranks may change, all must learn of a non-finite gradient: one that raises alone would be taken for dead
+        # if ranks may change, all must learn of NaN or Inf: a rank that raises alone would be taken for dead
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,

@@ -470,8 +470,8 @@ class Trainer:
         """Write a checkpoint into the folder `path`; all ranks write at the same time (docs: checkpoints). Collective.
 
         The checkpoint contains `model.safetensors`, a single standard file with the same bits as `parameters()`, and
-        what `load` needs to resume exactly. An older checkpoint at `path` is kept until the new one is complete.
-        Saving needs two blocks of 4 MiB of extra memory, and with `background` a copy of this rank's part as well.
+        what `load` needs to resume exactly. An older checkpoint at `path` is kept until the new one is complete. Saving
+        needs two blocks of 4 MiB of extra memory, and with `background` also memory for a copy of this rank's part.
 
         Parameters
         ----------
@@ -480,8 +480,8 @@ class Trainer:
         dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: that of the
             trainer)
         shard_bytes : split the weights into files of up to this many bytes with an index file, as Hugging Face does
-        keep : number of newest checkpoints to keep: saving FOLDER/step-30 removes older ones of FOLDER/step-*, but
-            never a higher number, a link, or the target of a link
+        keep : number of newest checkpoints to keep: saving FOLDER/step-30 removes older checkpoints FOLDER/step-*, but
+            never one with a higher number, a link, or the target of a link
         background : write a copy in a thread while training continues. If that fails,
             `call_runner.wait_for_background_save()` or the next save raises the error
         weights : "average": save only the average of the weights over time
@@ -514,8 +514,8 @@ class Trainer:
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : a `data.DataLoader`, which is set to its saved position. Without it, the first step warns if the
-            checkpoint has one
+        loader : a `data.DataLoader`, which is set to its saved position. Without a loader, the first step warns if the
+            checkpoint has a saved position
         convert : True: round or widen numbers that were saved in another format
         verify : True: first check the digests of all bytes; each rank checks a part of them
 
@@ -631,7 +631,7 @@ class Trainer:
     def close(self) -> None:
         """Free the memory shared with other ranks and the communicators made for this trainer. Collective.
 
-        The trainer cannot be used afterwards; to keep the parameters, call `parameters()` before."""
+        The trainer cannot be used afterwards; to keep the parameters, call `parameters()` first."""
         if not self._call_runner.closed:
             self._agree_on_close_and_wait_for_save()
             self._call_runner.closed = True
