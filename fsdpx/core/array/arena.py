@@ -166,7 +166,7 @@ class WindowMemory(Protocol):
         ...
 
     def allocate_shared(self, nbytes: int) -> Any:
-        """Return `nbytes` bytes as an array of uint8, or None on all ranks if there is not enough memory."""
+        """Return `nbytes` bytes as a uint8 array. Return None on all ranks if there is not enough memory."""
         ...
 
     def free_shared(self, array: Any) -> None:
@@ -174,9 +174,9 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Free arrays of `allocate_shared` at once, or as soon as it is safe. The arena that used the arrays has been
-        garbage-collected. This does not communicate, because garbage collection happens on this rank only, in any
-        thread and at any time."""
+        """Free arrays of `allocate_shared` whose arena has been garbage-collected: at once if that is safe, otherwise
+        later. This does not communicate, because garbage collection happens on this rank only, in any thread and at any
+        time."""
         ...
 
 

@@ -43,7 +43,8 @@ class Device:
         """Raise ConfigError if this process cannot compute on the device."""
 
     def require_valid_map(self, device_map: DeviceMap) -> None:
-        """Raise ConfigError if the user assigns devices to local ranks by `device_map`, but a host has only one."""
+        """Raise ConfigError if the user assigns devices to local ranks by `device_map`, although a host has only one
+        device of this kind."""
         if device_map is not None:
             raise ConfigError(f"device_map={device_map!r}: a host has only one device={self.name!r}; name another")
 

@@ -54,7 +54,7 @@ def specialize(
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for an array with two dims in any layout,
         `C2` for one in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A
         final `r` means that the function only reads the array, so a read-only or unaligned array may be passed
-    formats : names of the dtypes that arrays without `h` and `s` may have
+    formats : names of the dtypes that arrays without `h` or `s` may have
     """
     compiled = _fixed.get(function)
     if compiled is None:

@@ -122,8 +122,8 @@ class Random:
         return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def get_number_rows(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
-        """Return the random numbers for an array of `shape` whose dim 1 has the given rows of a larger array, in any
-        order. They equal the numbers that `get_number_range` returns for the same elements of the larger array.
+        """Return the random numbers for an array of `shape` whose dim 1 consists of the given `rows` of a larger array,
+        in any order. They equal the numbers that `get_number_range` returns for the same elements of the larger array.
 
         `total` is the number of rows of the larger array.
         """
@@ -230,8 +230,8 @@ class NumberSubarray:
 class NumberRows:
     """Random numbers of the counter-based stream (seed, name), for some rows of a larger array.
 
-    Element (i, j, ...) has the number of element (first_sample + i, rows[j], ...) of the larger array, whose dim 1 has
-    `total` rows, counted in C order.
+    Element (i, j, ...) has the number of element (first_sample + i, rows[j], ...) of the larger array, counted in C
+    order. Dim 1 of the larger array has `total` rows.
     """
 
     seed: int

@@ -222,14 +222,15 @@ class Precision:
 
     Parameters
     ----------
-    compute : dtype in which layers compute, and of their outputs and saved activations: "float32", "float64", "bf16"
-        (or "bfloat16"), "fp16" (or "float16")
+    compute : dtype of computation, and of the outputs and saved activations of layers: "float32", "float64", "bf16" (or
+        "bfloat16"), "fp16" (or "float16")
     param : dtype in which the all-gather sends parameters. None: the same as `compute`. Other choices are float32
         (float64 if `compute` is float64) and, unless `compute` is a 16-bit dtype, "bf16" or "fp16"
     reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16";
         None: no rounding
     buffers : dtype of running statistics, "float32" or "float64"; None: float32 (float64 if `compute` is float64).
-        16-bit dtypes are rejected, because a single step changes the statistics by less than their last bit
+        16-bit dtypes are rejected, because a single step changes statistics by less than the last bit of a 16-bit
+        number
     master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; None: float32
         (float64 if `compute` is float64). "bf16" with compute="bf16" trains in 16 bits throughout
     rounding : how updates smaller than the last bit of a 16-bit master are applied. None or "stochastic": the result is

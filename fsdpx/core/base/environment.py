@@ -96,10 +96,10 @@ class Environment:
     cache : folder for cached measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache
         folder)
     timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT; None: the default)
-    start_timeout : maximum time in seconds that the ranks of a host wait for the last of them while MPI starts
+    start_timeout : maximum time in seconds that the ranks of a host wait for the last rank while MPI starts
         (FSDPX_START_TIMEOUT)
-    launcher : the launcher that started this process as one of several ranks, or None
-    expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence), or None
+    launcher : the launcher that started this process as one of several ranks; None if there is none
+    expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence); None if unknown
     watch : whether every rank has a watchdog and a flight record (FSDPX_WATCH=0: neither)
     run : folder for the flight records and notes of this job, created by `fsdpx run` (FSDPX_RUN; None: temporary files)
     restart : number of times that `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
@@ -236,7 +236,7 @@ def require_expected_world_size(size: int, environment: Environment, library: st
     """Raise LaunchError if `size`, the number of ranks according to `library`, differs from the number that the
     launcher started or the user expects.
 
-    They differ if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its own
+    These numbers differ if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its own
     MPI_COMM_WORLD.
     """
     launcher, expected = environment.launcher, environment.expected_size
@@ -373,8 +373,8 @@ def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """Return the number of BLAS threads that the user has set, or None. Invalid values are ignored, as BLAS libraries
-    do."""
+    """Return the number of BLAS threads that the user has set; None if it is not set. Like BLAS libraries, ignore
+    invalid values."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:
@@ -398,7 +398,8 @@ def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder for training traces that is used if the script does not set one (FSDPX_TRACE), or None."""
+    """Return the folder for training traces that is used if the script does not set one (FSDPX_TRACE). Return None if
+    the variable is not set."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
@@ -470,7 +471,7 @@ def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool |
 
 
 def get_requested_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI), or None."""
+    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI); None if it is not set."""
     return environ.get("MPI4PY_LIBMPI")
 
 

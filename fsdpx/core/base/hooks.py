@@ -151,8 +151,8 @@ def _drop_holder_and_unused_hooks(key: int) -> None:
 
 
 def find_communicator_to_abort() -> Any:
-    """Return the communicator of the newest owner of the hooks, whose `abort` ends all ranks. Return None if there is
-    none."""
+    """Return the communicator whose `abort` ends all ranks: that of the newest owner of the hooks. Return None if there
+    is none."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 

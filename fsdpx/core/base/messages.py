@@ -97,8 +97,8 @@ def is_stderr_terminal() -> bool:
 def reporting_if_slow(
     enabled: bool, what: str, outcome: Callable[[], str] | None = str
 ) -> Iterator[ProgressCallback]:
-    """Return a context manager that logs that the task `what` is running if it takes longer than `SILENCE_SECONDS`,
-    and then also how long it took.
+    """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, log that it is
+    running and, at its end, how long it took.
 
     It yields a function (done, total) with which the task reports its progress. On a terminal, the progress is updated
     in place; elsewhere it is printed as a few lines, at intervals that triple each time.

@@ -60,8 +60,8 @@ HOST = "host"
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     """Call `body()` on every rank, and return the results of all ranks in rank order. If the call raises an error on
-    any rank, all ranks raise CheckpointError with the text of that error (of the lowest rank, if several fail), so
-    that no rank waits for another. `where` begins the text of errors. Collective."""
+    any rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, the error of the
+    lowest rank), so that no rank waits for another. Error messages begin with `where`. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
@@ -79,19 +79,19 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
     """Call `body()` on rank 0 and return its result on every rank. If the call raises an error, all ranks raise
-    CheckpointError. `where` begins the text of errors. Collective."""
+    CheckpointError. Error messages begin with `where`. Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def agree_on_equal_choices(world: Communicator, where: str, **choices: str) -> None:
     """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error names two ranks that
-    differ. `where` begins the text of errors. Collective."""
+    differ. Error messages begin with `where`. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
 
 
 def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> Path:
-    """Return `path` as a Path, after checking that all ranks pass the same path and the same `choices`. If they do
-    not, or if the path is invalid on some rank, raise CheckpointError on all ranks. The error text begins with `call`,
+    """Return `path` as a Path, after checking that all ranks pass the same path and the same `choices`. If they do not,
+    or if the path is invalid on some rank, raise CheckpointError on all ranks. The error message begins with `call`,
     the name of the public method. Collective."""
     return Path(
         agree_on_choices(world, call, lambda: {**get_path_and_working_folder(expand_checkpoint_path(path)), **choices})[
@@ -108,7 +108,7 @@ def get_path_and_working_folder(path: Path) -> dict[str, str]:
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
     """Return the result of `choices()`, after checking that it is the same on all ranks. If it is not, or if the call
-    fails on some rank, raise CheckpointError on all ranks. `where` begins the text of errors. Collective."""
+    fails on some rank, raise CheckpointError on all ranks. Error messages begin with `where`. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]
@@ -167,8 +167,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and remove temporary folders left behind by earlier saves to this
-        path that were killed. Then create a new temporary folder with the files of `layout`, filled with zeros."""
+        """Lock the folder `path` against other jobs, and remove temporary folders that killed saves to this path have
+        left behind. Then create a new temporary folder with the files of `layout`, filled with zeros."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -234,8 +234,8 @@ def make_sibling_path(path: Path, kind: str) -> Path:
 
 
 def _parse_sibling_name(name: str) -> tuple[str, str] | None:
-    """Split the name of a temporary file or folder that a save creates into (kind, name of the checkpoint). Return
-    None for any other name."""
+    """Split the name of a save's temporary file or folder into (kind, name of the checkpoint). Return None for any
+    other name."""
     match = _SIBLING_PATTERN.fullmatch(name)
     return match and (match[1], match[2])
 
@@ -248,9 +248,9 @@ def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def resolve_checkpoint_name(name: str) -> str | None:
-    """Return the name of the checkpoint that is stored in a folder named `name`. This is `name` itself, unless the
-    folder is a temporary one: if it keeps the previous version of a checkpoint, return the name of that checkpoint;
-    otherwise None."""
+    """Return the name of the checkpoint that is stored in a folder named `name`. For a permanent folder, this is `name`
+    itself. For a temporary folder that keeps the previous version of a checkpoint, it is the name of that checkpoint.
+    For other temporary folders, return None."""
     kind, of = _parse_sibling_name(name) or (PREVIOUS, name)
     return of if kind == PREVIOUS else None
 
@@ -357,8 +357,8 @@ def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> No
     """Delete old checkpoints so that the newest `keep` are left, including `path`.
 
     Only checkpoints with the same prefix and a lower number than `path` are deleted, because higher numbers must come
-    from another run. Never deleted are the checkpoint named `keep_also`, symbolic links, and checkpoints to which a
-    link in the same folder points."""
+    from another run. The checkpoint named `keep_also`, symbolic links, and checkpoints to which a link in the same
+    folder points are never deleted."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}

@@ -263,8 +263,8 @@ _OTHER_FORMATS = {
 
 
 def identify_other_format(start: bytes) -> str:
-    """Return the format of a file that begins with the bytes `start`, and how to convert it, or "" if the format is
-    unknown."""
+    """Return text that names the format of a file that begins with the bytes `start`, and says how to convert it.
+    Return "" if the format is unknown."""
     return next((text for first, text in _OTHER_FORMATS.items() if start.startswith(first)), "")
 
 
@@ -368,8 +368,8 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read_ahead(fd: int, offset: int, count: int) -> None:
-    """Ask the system to start reading `count` bytes at byte `offset`, which are needed soon. Do nothing on systems
-    without `posix_fadvise`."""
+    """Ask the system to start reading `count` bytes at byte `offset`, because they will be needed soon. Do nothing on
+    systems without `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 

@@ -134,8 +134,8 @@ def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> l
 def verify_checksums_on_all_ranks(
     world: Communicator, source: CheckpointSource, where: str, count: ByteCounter
 ) -> None:
-    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each
-    rank reads an equal number of bytes, which are added to `count`. `where` begins the text of errors. Collective."""
+    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each rank
+    reads an equal number of bytes, which are added to `count`. Error messages begin with `where`. Collective."""
     parts: list[np.ndarray] = []
     compute = partial(compute_partial_crcs, source, world.rank, world.size, count=count)
     run_on_all_ranks(world, where, lambda: parts.append(compute()))
@@ -205,8 +205,8 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """Raise CheckpointError unless the tensors of the checkpoint (`found`) are exactly those in `wanted`, with the
-    same shapes and dtypes. With `convert`, float dtypes may differ. `where` begins the text of errors."""
+    """Raise CheckpointError unless the tensors of the checkpoint (`found`) are exactly those in `wanted`, with the same
+    shapes and dtypes. With `convert`, float dtypes may differ. Error messages begin with `where`."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)

@@ -49,8 +49,8 @@ class ShardBlock:
 
 
 class ByteCounter:
-    """Counts the bytes of tensors that a rank writes to files in a save, or reads from files in a load: for
-    verification, for its shards, and the gaps between them."""
+    """Counts the bytes of tensors that a rank writes to files in a save, or reads from files in a load. Reads include
+    bytes for verification and the gaps between the ranges of its shards."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -228,8 +228,8 @@ def _join_file_names(folder: Path) -> str:
 
 
 def _describe_file_of_other_format(folder: Path) -> str:
-    """Return a phrase, to append to an error, that describes the first file of a known other format in a folder, or ""
-    if there is none."""
+    """Return a phrase that describes the first file of another known format in a folder, to append to an error. Return
+    "" if there is no such file."""
     for path in sorted(folder.iterdir()):
         if path.is_file():
             with open_regular_file(path) as fd:

@@ -378,7 +378,7 @@ class SampleGroups(NamedTuple):
     axis : name under which messages between the ranks of a group are counted
     dims : number of ranks along each dim that is divided
     own_ranks : world ranks that hold parts of this rank's samples; the last dim varies fastest
-    members : for each group on this data axis, its world ranks, in the order that `own_ranks` has"""
+    members : for each group on this data axis, its world ranks, in the order of `own_ranks`"""
 
     axis: str
     dims: tuple[int, ...]

@@ -23,7 +23,7 @@ def kernel(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
-    16-bit arrays are computed in float32. On NumPy arrays of float32, float64 or bfloat16 (possibly mixed with
+    16-bit arrays are computed in float32. On float32, float64 or bfloat16 NumPy arrays (bfloat16 may be mixed with
     float32), the compiled function of the same name may run instead of the plain function. On CuPy arrays, the CUDA C
     function of that name may run.
 

@@ -26,8 +26,8 @@ def put_channels_last(xp: Any, x: Any) -> Any:
 
 
 def match_memory_order(target: Any, y: Any) -> Any:
-    """Return `target`, or a copy with channels last in memory if it is a NumPy field with channels first, and y is a
-    field of the same shape with channels last. Tuples of fields are matched one by one."""
+    """Return `target`. If it is a NumPy field with channels first in memory, and y a field of the same shape with
+    channels last, return a copy with channels last instead. Tuples of fields are matched one by one."""
     if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
         return tuple(map(match_memory_order, target, y))
     if not (isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.shape == target.shape):
@@ -37,5 +37,5 @@ def match_memory_order(target: Any, y: Any) -> Any:
 
 
 def _has_channels_first(x: Any) -> bool:
-    """Return whether the numbers of a field of float32 or float64 lie with channels first in memory."""
+    """Return whether a float32 or float64 field is stored with channels first in memory."""
     return x.ndim > 2 and x.dtype.char in "fd" and x.shape[1] > 1 and x.strides[1] != x.itemsize

@@ -96,8 +96,8 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _make_selection_result(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Return an array of shape `dims` for elements selected from x by `indices`. Count a copy that reads as many
-    elements of x as it writes, and the indices."""
+    """Return an array of shape `dims` for elements selected from x by `indices`. Count a copy that reads the indices,
+    and as many elements of x as it writes."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
     return result

@@ -58,9 +58,9 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
     """Remove files that killed jobs have left: files of fsdpx and MPICH in `folder`, and files of Open MPI in
     `temporary` ($TMPDIR).
 
-    Ranks map these files as long as they live. A file is therefore considered left over if no process maps it and it
-    is older than _SECONDS_TO_BEGIN. Processes of another container that shares the folder are not visible here. By
-    that age of a file, however, ranks in the other container have opened it and no longer need its name."""
+    Ranks map these files as long as they live. A file is therefore considered left over if no process maps it and it is
+    older than _SECONDS_TO_BEGIN. Processes of other containers that share the folder are not visible here, but by the
+    time a file is that old, their ranks have opened it and no longer need its name."""
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
             with suppress(OSError):  # the file may be gone, or the folder may be read-only

@@ -61,7 +61,7 @@ class NodeCommunicator(Backend):
     An array is in a window if it is a view of an array that `allocate_shared` or `allocate_node_buffer` has returned.
     In each call, either all ranks or no ranks must pass such arrays. As in MPI, the buffers may be used again once a
     call is complete. Groups whose hosts have different numbers of ranks use messages for all calls. For tests, `hosts`
-    gives the number of the host of each rank, instead of detecting it."""
+    can give the host number of each rank; by default, hosts are detected."""
 
     xp = np
 

@@ -1,1 +1,1 @@
-"""Kernels as Numba code for NumPy arrays of float32 and float64, with the names and signatures of the plain kernels."""
+"""Kernels as Numba code for float32 and float64 NumPy arrays, with the names and signatures of the plain kernels."""

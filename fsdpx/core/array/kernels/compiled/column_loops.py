@@ -21,9 +21,9 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
     """Return a compiled function `loop(matrices, first, last, start, stop, values, sums)` for the rows from `first` to
     `last` and the columns from `start` to `stop` of matrices.
 
-    With `writes`, the formula gives the element of the last matrix, which is written, from those of the others.
-    Otherwise it gives terms, whose sums over the rows are written to sums[k][j - start] for column j. `values` are
-    values[k][j - start]. An element and a sum have the same bits wherever `start` and `stop` are."""
+    With `writes`, the formula computes each element of the last matrix from the elements of the other matrices.
+    Otherwise it computes terms, and the sum of term k over the rows in column j is written to sums[k][j - start].
+    values[k][j - start] is value k of column j. The bits of results do not depend on `start` and `stop`."""
     unrolled, wide, narrow, single = (
         _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )
@@ -49,7 +49,7 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
 
 @intrinsic
 def _get_itemsize(typingctx: Any, values: Any, sums: Any) -> Any:
-    """Return the bytes of a number of the values or, if there are none, of the sums."""
+    """Return the number of bytes of one element of `values` or, if there are no values, of `sums`."""
     size = (values.types or sums.types)[0].dtype.bitwidth // 8
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -59,8 +59,8 @@ def _get_itemsize(typingctx: Any, values: Any, sums: Any) -> Any:
 
 
 def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors: int) -> Any:
-    """Return the function of `make_column_loop` for `vectors` vectors of `nbytes` from a column on. With `nbytes` = 0,
-    a vector is a single number."""
+    """Return a loop like that of `make_column_loop`, but for the columns in `vectors` vectors of `nbytes` bytes,
+    beginning at a given column. With `nbytes` = 0, a vector is a single number."""
 
     @intrinsic
     def run_column_loop(typingctx: Any, matrices: Any, first: Any, last: Any, column: Any, start: Any, values: Any,
@@ -101,8 +101,8 @@ def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors
 def _list_addresses(
     context: Any, builder: Any, kind: Any, packed: Any, column: Any, row: Any = None
 ) -> list[tuple[Any, Any, Any]]:
-    """Return, for each array in a tuple, the address of its element at `column`, and in `row` if it is given, the bytes
-    from row to row, and the LLVM type of an element."""
+    """Return a tuple for each array: the address of its element at `column` (in `row`, if given), the distance between
+    rows in bytes, and the LLVM type of an element."""
     found = []
     for n, one in enumerate(kind.types):
         array = context.make_array(one)(context, builder, builder.extract_value(packed, n))
@@ -115,14 +115,14 @@ def _list_addresses(
 
 
 def _get_vector_pointer(builder: Any, at: Any, kind: Any, lanes: int, n: int) -> tuple[Any, int]:
-    """Return a pointer to the n-th vector of elements after the address `at`, and the bytes of an element."""
+    """Return a pointer to vector number n, counted from the address `at`, and the size of an element in bytes."""
     word = kind.width // 8 if isinstance(kind, ir.IntType) else 4 if isinstance(kind, ir.FloatType) else 8
     at = builder.add(at, at.type(n * lanes * word)) if n else at
     return builder.inttoptr(at, ir.VectorType(kind, lanes).as_pointer()), word
 
 
 def _emit_vector_load(builder: Any, kind: Any, lanes: int, at: Any, n: int) -> Any:
-    """Load the n-th vector after the address `at`. The bits of bfloat16 are converted to float32."""
+    """Load vector number n, counted from the address `at`. The bits of bfloat16 are converted to float32."""
     pointer, word = _get_vector_pointer(builder, at, kind, lanes, n)
     loaded = builder.load(pointer, align=word)
     if word != 2:
@@ -133,8 +133,8 @@ def _emit_vector_load(builder: Any, kind: Any, lanes: int, at: Any, n: int) -> A
 
 
 def _emit_vector_store(builder: Any, at: Any, kind: Any, row: Any, n: int) -> None:
-    """Store `row` as the n-th vector after the address `at`. If the elements are bits of bfloat16, it is rounded as
-    `to_bfloat16_bits` does."""
+    """Store the vector `row` as vector number n, counted from the address `at`. If the array holds bits of bfloat16,
+    round as `to_bfloat16_bits` does."""
     lanes = row.type.count
     pointer, word = _get_vector_pointer(builder, at, kind, lanes, n)
     if word == 2:

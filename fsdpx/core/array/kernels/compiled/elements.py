@@ -2,8 +2,8 @@
 bfloat16.
 
 Numba would compile again for read-only or unaligned arrays, so all arrays are converted to one layout. Numba has no
-bfloat16, so arrays of bfloat16 are passed as views of their bits (uint16). Loops read elements with `to_float` and
-write them with `round_to_dtype_of`, which cost nothing for float32 and float64.
+bfloat16, so bfloat16 arrays are passed as views of their bits (uint16). Loops read elements with `to_float` and write
+them with `round_to_dtype_of`, which cost nothing for float32 and float64.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def view_bits_as_bfloat16(array: Any) -> Any:
 
 
 def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """Call the plain implementation of a kernel, for arguments that compiled code does not support. Arrays of bfloat16
-    are passed and returned as bits."""
+    """Call the plain implementation of a kernel, for arguments that compiled code does not support. The caller passes
+    and gets bfloat16 arrays as views of their bits."""
     result = kernel.fallback(xp, *map(view_bits_as_bfloat16, arguments))
     return tuple(map(_view_bfloat16_as_bits, result)) if isinstance(result, tuple) else _view_bfloat16_as_bits(result)
 

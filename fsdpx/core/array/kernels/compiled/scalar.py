@@ -104,8 +104,8 @@ def _remove_magic_number(typingctx: Any, x: Any) -> Any:
 def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
     """Return x 2^n for x near 1, where n is the integer in the low bits of `shifted`, a result of `_add_magic_number`.
 
-    The exponent of x is raised by the half of n, which cannot overflow. The result is multiplied by the other half, so
-    that overflow and gradual underflow are correct."""
+    Half of n is added to the exponent of x; this cannot overflow. The result is multiplied by 2 to the power of the
+    other half, so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -133,7 +133,7 @@ def round_to_even(typingctx: Any, x: Any) -> Any:
 
 
 _exp_of_rest = make_polynomial(EXP32, EXP64)
-_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # divided by the rest
+_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # of (e^r - 1) / r
 _log_series = make_polynomial(*(tuple(2.0 / (2 * n + 1) for n in range(terms)) for terms in (8, 18)))
 _exp2_of_rest = make_polynomial(EXP2_32, EXP2_64)
 _tail_quotient = make_polynomial(TAIL32, TAIL64)
