@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 from fsdpx.core.array.namespace import namespace_of
@@ -277,7 +277,7 @@ class FieldPartition:
     @classmethod
     def on_one_rank(cls, shape: Sequence[int]) -> FieldPartition:
         """Return the trivial partition of a field of `shape` cells: one rank holds all of it."""
-        return cls(tuple((0, int(n)) for n in shape))
+        return _make_partition_on_one_rank(cls, tuple(shape))
 
     def __str__(self) -> str:
         return f"a part of a field of {' x '.join(map(str, self.shape))} cells"
@@ -369,6 +369,11 @@ class FieldPartition:
         """Return the number of cells along each dim that the rank with grid coordinates `place` holds, without ghost
         cells."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
+
+
+@lru_cache(1 << 10)
+def _make_partition_on_one_rank(cls: type[FieldPartition], shape: tuple[int, ...]) -> FieldPartition:
+    return cls(tuple((0, int(n)) for n in shape))
 
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:

@@ -133,6 +133,9 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
 
 def parallel_for_range(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
     """Run `function(first, last, *rest)` on equal ranges that together cover [start, stop), one for each thread."""
+    if _threads == 1 and start < stop:
+        function(start, stop, *rest)
+        return
     edges = [start + (stop - start) * i // _threads for i in range(_threads + 1)]
     run_tasks(function, [(a, b, *rest) for a, b in zip(edges, edges[1:], strict=False) if a < b])
 

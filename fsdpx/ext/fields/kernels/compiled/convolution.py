@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -304,9 +305,17 @@ MAX_DIRECT_WEIGHTS = 1 << 12
 without a further pass, and its weights stay in the cache."""
 
 
-def _suits_gemm(strides: WindowStrides, weight: Sequence[int], cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether BLAS computes this convolution faster than direct convolution."""
-    return math.prod(weight) > MAX_DIRECT_WEIGHTS and is_matmul(strides, cells, sizes)
+@lru_cache(1 << 10)
+def _choose_algorithm(
+    strides: WindowStrides, weight: tuple[int, ...], shape: tuple[int, ...], sizes: tuple[int, ...], has_gemm: bool
+) -> str:
+    """Return the algorithm for an input of `shape` and outputs of `sizes`: "winograd", "gemm", "depthwise" or "direct".
+    The first two need the address of a gemm function."""
+    if has_gemm and suits_winograd(shape, weight, strides, sizes):
+        return "winograd"
+    if has_gemm and math.prod(weight) > MAX_DIRECT_WEIGHTS and is_matmul(strides, shape[2:], sizes):
+        return "gemm"
+    return "depthwise" if is_depthwise(strides, weight) else "direct"
 
 
 TWO_CELL_WINDOW, ONE_CELL_WINDOW = (WindowStrides((cells,), (1,), (1,), (0,), 1) for cells in (2, 1))
@@ -346,17 +355,20 @@ def correlate(
     apart = out is not None and not (out.dtype == x.dtype and _has_channels_last(out) and out.flags.writeable)
     if apart:
         return places.correlate.__wrapped__(xp, x, weight, bias, strides, sizes, out)  # type: ignore[attr-defined]
-    gemm_address = blas.get_gemm_address(x.dtype) if out is None else 0
-    if gemm_address and suits_winograd(x.shape, weight.shape, strides, sizes):
+    has_gemm = out is None and bool(blas.get_gemm_address(x.dtype))
+    algorithm = _choose_algorithm(strides, weight.shape, x.shape, tuple(sizes), has_gemm)
+    if algorithm == "winograd":
         return view_channels_first(convolve_winograd(to_channels_last(x), weight, bias, -strides.first[0]))
     image = _as_channels_last(x)
     y = np.empty((x.shape[0], *sizes, weight.shape[0]), x.dtype) if out is None else view_channels_last(out)
-    if gemm_address and _suits_gemm(strides, weight.shape, image.shape[1:-1], sizes):
+    if algorithm == "gemm":
         blas.gemm(_flatten_rows(y), _flatten_rows(as_contiguous(image)), _as_matrix(weight).T)
         if bias is not None:
             activation.add_bias(xp, y, bias)
-    elif is_depthwise(strides, weight.shape):
+    elif algorithm == "depthwise":
         depthwise.convolve_depthwise(image, weight, bias, strides, y, out is not None)
+    elif strides.groups == 1:
+        direct.convolve_direct(image, weight, bias, strides, y, out is not None)
     else:
         for count, a, b in _iterate_group_slices(strides, image, y):
             begin, dense = None if bias is None else bias[b], _as_block_diagonal(weight[b], count)
@@ -378,14 +390,17 @@ def correlate_backward_input(
     if apart:
         plain = places.correlate_backward_input.__wrapped__  # type: ignore[attr-defined]
         return plain(xp, weight, dy, strides, shape, bias)
-    gemm_address = blas.get_gemm_address(dy.dtype)
-    if gemm_address and bias is None and suits_winograd(shape, weight.shape, strides, dy.shape[2:]):
+    has_gemm = bias is None and bool(blas.get_gemm_address(dy.dtype))
+    algorithm = _choose_algorithm(strides, weight.shape, tuple(shape), dy.shape[2:], has_gemm)
+    if algorithm == "winograd":
         return view_channels_first(convolve_winograd(to_channels_last(dy), weight, None, 2 + strides.first[0], True))
     slope, dx = _as_channels_last(dy), np.empty((shape[0], *shape[2:], shape[1]), dy.dtype)
-    if gemm_address and bias is None and _suits_gemm(strides, weight.shape, shape[2:], dy.shape[2:]):
+    if algorithm == "gemm":
         blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
-    elif is_depthwise(strides, weight.shape):
+    elif algorithm == "depthwise":
         depthwise.depthwise_backward_input(weight, slope, strides, dx, bias)
+    elif strides.groups == 1:
+        direct.direct_backward_input(weight, slope, strides, dx, bias)
     else:
         for count, a, b in _iterate_group_slices(strides, dx, slope):
             begin, dense = None if bias is None else bias[a], _as_block_diagonal(weight[b], count)
@@ -417,7 +432,8 @@ def correlate_backward_params(
     if weight is None:
         return
     gemm_address, shape = blas.get_gemm_address(x.dtype), weight[0].shape
-    if gemm_address and suits_winograd(x.shape, shape, strides, dy.shape[2:]):
+    algorithm = _choose_algorithm(strides, shape, x.shape, dy.shape[2:], bool(gemm_address))
+    if algorithm == "winograd":
         write_or_add_channels_first(
             weight, winograd_backward_weight(gemm_address, to_channels_last(x), as_contiguous(slope), -strides.first[0])
         )
@@ -427,9 +443,9 @@ def correlate_backward_params(
     dw = out if here else np.zeros(shape, x.dtype)
     if here and not add:
         out[...] = 0
-    if gemm_address and _suits_gemm(strides, shape, image.shape[1:-1], slope.shape[1:-1]):
+    if algorithm == "gemm":
         blas.gemm(_as_matrix(dw), _flatten_rows(as_contiguous(slope)).T, _flatten_rows(as_contiguous(image)), True)
-    elif is_depthwise(strides, shape):
+    elif algorithm == "depthwise":
         depthwise.add_depthwise_weight_gradient(image, slope, strides, dw)
     else:
         for count, a, b in _iterate_group_slices(strides, image, slope):

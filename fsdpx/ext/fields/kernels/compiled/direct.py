@@ -493,23 +493,38 @@ def convolve_direct(
     first, step) for each dim, and input and output channels of the weight are swapped."""
     if not y.size:
         return
-    turned, kernel = places is not None, reshape_to_three_dims(weight)
-    if places is None:
-        places = tuple((k, 0, 1) for k in kernel.shape[2:])
-    strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = find_output_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
-    if runs is None:
+    plan = _plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add)
+    if plan is None:
         return
-    met = zip(runs.met, places, strict=True)
-    found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
-    lanes, sizes = round_up_to_lanes(y.shape[-1], x.dtype), found[:, 0].copy()
+    found, sizes, lines, *rest = plan
+    lanes = round_up_to_lanes(y.shape[-1], x.dtype)
     make = np.empty if lanes == y.shape[-1] else np.zeros
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
-    _pack_weights(kernel, packed, found, turned, False)
+    _pack_weights(reshape_to_three_dims(weight), packed, found, places is not None, False)
     begin = np.zeros(y.shape[-1], x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(y)
-    rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, x.shape[-1], sizes)
-    parallel_for_range(_convolve_lines, 0, x.shape[0] * runs.lines, *rest, packed, begin, add)
+    addresses = x.__array_interface__["data"][0], y.__array_interface__["data"][0]
+    parallel_for_range(_convolve_lines, 0, lines, *addresses, *rest, x.shape[-1], sizes, packed, begin, add)
+
+
+@lru_cache(1 << 10)
+def _plan_lines(
+    strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
+    y_strides: tuple[int, ...], add: bool,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """Return what calls of `convolve_direct` with arrays of these shapes and strides share, or None if there is nothing
+    to compute: the window offsets for `_pack_weights`, their number along each dim, the number of lines, and the
+    arguments of `_convolve_lines` from `x_steps` to `bounds`."""
+    if places is None:
+        places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
+    strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
+    runs = find_output_runs(strides, y[1:-1], x[1:-1], add)
+    if runs is None:
+        return None
+    met = zip(runs.met, places, strict=True)
+    found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
+    x_steps, y_steps = _get_byte_strides(x_strides), _get_byte_strides(y_strides)
+    moves = runs.moves * x_steps[1:, None]
+    return found, found[:, 0].copy(), x[0] * runs.lines, x_steps, y_steps, moves, runs.table, runs.bounds
 
 
 def direct_backward_input(
@@ -575,8 +590,12 @@ def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
 def get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
     """Return the address of a field with channels last, and the number of bytes from sample to sample and from cell to
     cell along each of three dims."""
-    steps = [x.strides[0], *(0,) * (5 - x.ndim), *x.strides[1:-1]]
-    return x.__array_interface__["data"][0], np.array(steps)
+    return x.__array_interface__["data"][0], _get_byte_strides(x.strides)
+
+
+@lru_cache(1 << 10)
+def _get_byte_strides(strides: tuple[int, ...]) -> np.ndarray:
+    return np.array([strides[0], *(0,) * (5 - len(strides)), *strides[1:-1]])
 
 
 class _OutputRuns(NamedTuple):
