@@ -45,8 +45,8 @@ class PowerSGD(Codec):
 
     For M (n, m), the codec computes P = M Q, sums P over ranks and orthonormalizes it, then computes Q = M^T P and
     sums Q over ranks. This is one step of the power method for the `rank` largest singular values of M, starting from
-    the Q of the previous step. The all-reduces sum rank (n + m) elements instead of n m; the error M - P Q^T is added
-    to the next gradient.
+    the Q of the previous step. The all-reduces sum `rank` x (n + m) elements instead of n x m. The error M - P Q^T is
+    added to the next gradient.
 
     All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller,
     are sent uncompressed. Every rank gets P and Q of the full gradient, and computes its part of their product.

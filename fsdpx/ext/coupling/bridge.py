@@ -73,7 +73,7 @@ class Bridge:
 
     Parameters
     ----------
-    comm : communicator of all ranks of both sides: one of mpi4py, which is duplicated, or of fsdpx
+    comm : communicator of all ranks of both sides, either from mpi4py (it is then duplicated) or from fsdpx
     solver : on solver ranks, the grid of the solver, whose ghost cells are not sent; None on training ranks
     trainer : on training ranks, their grid, without ghost cells; None on solver ranks
     mode : what happens if one side is faster, the same on all ranks. "lockstep": `send` returns when the other side has
@@ -118,7 +118,7 @@ class Bridge:
         Parameters
         ----------
         fields : arrays in the layout of this rank's grid, with or without ghost cells, and with or without a channels
-            dim, of any number dtype; all ranks of the side pass the same number of arrays, with the same dtypes and
+            dim, of any numeric dtype; all ranks of the side pass the same number of arrays, with the same dtypes and
             channels
         scalars : values to send with them, such as the number of the step: numbers, text, or lists and dicts of these,
             the same on all ranks of the side

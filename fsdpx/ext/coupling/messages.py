@@ -22,11 +22,11 @@ LENGTH_BYTES = 8
 
 
 class PartFacts(NamedTuple):
-    """What the ranks of both sides know of one rank's part of the field.
+    """What the ranks of both sides know about one rank's part of the field.
 
     Attributes
     ----------
-    layout : order of the dims of arrays, a letter each, with "c" for the channels
+    layout : order of the dims of arrays, one letter each, with "c" for the channels
     shape : cells of the full field along each dim
     offsets, local_shape : first cell and number of cells of the part along each dim
     """
@@ -78,8 +78,9 @@ def find_overlaps_with_receivers(
 ) -> list[Overlap]:
     """Return the overlaps of a sender's part with the parts of the receivers to which it sends messages.
 
-    These are the first receiver, those with which the part has cells in common and, so that each receiver gets a
-    message, some of those without cells. `place` is the number of this rank among the `senders`."""
+    These are the first receiver, all receivers whose parts have cells in common with this one, and, so that each
+    receiver gets a message, some of the receivers without cells. `place` is the number of this rank among the
+    `senders`."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
     return [overlap for i, overlap in found if exchanges_messages(place, senders, i, overlap.theirs, overlap.ranges)]
 
@@ -121,8 +122,8 @@ def to_native_numbers(array: Any, what: str) -> np.ndarray:
 
 
 def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return `facts`, which are plain data, and arrays of `to_native_numbers` as bytes. The arrays need not be
-    contiguous.
+    """Return bytes that contain `facts`, which are plain data, and arrays from `to_native_numbers`. The arrays need not
+    be contiguous.
 
     Raises DataError for facts that are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])

@@ -103,8 +103,8 @@ class ReplayBuffer:
 
         Raises
         ------
-        DataError : on all ranks, which then do not keep the sample, if an array of any rank is not numeric, is complex
-            or not finite, does not have the shape of that rank's part, or differs from earlier samples in dtype or
+        DataError : on all ranks, none of which keeps the sample, if an array of any rank is not numeric, is complex or
+            not finite, does not have the shape of that rank's part, or differs from earlier samples in dtype or
             channels
         """
         arrays: tuple[np.ndarray, ...] = ()
@@ -251,12 +251,12 @@ class ReplayBuffer:
 
         Parameters
         ----------
-        path : the folder of `save`
+        path : the folder that was passed to `save`
 
         Raises
         ------
-        CheckpointError : on all ranks, if the folder has no complete buffer, or one of another capacity, policy, field
-            size or layout
+        CheckpointError : on all ranks, if the folder has no complete buffer, or the buffer has another capacity,
+            policy, field size or layout
         """
         folder, problem = expanduser(path), ""
         try:

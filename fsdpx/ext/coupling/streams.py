@@ -1,9 +1,9 @@
 """Streams of messages from the ranks of one side of a `Bridge` to the ranks of the other side.
 
 A stream has a tag for data and one for control messages. A sender rank sends each of its receiver ranks a header of
-four integers, (kind, number, how early it knew that it would be sent, bytes of the body), and with DATA a body. A
-receiver rank sends control messages of two integers, (kind, value). Messages between two ranks arrive in the order of
-sending. There are three ways to send:
+four integers, (kind, number, how many snapshots in advance the rank knew that it would send this one, bytes of the
+body), and with DATA a body. A receiver rank sends control messages of two integers, (kind, value). Messages between two
+ranks arrive in the order of sending. There are three ways to send:
 
 1. Every snapshot arrives (modes "lockstep" and "queue"). Receivers answer each snapshot with RECEIVED. In a queue of
    `depth`, sender ranks wait while that many snapshots are unanswered. In lockstep, they wait for the answers to the
@@ -134,7 +134,7 @@ class Sender:
     Parameters
     ----------
     comm : communicator of both sides
-    tag : tag of the data; control messages have the tag after it
+    tag : tag of the data; control messages have the next higher tag
     receivers : ranks that receive messages of this rank; the first one is the lead
     depth : if every snapshot arrives, how many may be unanswered when `send` returns; 0 is lockstep
     agree : for the second way to send, a collective that returns whether all ranks of this side pass True
@@ -373,8 +373,8 @@ class Receiver:
         return None
 
     def start_closing(self, is_ending: bool = False) -> None:
-        """Tell the senders that this rank takes no more snapshots. `is_ending`: the script ends, so that this rank does
-        not even receive what is under way."""
+        """Tell the senders that this rank takes no more snapshots. `is_ending` says that the script ends, so this rank
+        does not even receive the messages under way."""
         if self._choice is not None:
             self._choice.cancel()
         self._send_control(CLOSED, int(is_ending))

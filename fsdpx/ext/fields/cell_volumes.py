@@ -22,7 +22,7 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     Parameters
     ----------
     widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
-        width of all cells, for which `grid` is needed. Other weights along a dim, such as those of
+        width for all cells, which requires `grid`. Other weights along a dim, such as those of
         `compute_latitude_weights`, can replace its widths
     grid : the grid whose part of the field is computed; default None: the full field
 
@@ -56,14 +56,14 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
 
 
 def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) -> np.ndarray:
-    """Return the weight of each latitude in means over a sphere: the difference of the sines of the bounds of its
-    cells, divided by the mean of these differences (WeatherBench 2, Rasp et al. 2024).
+    """Return the weight of each latitude in means over a sphere: the difference between the sines of its cells' bounds,
+    divided by the mean of these differences (WeatherBench 2, Rasp et al. 2024).
 
     Parameters
     ----------
     latitudes : latitudes of the cells of the full field in degrees, which increase or decrease
-    bounds : the bounds of these cells in degrees, one more than latitudes, for a field that does not reach from pole to
-        pole; default None: the poles, and the middle between neighboring latitudes
+    bounds : the bounds of these cells in degrees (one more than latitudes), for a field that does not reach from pole
+        to pole; default None: the poles, and the midpoints between neighboring latitudes
 
     Returns
     -------

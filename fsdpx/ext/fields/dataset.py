@@ -298,8 +298,8 @@ class FieldDataset:
     as well, except for ghost cells beyond walls, which files do not contain. Fields without a time dim, such as a
     mask, are appended once to `x`, after its states, and are not in `y`.
 
-    With `forcing`, samples are ((x, f), y), where `f` holds the forcing at the times from which the `targets` steps
-    start: that of the last state in `x`, and of all states in `y` except the last. `nn.Rollout(net, steps=targets,
+    With `forcing`, samples are ((x, f), y), where `f` holds the forcing at the start of each of the `targets` steps: at
+    the time of the last state in `x`, and of all states in `y` except the last. `nn.Rollout(net, steps=targets,
     inputs=inputs, constants=dataset.constants, forcing=...)` takes these inputs.
 
     Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
@@ -323,11 +323,10 @@ class FieldDataset:
         part of the states. Default: none
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
-    dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters,
-        which are "i" for the nodes of a mesh,
-        and "c" for components, such as "tyx"; default None: "nt", then the cells in the grid's order, then components
-        (The Well's files record the order of their dims). A group whose name ends in a digit is a single trajectory
-        and has no dim "n"
+    dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters ("i"
+        for the nodes of a mesh), and "c" for components, such as "tyx"; default None: "nt", then the cells in the
+        grid's order, then components (The Well's files record the order of their dims). A group whose name ends in a
+        digit is a single trajectory and has no dim "n"
     dtype : dtype of samples; default float32
 
     Raises
@@ -457,12 +456,12 @@ class FieldDataset:
 
     @property
     def _rows(self) -> np.ndarray | None:
-        """Numbers of the nodes that this rank owns; None if samples are no values of nodes."""
+        """Numbers of the nodes that this rank owns; None if samples are not node values."""
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
     def constants(self) -> int:
-        """Number of channels of `x` after its states, those of fields without a time dim."""
+        """Number of channels in `x` that follow the states and come from fields without a time dim."""
         return sum(v.channel_count for v in self.sources[0].variables) - self.channels
 
     @property
@@ -592,7 +591,8 @@ class FieldDataset:
 
 
 def _find_runs(rows: np.ndarray) -> list[slice]:
-    """Return slices that cover some rows. Rows that are close to each other are in one slice, which is read at once."""
+    """Return slices that cover `rows`. Rows that are close to each other share a slice, so that they are read
+    together."""
     if not rows.size:
         return [slice(0)]
     found = np.sort(rows)
@@ -602,7 +602,7 @@ def _find_runs(rows: np.ndarray) -> list[slice]:
 
 
 def _locate_in_runs(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
-    """Return the places of some rows in the concatenation of the slices that `_find_runs` returns for them."""
+    """Return the indices of `rows` in the concatenation of `runs`, the slices that `_find_runs` returns for them."""
     starts = np.array([run.start or 0 for run in runs])
     before = np.cumsum([0, *(run.stop - (run.start or 0) for run in runs)])[:-1]
     k = np.searchsorted(starts, rows, "right") - 1

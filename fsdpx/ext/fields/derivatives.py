@@ -197,8 +197,8 @@ class FieldDerivative(_DerivativeLayer):
     coordinate : number of the cell dim, counted from 0; if `along` is given, an index into `along`
     derivative : 1 or 2; default 1
     spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
-        in width, an array with the positions of all values of the full field, or with the bounds of its cells, one
-        more, if values lie at their centers, as in (bounds, 0.1). A periodic dim needs the bounds
+        in width, an array of the positions of all values of the full field or, if values lie at cell centers, of the
+        bounds of all cells (one more), as in (bounds, 0.1). A periodic dim needs the bounds
     periodic : whether the field is periodic: one bool for all dims, or one per dim. Ends of a dim that is not periodic
         are walls. Default False
     order : order of accuracy, 2 or 4; default 2
@@ -347,9 +347,9 @@ def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[
 def _find_stretched_taps(
     halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int], spacing: CellPositions, name: str
 ) -> tuple[StencilTap, ...]:
-    """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils have the
-    cells of those for equal distances, and the weights of Fornberg (1988). Raises ShapeError, with the `name` of the
-    dim, if the number of positions does not fit."""
+    """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils cover the
+    same cells as those for equal distances, and have the weights of Fornberg (1988). Raises ShapeError, with the `name`
+    of the dim, if the number of positions does not fit."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)

@@ -41,8 +41,8 @@ FaceSpacing = float | Sequence[float] | np.ndarray
 
 
 class NeighborMove(NamedTuple):
-    """The weights of each output along a dim, a sum of two neighbors: y[i] = lower[i] x[i + first] + upper[i] x[i +
-    first + 1].
+    """The weights of all outputs along a dim. Each output is a weighted sum of two neighbors: y[i] = lower[i] x[i +
+    first] + upper[i] x[i + first + 1].
 
     `outputs` are the cuts of the outputs, and `lower` and `upper` the weights of all outputs of the field."""
 
@@ -170,11 +170,11 @@ def _make_neighbor_halo(parts: FieldPartition, dim: int, outputs: Cuts, first: i
 
 
 class CellsToFaces(_NeighborLayer):
-    """Moves values from cells to the faces across one dim: the mean of both cells, or the derivative between them.
+    """Moves values from cells to the faces across one dim: the mean of the two cells, or the derivative between them.
 
     If cells are weighted by their widths and faces by the distances of cell centers, this layer is the adjoint of
-    `FacesToCells` (derivatives: with the opposite sign), provided that both are periodic or 0 beyond the ends. The mean
-    therefore weights cells by their widths, which preserves the integral of a periodic field.
+    `FacesToCells` (derivatives: with the opposite sign), provided that both fields are periodic, or 0 beyond the ends.
+    The mean therefore weights cells by their widths, which preserves the integral of a periodic field.
 
     Parameters
     ----------
@@ -183,8 +183,8 @@ class CellsToFaces(_NeighborLayer):
         centers
     spacing : distance between the bounds of a cell, or an array with the bounds of all n cells of the full field, of
         length n + 1; default 1
-    faces : "all" (default): the n + 1 faces of n cells; the last rank with cells has the last one; or n faces, the
-        "low" or the "high" one of each cell. Periodic dims have n faces
+    faces : "all" (default): the n + 1 faces of n cells, of which the last rank with cells holds the last; "low" or
+        "high": n faces, the low or the high one of each cell. Periodic dims have n faces
     padding_mode : values of the cells beyond the ends, as for one dim of `Conv`; default "replicate": the mean on a
         wall is the value of the adjacent cell, and the derivative is 0
     """
@@ -201,8 +201,8 @@ class CellsToFaces(_NeighborLayer):
 
 
 class FacesToCells(_NeighborLayer):
-    """Moves values from the faces across one dim to cells: the mean of both faces of a cell, or the derivative between
-    them, which for fluxes is the net outflow of the cell along this dim.
+    """Moves values from the faces across one dim to cells: the mean of the two faces of a cell, or the derivative
+    between them. If the values are fluxes, the derivative is the net outflow of the cell along this dim.
 
     Parameters
     ----------
@@ -254,7 +254,7 @@ class FaceDivergence(Graph):
     Parameters
     ----------
     dims : number of cell dims, 1 to 3
-    spacing : as in `CellsToFaces`: one for all dims, or a list or tuple of one per dim
+    spacing : as in `CellsToFaces`: one for all dims, or a list or tuple with one per dim
     faces : as in `CellsToFaces`, for all dims; default "all"
     padding_mode : as in `FacesToCells`, for all dims or for each; default "zeros"
     along : the cell dim of each coordinate, such as (1, 0) for components along x and y in arrays (y, x); default:

@@ -90,8 +90,8 @@ class Grid(Domain):
 
     Raises
     ------
-    ConfigError : on all ranks, if the parts overlap, leave a gap or form no rectangle, if offsets contradict `dims` or
-        a Cartesian `comm`, or if ranks pass contradicting arguments
+    ConfigError : on all ranks, if the parts overlap, leave a gap or do not form a rectangle, if offsets contradict
+        `dims` or a Cartesian `comm`, or if ranks pass contradicting arguments
     """
 
     _source: Grid | None = None
@@ -258,7 +258,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if the layout has no such dim, or this grid already is that of its faces
+        ConfigError : if the layout has no such dim, or this grid is already a grid of faces across it
         """
         if not isinstance(dim, str) or len(dim) != 1 or dim not in self._dim_letters:
             raise ConfigError(f"Grid.faces: dim={dim!r}: choose one of {', '.join(self._dim_letters)}")
@@ -279,8 +279,8 @@ class Grid(Domain):
 
         Parameters
         ----------
-        grids : the grid of each input of the model that is a field, in the order of the inputs; on the same ranks and
-            with the same layout as this one
+        grids : one grid for each model input that is a field, in the order of the inputs. Each must be on the same
+            ranks and have the same layout as this one
 
         Returns
         -------
@@ -290,7 +290,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if a grid has other ranks or another layout
+        ConfigError : if a grid is on other ranks or has another layout
         """
         for i, grid in enumerate(grids):
             if not isinstance(grid, Grid):
@@ -440,7 +440,7 @@ class Grid(Domain):
         """
         mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
-        if self._comm is not None:  # in a dry run, arrays are those of one rank for all
+        if self._comm is not None:  # a dry run uses one rank's arrays for all ranks
             require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
@@ -975,7 +975,8 @@ class FieldCuts(NamedTuple):
     Attributes
     ----------
     ranks : ranks of the communicator, in the order of the grid
-    cuts : for each dim, the first cell of each slab, followed by the number of cells of the field
+    cuts : for each dim, the first cell of each slab (the parts at one position along the dim), followed by the number
+        of cells of the field
     sides : for each dim and slab, the widths (before, after) of ghost cells
     """
 
@@ -986,7 +987,7 @@ class FieldCuts(NamedTuple):
 
 
 def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts:
-    """Derive the partition of one field from the arguments of its ranks; raise ConfigError if the parts form no
+    """Derive the partition of one field from the arguments of its ranks; raise ConfigError if the parts do not form a
     rectangle.
 
     `rank0` is the communicator rank that holds the first part of the field."""

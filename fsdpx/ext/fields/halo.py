@@ -85,7 +85,7 @@ class HaloSpec:
     dim : dim of the array (samples, channels, *cells)
     cuts : bounds of the cells that the ranks own
     needs : the range [start, stop) of cells that each rank needs, possibly beyond the ends of the field
-    mode : padding beyond both ends, or a pair with that before and that after the field
+    mode : padding beyond both ends, or a pair (padding before the field, padding after it)
     ghosts : (before, after) ghost cells that each rank already holds around its own cells and therefore does not
         request; () if there are no ghost cells
     """
@@ -309,7 +309,7 @@ class DimEnds(NamedTuple):
     Attributes
     ----------
     dim : number of the cell dim
-    periodic : whether it continues the field periodically
+    periodic : whether the layer continues the field periodically
     text : what the layer does, for warnings
     advice : what to choose if the dim is not periodic, and if it is
     """

@@ -46,7 +46,7 @@ def require_local_arrays(model: Layer, find_cells: Callable[[FieldPartition], tu
 
 
 def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
-    """Return `values` as an array; raise ConfigError, with `name`, if they have no common shape or are no numbers."""
+    """Return `values` as an array; raise ConfigError, with `name`, if they have no common shape or are not numbers."""
     try:
         return np.asarray(values, dtype)
     except (TypeError, ValueError) as error:
@@ -66,7 +66,7 @@ def require_weights_of_cells(layer: Any, name: str, weights: CellWeights | None,
 
 
 def require_weights_of_channels(layer: object, name: str, weights: CellWeights, x: Array) -> None:
-    """Raise ShapeError if weights (channels, *cells) have other channels than x (samples, channels, *cells). This needs
-    no data, so that a dry run finds it before ranks communicate."""
+    """Raise ShapeError if weights (channels, *cells) and x (samples, channels, *cells) differ in their number of
+    channels. The check needs no data, so a dry run finds the error before ranks communicate."""
     if weights.array.ndim == x.ndim - 1 and weights.array.shape[0] not in (1, x.shape[1]):
         raise ShapeError(f"{layer!r}: {name} of {weights.array.shape[0]} channels do not fit a field of {x.shape[1]}")

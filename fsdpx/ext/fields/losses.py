@@ -218,8 +218,8 @@ class BandRMSE(_RootLoss):
     k is the number of waves in the full field along each dim, and |k| is the length of the vector (k1, k2, ...).
     PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over
     shells. Here, the squared losses of bands that together cover all wavenumbers add up to the square of `RMSE`. Only
-    the modes below `high` are communicated. If `high` is None, those below `low` are, and are subtracted from the
-    whole error.
+    the modes below `high` are communicated. If `high` is None, the modes below `low` are communicated instead, and
+    subtracted from the full error.
 
     Parameters
     ----------

@@ -48,9 +48,9 @@ class _ScalarLoss(WrappedLoss):
 class MultiOutputLoss(Loss):
     """Weighted sum of one loss for each output of a model: sum of w_i loss_i(output_i, target_i).
 
-    The target is a tuple with one array for each output. On a grid, an output may be a field, of which each rank passes
-    its part of the target, or scalars (samples, n), of which every rank passes all. A number times the loss multiplies
-    all `loss_weights`.
+    The target is a tuple with one array for each output. On a grid, the target of an output that is a field is passed
+    in parts, one by each rank. If the output is scalars (samples, n), every rank passes the full target. A number times
+    the loss multiplies all `loss_weights`.
 
     The sum is averaged over all samples. A loss with `skipna` is averaged over each sample first, and is 0 for samples
     without a known target; samples for which no loss has a known target do not count. Other losses whose weight varies

@@ -120,7 +120,8 @@ def _apply_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
 
 
 def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
-    """Return, for each input of a model, whether it is scalars, which every rank holds in full, or a field.
+    """Return, for each input of a model, whether it is scalars (True), which every rank holds in full, or a field
+    (False).
 
     An input is scalars if a layer reads it that cannot run on a part of a field, such as `Linear`, or that takes
     scalars there, such as `FiLM`; elementwise layers may lie between. If this makes all inputs scalars, return False
@@ -152,7 +153,7 @@ def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iter
 
 def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
     """Raise ConfigError if `reader` cannot process its inputs together because some are fields and some are scalars, or
-    if it would compute statistics of scalars over ranks that all hold the same."""
+    if it would compute statistics of scalars over ranks that all hold the same scalars."""
     fields = sum(isinstance(kind, FieldPartition) for kind in kinds)
     if 0 < fields < len(kinds) and not isinstance(reader, Container | TakesScalars):
         got = ", ".join(map(str, kinds))

@@ -44,7 +44,7 @@ class SavedStates(NamedTuple):
 
     Attributes
     ----------
-    states : the states that steps with a gradient read, the given ones first; None for the others
+    states : the states, beginning with the given ones; None in place of a state that no step with a gradient reads
     constants : the constant channels, or None
     others : the inputs besides the states
     """
@@ -65,7 +65,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     The first input of the model is the state, as `data.FieldDataset` makes it: the last `inputs` states, oldest first,
     and then `constants` channels that never change. The model returns the next state. If the model has more inputs, so
     has the Rollout: those named in `forcing` hold the values of all steps stacked in dim 1, (samples, steps x channels,
-    ...), and all others are the same in every step. They are fields or scalars (samples, n).
+    ...), and all others are the same in every step. These inputs are fields or scalars (samples, n).
 
     If the arrays of a grid have ghost cells, the ghost cells of later states are received from the neighboring ranks,
     also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of the grid must have
@@ -310,7 +310,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
     def _add_noise(self, env: LayerContext, state: Array, index: int) -> Array:
         """Return given state number `index` with Gaussian noise, made by the method of Box and Muller (1958) from
-        numbers that depend on the position in the full field."""
+        random numbers that depend on the position in the full field."""
         ghosts, xp = self._ghost_partition, env.xp
         own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
         def make_fractions(name: str) -> Array:

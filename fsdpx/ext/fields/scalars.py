@@ -22,8 +22,8 @@ __all__ = ["ConcatScalars", "FiLM", "GlobalMax", "GlobalMean", "GlobalSum", "Sca
 
 
 class _ScalarsToField(FieldLayer, TakesScalars):
-    """Base class for layers with two inputs: a field (samples, channels, *cells), or values (samples, rows, features)
-    of the nodes or edges of a mesh, and scalars (samples, n).
+    """Base class for layers with two inputs. The first is a field (samples, channels, *cells), or values (samples,
+    rows, features) of the nodes or edges of a mesh; the second is scalars (samples, n).
 
     Every rank of a field holds all scalars, and computes the part of their gradient that comes from its own cells, as
     do the layers before this one. The sum over ranks is the gradient."""
@@ -187,8 +187,8 @@ class _GlobalReduction(FieldLayer):
         return self.get_partition(x).to_channels_first(x)
 
     def _to_input_gradient(self, env: LayerContext, dx: Array, shape: tuple[int, ...]) -> Array:
-        """Return `dx`, the gradient with the channels in dim 1, or what broadcasts to it, in the layout of the input.
-        `shape` is the shape of the input with the channels in dim 1."""
+        """Return the gradient in the layout of the input. `dx` is the gradient with the channels in dim 1, or an array
+        that broadcasts to it. `shape` is the shape of the input with the channels in dim 1."""
         wide = env.xp.broadcast_to(dx, shape)
         return env.xp.ascontiguousarray(self.get_partition(wide).to_channels_first(wide))
 
@@ -264,7 +264,7 @@ class GlobalMax(_GlobalReduction):
     scalars (samples, channels). On a mesh, it is the maximum over all nodes.
 
     Cells with equal values share the gradient equally, as in `torch.amax`. Every rank gets the result; forward
-    all-reduces 16 bytes per sample and channel, and backward 8. If a value is NaN, so is the result."""
+    all-reduces 16 bytes per sample and channel, and backward all-reduces 8. If a value is NaN, so is the result."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         x, xp = self._get_field(x), env.xp

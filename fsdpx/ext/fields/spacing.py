@@ -76,7 +76,7 @@ def compute_cell_widths(spacing: float | CellPositions, n: int, name: str) -> np
 
 def compute_stencil_weights(at: np.ndarray, points: np.ndarray, derivative: int) -> np.ndarray:
     """Return the weights with which values at `points` (m, s) add up to a derivative at the m positions `at`
-    (Fornberg 1988). For s points, polynomials of degree s - 1 have their exact derivatives."""
+    (Fornberg 1988). With s points, the derivative is exact for polynomials of degree up to s - 1."""
     count = points.shape[1]
     weights = np.zeros((*points.shape, derivative + 1))
     weights[:, 0, 0] = 1.0

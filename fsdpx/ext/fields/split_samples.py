@@ -1,4 +1,4 @@
-"""`SplitSamples`: what sample layouts have in common in which several ranks hold parts of each sample."""
+"""`SplitSamples`: the common base of the sample layouts in which several ranks hold parts of each sample."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class SplitSamples(ABC):
 
     def all_gather_checks(self, inputs: Sequence[Any], targets: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
         """All-gather the value `mine` of each rank that holds a part of the same samples. Return the values in the
-        order of the parts, and a warning if these ranks pass different scalars, as inputs or as targets, or ""."""
+        order of the parts, and a warning if these ranks pass different scalars as inputs or as targets ("" if they do
+        not)."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]

@@ -13,7 +13,7 @@ __all__ = ["find_face_cuts", "find_shared_face_ghosts", "list_face_partitions"]
 
 def find_face_cuts(cuts: Cuts) -> Cuts:
     """Return the cuts of the n + 1 faces across a dim of n cells: each rank has the low faces of its cells, and the
-    last rank with cells also the last face."""
+    last rank with cells also has the last face."""
     return make_output_cuts(cuts, cuts, cuts[-1] + 1)
 
 
@@ -21,9 +21,9 @@ def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths
     """Return the widths of ghost cells of arrays that have both faces of each cell. The high face of a rank's last
     cell, which the next rank owns, is an additional ghost cell.
 
-    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` the ghosts of cells. Ranks beyond
-    the last cells of the field have no cells of their own; the only face in their arrays is the last one, a ghost below
-    their part."""
+    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` the widths of ghost cells. A rank
+    beyond the end of the field owns no cells; the only face in its arrays is the last one, as a ghost below its
+    part."""
     found = []
     for rank, (low, high) in enumerate(sides):
         lacks = cuts[rank + 1] - cuts[rank] + 1 - (faces[rank + 1] - faces[rank])

@@ -34,7 +34,7 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
             raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 
     def __repr__(self) -> str:
-        """Return text without the values: ranks compare this text, but each rank has other values."""
+        """Return text without the values: ranks compare this text, but each rank has different values."""
         return "StaticChannels()"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

@@ -58,8 +58,8 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return the intervals [start, stop) into which the ranks divide a dim, in order; raise ConfigError if the
-    intervals leave a gap or overlap.
+    """Return the slabs of a dim, which are the intervals [start, stop) into which the ranks divide it, in order. Raise
+    ConfigError if slabs overlap or leave a gap.
 
     All slabs have the same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
@@ -114,7 +114,8 @@ def _raise_bound_error(
 
 
 def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
-    """Raise ConfigError because the parts form no grid, naming ranks whose slabs contradict each other."""
+    """Raise ConfigError because the parts do not form a grid. The message names ranks whose slabs contradict each
+    other."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))
         for ((_, stop), one), (after, other) in zip(ends, ends[1:], strict=False):

@@ -20,8 +20,8 @@ def choose_float16_precision() -> Precision:
 
 
 def find_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
-    """Return the name of the library that multiplies matrices in the compute dtype of `formats`, keyed by what error
-    messages call this choice. All ranks must use the same one, because results depend on it.
+    """Return {text that error messages use for this choice: name of the library that multiplies matrices in the compute
+    dtype of `formats`}. All ranks must use the same library, because results depend on it.
 
     Warn on one rank if the library computes 16-bit numbers as float32, which is slower, unless other libraries compute
     all layers of the model."""

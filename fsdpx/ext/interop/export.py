@@ -191,7 +191,8 @@ def convert_to_operation_graph(
     ----------
     nodes : nodes of the graph, in order
     number : node -> its number; several nodes may have the same number
-    target_of : returns the function to call in place of a node's own target; views always become reshapes
+    target_of : function that returns, for a node, the function to call in place of the node's target; views always
+        become reshapes
     owner : module whose attributes are the subgraphs
     """
     inner, made = dict[str, OperationGraph](), list[Operation]()

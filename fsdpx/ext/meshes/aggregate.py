@@ -51,12 +51,12 @@ class GatherNodes(GraphLayer):
 
 
 class EdgeFeatures(GraphLayer):
-    """Returns the edge features of the `Partition`, which were passed or computed from positions: (samples, nodes, n)
-    -> (samples, edges, features). Of the input, only the number of samples is used.
+    """Returns the edge features that the `Partition` was given or has computed from positions: (samples, nodes, n) ->
+    (samples, edges, features). Only the number of samples of the input is used.
 
     Parameters
     ----------
-    features : expected number of features; raises an error if the `Partition` has another
+    features : expected number of features; a `Partition` with a different number raises an error
     """
 
     gives = "edges"

@@ -159,7 +159,7 @@ def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> N
 
 
 def _parse_features(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
-    """Return numbers (one of `rows`, n) in float64, or None if they are not given."""
+    """Return `given` as a float64 array whose number of rows is one of `rows`, or None if it is not given."""
     if given is None:
         return None
     array = to_array(name, given)

@@ -26,8 +26,8 @@ class EdgeLinear(GraphLayer):
     (samples, edges, edge_features) -> (samples, edges, out_features).
 
     It computes y = weight [edge, sender, receiver] + bias. The products with features of nodes are computed once per
-    node and then gathered, which avoids concatenating the inputs. Ranks exchange the products of ghosts: ghosts x
-    out_features numbers per sample, and as many in backward.
+    node and then gathered, which avoids concatenating the inputs. Ranks exchange the products of ghosts (nodes of other
+    ranks): ghosts x out_features numbers per sample in forward, and as many in backward.
 
     Parameters
     ----------

@@ -138,8 +138,8 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
 
 
 def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:
-    """Raise ConfigError on all ranks if any rank passes a nonempty `text`: the text of the first such rank, which is
-    named unless `names_rank` is false."""
+    """Raise ConfigError on all ranks if any rank passes a nonempty `text`. The message is the text of the first such
+    rank, and names this rank unless `names_rank` is false."""
     for rank, found in enumerate(all_gather_plain_data(comm, text)):
         if found:
             raise ConfigError(f"Partition: rank {rank}: {found}" if names_rank else f"Partition: {found}")
@@ -249,8 +249,8 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
     """Return the edges whose receivers this rank owns, from all ranks that pass some of them, and the routes of their
     values.
 
-    An edge that several ranks pass is one edge, and must have the same features on them. If one rank passes an edge
-    several times, it is several edges, unless the graph is undirected."""
+    An edge that several ranks pass counts once, and must have the same features on these ranks. An edge that one rank
+    passes several times counts several times, unless the graph is undirected."""
     senders, receivers = given.edges
     features = np.zeros((senders.size, 0)) if given.edge_features is None else given.edge_features
     if given.undirected:
@@ -279,8 +279,8 @@ def _require_equal_features(comm: Any, edges: _Edges, rows: Table, first: Table,
     """Raise ConfigError on all ranks if the features that ranks pass for an edge differ from those of the lowest rank
     that passes it.
 
-    rows[i] and first[i] are two rows of `edges` with the same edge, of which rank source[first[i]] is the lowest that
-    passes it, and source[rows[i]] may be another."""
+    Rows rows[i] and first[i] of `edges` hold the same edge. Rank source[first[i]] is the lowest rank that passes the
+    edge, and rank source[rows[i]] may be another one."""
     values, text = edges.features, ""
     spans = np.max(all_gather_plain_data(comm, np.abs(values).max(axis=0, initial=0.0)), axis=0)
     wrong = np.flatnonzero((np.abs(values[rows] - values[first]) > TOLERANCE * spans).any(axis=1))

@@ -30,7 +30,8 @@ class LevelLink(NamedTuple):
 
     Attributes
     ----------
-    graph : a graph whose nodes are the coarse nodes, with an edge for each fine node, which has a sender only
+    graph : a graph whose nodes are the coarse nodes. It has one edge per fine node, whose sender is the coarse node to
+        which the fine node belongs; these edges have no receivers
     fine, coarse : how values of the nodes of both meshes are distributed
     """
 
@@ -40,7 +41,7 @@ class LevelLink(NamedTuple):
 
 
 class MeshLevel:
-    """A coarser mesh, and the node of it to which each node of the finer mesh belongs. Collective.
+    """A coarser mesh, and for each node of the finer mesh the coarse node to which it belongs. Collective.
 
     `nn.Restrict` and `nn.Prolong` move values between the two meshes; layers between them work on the coarse mesh.
     Nodes and the coarse nodes to which they belong may be on different ranks.
@@ -48,12 +49,13 @@ class MeshLevel:
     Parameters
     ----------
     fine : the mesh that is the trainer's `domain`, or the coarse mesh of another level
-    coarse : the coarser mesh, over the same ranks, which has global numbers of its own
+    coarse : the coarser mesh, over the same ranks; its nodes have their own global numbers
     numbers : for each node of `fine` that this rank owns, the number of its node in `coarse`
 
     Raises
     ------
-    ConfigError : on all ranks, if the meshes have other ranks, or `numbers` are not those of nodes of `coarse`
+    ConfigError : on all ranks, if the meshes are on different ranks, or `numbers` contains a number that no node of
+        `coarse` has
     """
 
     def __init__(self, fine: Partition, coarse: Partition, numbers: Any) -> None:
@@ -82,8 +84,9 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_link(self, kind: Kind) -> LevelLink:
-        """Return the map between the levels where values of nodes of one of them are distributed as `kind`: that of
-        this rank, or in a dry run one of which only sizes are known. If `kind` is of neither, it is that of this rank.
+        """Return the map between the two meshes, given that node values of one mesh are distributed as `kind`. This is
+        the map of this rank or, in a dry run, a map of which only sizes are known. If `kind` belongs to neither mesh,
+        it is always the map of this rank.
 
         Communicates nothing."""
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
@@ -191,11 +194,11 @@ class Prolong(_BetweenLevels):
 
 
 def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partition, numbers: np.ndarray) -> LocalGraph:
-    """Return a graph whose nodes are the coarse nodes, with an edge for each fine node of this rank, which has only a
-    sender: the coarse node to which it belongs. Collective.
+    """Return a graph whose nodes are the coarse nodes, with one edge per fine node of this rank, as in
+    `LevelLink.graph`. Collective.
 
-    It is built as a graph of coarse and fine nodes, numbered one after the other, with edges from the ones to the
-    others; then the fine nodes, which send nothing, are left out."""
+    The function builds a graph of coarse and fine nodes (coarse nodes are numbered first), with edges from coarse to
+    fine nodes. Then it leaves out the fine nodes, because they send nothing."""
     above = coarse.total_nodes
     away = np.setdiff1d(numbers, coarse.numbers)
     rows = np.concatenate([coarse.numbers, above + fine.numbers, away])

@@ -45,7 +45,8 @@ class PartSizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LocalGraph:
-    """The nodes that a rank owns, ghosts of nodes of other ranks, and all edges whose receiver the rank owns.
+    """The nodes that a rank owns, its ghosts (copies of other ranks' nodes), and all edges whose receiver the rank
+    owns.
 
     Rows of nodes are the owned nodes, then the ghosts. Edges are sorted by receiver, and those of one receiver by the
     global number of the sender, so that sums over edges have the same order on any partition.
@@ -56,7 +57,7 @@ class LocalGraph:
     numbers : global number of each row, (nodes + ghosts,)
     senders, receivers : row of the sender and of the receiver of each edge, (edges,)
     offsets : the edges of receiver i are those from offsets[i] up to, but not including, offsets[i + 1]
-    sender_order, sender_offsets : the edges sorted by sender, and where those of each row begin, as in `offsets`
+    sender_order, sender_offsets : the edges sorted by sender, and where the edges of each row begin, as in `offsets`
     sorted_receivers : the receivers of the edges in `sender_order`
     edge_features : features of the edges that do not change, (edges, features) in float64
     sends : (rank, owned rows) of each message with values of nodes that are ghosts elsewhere

@@ -1,4 +1,5 @@
-"""The sample layout in which each sample is a value on the nodes of a mesh, and each rank has those of its nodes."""
+"""The sample layout in which each sample holds values of the nodes of a mesh, and each rank has the values of its own
+nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ __all__ = ["NodeSamples", "PartitionedNodes"]
 
 
 class PartitionedNodes(Protocol):
-    """What a sample layout needs to know of a `Partition`."""
+    """What a sample layout needs to know about a `Partition`."""
 
     dims: tuple[int, ...]
     total_edges: int
@@ -99,8 +100,8 @@ class NodeSamples(SplitSamples):
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Return a target, prediction or gradient as (samples, nodes, features) or as scalars (samples, n), or integer
-        labels (nodes,) or (samples, nodes) as (samples, nodes). Whole numbers with two dims are labels if the caller's
-        arrays have a sample dim. Sizes do not tell: there may be as many samples as nodes."""
+        labels (nodes,) or (samples, nodes) as (samples, nodes). Integers with two dims are labels if the caller's
+        arrays have a sample dim. Sizes alone cannot tell, because there may be as many samples as nodes."""
         rows, kind = self.partition.row_counts, self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.to_model_scalars(array, name, batched)

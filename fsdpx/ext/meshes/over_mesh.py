@@ -1,5 +1,5 @@
-"""Convert a model of a whole mesh to the model that each rank runs on its part, and find out whether each input is
-values of nodes, values of edges, or scalars."""
+"""Converts a model of a whole mesh to the model that each rank runs on its part, and finds out whether each input
+consists of node values, edge values, or scalars."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DropGhosts(Layer):
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
     """Return, for each input of `reader`, the layer that drops its ghosts, or None if they may stay. They are dropped
-    where a layer reads values of nodes with ghosts and without them together, such as a sum."""
+    where a layer, such as a sum, reads some node values with ghosts and some without."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
     rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:

@@ -57,9 +57,9 @@ class Partition(Domain):
 
     Parameters
     ----------
-    comm : communicator of the ranks that hold the mesh: one of mpi4py, which is duplicated, or any object with a
-        `tompi4py()` method, such as `PETSc.Comm`, or one of fsdpx
-    owned : number of nodes that this rank owns. They are numbered in rank order: those of rank 0 are 0, 1, ...
+    comm : communicator of the ranks that hold the mesh: an mpi4py communicator, which is duplicated, any object with a
+        `tompi4py()` method, such as `PETSc.Comm`, or an fsdpx communicator
+    owned : number of nodes that this rank owns. Nodes are numbered in rank order: the nodes of rank 0 are 0, 1, ...
     ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
     owners : the rank that owns each ghost, which is checked; default: not checked
     edges : integers (2, edges): row of the sender and row of the receiver of each edge, as `edge_index` of PyTorch
@@ -386,7 +386,7 @@ class Partition(Domain):
 
         Raises
         ------
-        ConfigError : if there are no ranks, or `nodes`, `edges` and `ghosts` are not of as many ranks
+        ConfigError : if `nodes`, `edges` and `ghosts` are empty or differ in length
         """
         columns = [parse_integers(name, given, 1).tolist()
                    for name, given in (("nodes", nodes), ("edges", edges), ("ghosts", ghosts))]  # fmt: skip
@@ -501,7 +501,8 @@ class Partition(Domain):
         Parameters
         ----------
         model : model of the whole mesh
-        parts : one distribution, of all inputs that are values of nodes; default None: that of this partition
+        parts : a sequence with one element, the distribution of all inputs that are values of nodes; default None: the
+            distribution of this partition
 
         Returns
         -------
@@ -544,8 +545,8 @@ class Partition(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a plan reports: the rank with the most edges, and that which sends most.
-        If they are the same rank, it is listed once."""
+        """The ranks whose memory and traffic a plan reports: the rank with the most edges, and the rank that sends
+        most. If they are the same rank, it is listed once."""
         ranks = range(len(self._parts))
         largest = max(ranks, key=lambda r: (self._parts[r].edges, self._parts[r].nodes))
         return tuple(dict.fromkeys((largest, max(ranks, key=lambda r: self._parts[r].exchanged))))
@@ -614,7 +615,7 @@ class Partition(Domain):
 
         Parameters
         ----------
-        array : this rank's (owned nodes and ghosts, ...) in the caller's order; those of owned nodes are sent
+        array : this rank's (owned nodes and ghosts, ...) in the caller's order; the values of owned nodes are sent
 
         Returns
         -------
@@ -656,8 +657,8 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have its edges, or with undirected=True, because each
-            edge then counts in both directions: use `edges` to compute values for each direction
+        DataError : on all ranks, if the array of a rank does not have its edges, or if the partition is undirected,
+            because each edge then counts in both directions: use `edges` to compute values for each direction
         """
         array, error = np.asarray(array), ""
         if self._passed_edges < 0:
@@ -726,8 +727,8 @@ class Partition(Domain):
         return whole
 
     def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
-        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error`, that of the first, or
-        if ranks pass different kinds of arrays, which `_describe` returns."""
+        """All-gather `value`. Raise DataError on all ranks, with the first nonempty `error` that a rank passes, or if
+        ranks pass different values of `kind`, the result of `_describe`."""
         everyone = all_gather_plain_data(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:
@@ -748,7 +749,7 @@ def _open(comm: Any) -> Any:
 
 
 def _describe(array: np.ndarray, dim: int) -> str:
-    """Return the dtype and shape of an array as text, where the size of `dim`, that of the rows, is left out."""
+    """Return the dtype and shape of an array as text, without the number of rows (the size of `dim`)."""
     sizes = [str(n) for n in array.shape]
     sizes[dim] = "rows"
     return f"{array.dtype} of shape ({', '.join(sizes)})"

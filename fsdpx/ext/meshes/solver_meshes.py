@@ -1,5 +1,4 @@
-"""Read the graphs of meshes of dolfinx and of PETSc's DMPlex, for `Partition`. Their objects are read without importing
-the libraries."""
+"""Reads the graphs of dolfinx meshes and of PETSc's DMPlex, for `Partition`, without importing these libraries."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ class SolverMesh(NamedTuple):
     owned : whether the rank owns each row
     positions : coordinates (rows, dims), or of the owned rows only
     edges : rows of the ends of each edge, (2, edges); None if `facets` is given
-    facets : row of an owned cell and global number of one of its facets, (2, facets of owned cells), if the nodes are
-        cells, which are joined if they share a facet; else None
+    facets : for each facet of an owned cell, the row of the cell and the global number of the facet, (2, facets of
+        owned cells). Cells that share a facet are joined. None if the nodes are not cells
     """
 
     comm: Any

@@ -65,7 +65,7 @@ class StepLanes:
     held : for each row, kind of memory -> (time, bytes from then on); {}: draw no memory for this row; default (): draw
         no memory at all
     numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit
-    second : how long a second is in the units in which times are given; default 0: the times have no unit
+    second : length of a second in the unit of the given times; default 0: the times have no unit
     limit : bytes of available memory; default None: unknown
     """
 

@@ -59,7 +59,7 @@ class DiskRates(NamedTuple):
 def get_or_measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates | None:
     """Return the bandwidth of the disk that holds a folder, from a cache of earlier measurements if possible.
 
-    Returns None if the bandwidth is unknown because the folder is missing or its disk full, or because measuring is
+    Returns None if the bandwidth is unknown because the folder is missing or its disk is full, or because measuring is
     turned off (FSDPX_TUNE=0)."""
     if not folder.is_dir():
         return None

@@ -236,8 +236,8 @@ class Watchdog:
         )
 
     def _report_if_overdue(self, last: float) -> float:
-        """Print which ranks are waiting where, if a wait is overdue that began after the last report, at time `last`,
-        and no better informed watchdog of this process prints it. Return the time of the newest report."""
+        """If a wait that began after the last report (at time `last`) is overdue, print which ranks are waiting where,
+        unless a better informed watchdog of this process does so. Return the time of the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
         grace = 2 * self._poll_seconds if better else 0.0  # the others poll at other times

@@ -47,8 +47,8 @@ _wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for
 def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add):
     """Compute the outputs of some lines; the arguments are those of `_convolve_lines` in `direct`.
 
-    `packed` holds the weights as (blocks, offsets, lanes). All blocks have the lanes of a wide vector, but the last
-    may have those of a narrow one."""
+    `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector, except that
+    the last may have as many as a narrow one."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
