@@ -150,8 +150,8 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """Yield the shards in one array of the ledger. The array holds either the parameters of a page (flat buffer), or a
-    single tensor that is in no page."""
+    """Yield the shards in one array of the ledger (table of a rank's arrays). The array holds either the parameters of
+    a page (flat buffer), or a single tensor that is in no page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)

@@ -52,7 +52,8 @@ class BufferViews:
 
     Attributes
     ----------
-    generation : value of the arena's `generation`, which counts reallocations; the views are valid until it changes
+    generation : `generation` of the arena (allocator of large buffers), which counts reallocations; the views are valid
+        until it changes
     frozen : parameters whose gradients are hidden from layers
     own : for each unit, its trainable parameters that no other unit uses
     """
@@ -109,8 +110,8 @@ class BufferViews:
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
         """Return, for each node (layer call) of a unit (group of layers), a dict from the parameter's name within the
-        layer to its array. `pages` holds dicts from full name to array: one for each page (flat parameter buffer),
-        followed by those of the running statistics."""
+        layer to its array. `pages` holds dicts from full name to array: those of the unit's pages (flat parameter
+        buffers), then those of its running statistics."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
@@ -255,7 +256,7 @@ class Workspace:
 
     def take_next_scratch_buffer(self, kind: str, page: int) -> Any:
         """Return temporary memory of this kind for an action on a page (flat parameter buffer). Its dtype is uint8 for
-        raw data, and otherwise that of gradients."""
+        raw data, and otherwise the dtype of gradients."""
         if (kept := self.state.ledger.get_array(kind, page)) is not None:
             return kept
         nbytes = self._scratch.get((kind, page))
@@ -356,8 +357,8 @@ class ProgramRun:
     def get_contexts_of_microbatch(
         self, batch: Microbatch, recomputing: bool = False
     ) -> tuple[LayerContext, list[list[LayerContext]]]:
-        """Return the layer contexts for a microbatch: one for the loss, and for each unit (group of layers) those of
-        its nodes (layer calls)."""
+        """Return the layer contexts for a microbatch: one for the loss, and one for each node (layer call) of each unit
+        (group of layers)."""
         self.contexts.moment.step, self.contexts.moment.row = (
             self.step,
             batch.row + self.placement.get_sample_offset_on_tensor_axis(batch),

@@ -118,7 +118,8 @@ class ProgramRequest:
         reduced
     ahead : number of pages that are gathered before they are needed, and maximum number of reduces that may be pending
     resident : pages whose full parameters are already gathered
-    grads, parts : pages that have unreduced (local) or reduced (sharded) gradients from earlier programs
+    grads, parts : pages that have unreduced gradients (`grads`) or reduced gradient shards (`parts`) from earlier
+        programs
     has_loss_weight : whether an earlier program left its share of the loss weight, by which gradients are divided
     order : forwards and backwards of this rank's stages, in the order in which they run; None (default): forward and
         backward of one microbatch after another

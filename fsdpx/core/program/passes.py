@@ -39,7 +39,8 @@ def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | Non
     ----------
     order : actions F, E, B, I and W of this rank's stages, in which `unit` is the number of the stage
     stage : the part of the model on this rank
-    end : operation that ends the forward of each microbatch on the rank that computes the loss (LOSS or SCORE), or None
+    end : operation that ends the forward of each microbatch on the rank that computes the loss (LOSS or SCORE); None if
+        there is none
     """
     units, steps = dict(stage.own_stages), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()

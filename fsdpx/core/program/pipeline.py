@@ -158,8 +158,8 @@ class Stage:
     @cached_property
     def tie_groups(self) -> dict[int, tuple[int, ...]]:
         """Groups of pages (flat parameter buffers) whose gradients are summed with those of other pages or ranks,
-        because their parameters are tied or their gradients are partial. Maps the first page of each group to those of
-        the group's pages that are on this rank."""
+        because their parameters are tied or their gradients are partial. Maps the first page of each group to the
+        group's pages on this rank."""
         groups = {group[0]: tuple(p for p in group if p in self.trained_pages) for group in self.twins}
         alone = self.partial - {p for group in self.twins for p in group}
         groups |= {p: (p,) for p in alone if p in self.trained_pages}

@@ -63,9 +63,9 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def try_allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate the arrays that these ledger rows describe in shared memory. If `together` is True, all ranks of a host
-    share one block; otherwise each rank has its own block, which other ranks can read. If a host has too little shared
-    memory, warn and return False. `what` names the arrays in the warning. Collective."""
+    """Allocate, in shared memory, the arrays that these rows of the ledger (table of arrays) describe. If `together` is
+    True, all ranks of a host share one block; otherwise each rank has its own block, which other ranks can read. If a
+    host has too little shared memory, warn and return False. `what` names the arrays in the warning. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),

@@ -1,4 +1,5 @@
-"""Memory use of a rank's process: its arena, memory shared with other ranks of the host, and everything else."""
+"""Memory use of a rank's process: its arena (large buffers), memory shared with other ranks of the host, and everything
+else."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """Return the shape of an input or activation, given by its number `value`, for a microbatch on tensor rank
-        `tensor` (default: this rank)."""
+        """Return the shape of the input or activation with number `value`, for a microbatch on tensor rank `tensor`
+        (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:

@@ -44,7 +44,8 @@ class StateStorage:
         return None
 
     def map_array(self, row: Any) -> Any:
-        """Return the array of an offloaded ledger row. The array is valid as long as it is referenced."""
+        """Return the offloaded array that a row of the ledger (table of arrays) describes. The array is valid as long
+        as it is referenced."""
         raise AssertionError(f"{row} is in memory")
 
     def close(self) -> None:

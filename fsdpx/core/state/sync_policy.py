@@ -123,8 +123,8 @@ class SyncPolicy:
         return float(results[MEAN].value)
 
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
-        """Allocate memory that all ranks can access. For each array in it, yield (key of its ledger row, array).
-        Collective."""
+        """Allocate memory that all ranks can access. For each array in it, yield (its key in the ledger, array). The
+        ledger is the table of a rank's arrays. Collective."""
         return iter(())
 
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[Any]:

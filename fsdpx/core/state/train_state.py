@@ -117,8 +117,8 @@ class FrozenParameters:
     """
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """Start without frozen parameters. `updates` is a function that returns how many updates a parameter, given by
-        name, would have had so far if it had never been frozen."""
+        """Start without frozen parameters. `updates` is a function of a parameter's name that returns how many updates
+        the parameter would have had so far if it had never been frozen."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates

@@ -96,8 +96,8 @@ def distribute(
     microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline
         rank: Huang et al. 2019)
     seed : seed of initialization and dropout; the random numbers do not depend on mesh or strategy
-    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits, with a float32 shard), "bf16-true" (all
-        but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
+    precision : "float64", "float32", "bf16" or "bfloat16" (layers in 16 bits, parameter shards in float32), "bf16-true"
+        (everything in 16 bits except sums of gradients), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : maximum global gradient norm; larger gradients are scaled down to it (default: no clipping)
     compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
         `fsdpx.HierarchicalCompression(codec)`, to compress only between replicas; or a dict from name pattern to one
@@ -130,7 +130,7 @@ def distribute(
 
     Returns
     -------
-    Trainer : with `elastic`, every rank passes the full global batch
+    Trainer : this rank's trainer; with `elastic`, every rank must pass it the full global batch
 
     Raises
     ------

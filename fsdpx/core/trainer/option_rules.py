@@ -69,7 +69,8 @@ class ChoiceContext:
 
     @property
     def collective_layer(self) -> Any:
-        """The first node (layer call) of the model whose layer communicates in each step, such as BatchNorm, or None.
+        """The first node (layer call) of the model whose layer communicates in each step, such as BatchNorm; None if
+        there is none.
         """
         nodes = () if self.model is None else self.model.nodes
         return next((node for node in nodes if is_collective_layer(node.layer)), None)

@@ -89,7 +89,7 @@ def explain_memory_error(
     world : communicator of all ranks
     session : session of the trainer; None if it has not been made yet
     error : the MemoryError that was raised
-    feed : inputs of the step in which the MemoryError was raised, or None
+    feed : inputs of the step in which the MemoryError was raised; None if it was raised elsewhere
     """
     clear_frames(error.__traceback__)  # free the arrays to which the stack frames of the error still refer
     trim_heap()

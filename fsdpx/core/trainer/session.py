@@ -85,7 +85,7 @@ class CheckedBatch:
     Attributes
     ----------
     inputs : inputs of the model; empty if a check failed before they were made
-    target : the target, or None
+    target : the target; None if there is none
     rows : number of samples
     features : text that must be the same on other ranks: shapes and dtypes, and sometimes a digest of the values
     batched : whether the caller's arrays have a sample dimension

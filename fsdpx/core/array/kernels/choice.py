@@ -113,7 +113,8 @@ def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the implementation of the kernel `name` for these arguments that the device of `xp` provides, or None."""
+    """Return the implementation of the kernel `name` that the device of `xp` provides for these arguments; None if it
+    has none."""
     return get_device_of_namespace(xp).find_kernel(name, arguments)
 
 
@@ -132,8 +133,8 @@ def _warn_numba_missing() -> None:
 
 
 def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
-    """Import and return the compiled implementation of a kernel, or None. The result does not depend on which files
-    have been imported."""
+    """Import and return the compiled implementation of a kernel; return None if there is none. The result does not
+    depend on which files have been imported."""
     # only core kernels need an import: kernels of an extension are imported with its layers
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)
