@@ -324,7 +324,8 @@ def _has_indexed_samples(dataset: Any) -> bool:
 
 
 MAX_PREFETCHED = 1 << 16
-"""Maximum number of batches to read ahead. It is more than memory can hold, and not too large for a queue's counter."""
+"""Maximum number of batches to read ahead. This is more than memory can hold, but not too large for a queue's
+counter."""
 POLL_SECONDS = 0.2  # while the queue is full, `stopped` is checked at this interval
 
 

@@ -19,8 +19,8 @@ NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
     "f4": float.fromhex("0x1.ep+122"), "f8": float.fromhex("0x1.ep+122"),
 }  # fmt: skip
-"""Default fill values of the NetCDF library, by dtype. Readers assume none for 8-bit integers, because each of their
-few values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
+"""Default fill values of the NetCDF library, by dtype. Readers assume no default fill value for 8-bit integers, because
+each of their few values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
 _SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 _DIMENSIONS = "_ARRAY_DIMENSIONS"
 """The attribute in which xarray stores the names of dims in Zarr format 2. In arrays that have this attribute,

@@ -17,13 +17,13 @@ import numpy as np
 __all__ = ["compute_crc32c", "index_records", "mask_checksum", "parse_byte_features", "read_record"]
 
 POLYNOMIAL = 0x82F63B78
-"""The polynomial of CRC-32C (Castagnoli et al. 1993), bits reversed."""
+"""The polynomial of CRC-32C (Castagnoli et al. 1993), with its bits reversed."""
 LANES = 4096
 """Number of parts of the data whose checksums are computed at the same time."""
 MAX_VARINT_BYTES = 10
 
 Record = tuple[int, int]
-"""Offset of the data of a record in its file, and their length in bytes."""
+"""Offset and length, in bytes, of a record's data in its file."""
 
 
 def index_records(file: BinaryIO) -> list[Record]:

@@ -36,8 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""Types that a section must not have, except that data sections may be lists or tuples. Values that are neither tables
-nor of these types are used as finished objects."""
+"""A section must not be a value of these types, except that data sections may be lists or tuples. Any other value that
+is not a table is used as a finished object."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip

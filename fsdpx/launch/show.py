@@ -257,8 +257,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks in --ranks. By default, this is the size of the mesh, else that of the grid of ranks,
-    else 4. Mesh axes without a given width count as 1."""
+    """Return the number of ranks in --ranks. The default is the size of the mesh or, without a mesh, the size of the
+    grid of ranks, or else 4. Mesh axes without a given width count as 1."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:

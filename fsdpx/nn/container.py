@@ -82,8 +82,8 @@ class Container(Layer):
     """Whether `forward` accesses steps by index, in which case no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Initializers, by parameter name, that replace those of the layers, for example to read values from a file; see
-    `fsdpx.models`."""
+    """Initializers, by parameter name, that replace the layers' own initializers, for example to read values from a
+    file; see `fsdpx.models`."""
 
     def __init__(
         self,

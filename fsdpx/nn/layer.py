@@ -355,8 +355,8 @@ class Layer(ABC):
     n_outputs: int = 1
     """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
-    """Whether `forward` takes no longer than a pass over memory. A container then saves the input of `recompute`
-    instead of the result."""
+    """Whether `forward` takes no longer than one pass over the layer's arrays. A container then saves what `recompute`
+    needs instead of the result."""
     collective: bool = False
     """Whether the layer calls collectives over `env.mesh.data`; all ranks of that axis must run the layer
     equally often."""
@@ -381,8 +381,8 @@ class Layer(ABC):
 
     takes: str | tuple[str, ...] = "numbers"
     """The dtype in which the layer gets integer and boolean inputs of the model: "numbers", the model's dtype;
-    "indices", int32 or int64; "given", unchanged; "passed", the dtype that the readers of its result take. One word for
-    all inputs, or a tuple with one word per input."""
+    "indices", int32 or int64; "given", unchanged; "passed", the dtype that the layers reading its result take. One word
+    for all inputs, or a tuple with one word per input."""
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are

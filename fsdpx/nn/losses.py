@@ -57,7 +57,8 @@ class Loss(ABC):
     kernel_names: tuple[str, ...] = ()
     """Names of the kernels that the loss runs; they are compiled before the first step."""
     partial: bool = False
-    """Whether (total, weight) covers only this tensor rank's part, so that both must be summed over the tensor axis."""
+    """Whether (total, weight) covers only this tensor rank's part, so that total and weight must be summed over the
+    tensor axis."""
     acts_on: str = "sample"
     """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
     acts on positions works with sharded sequences, because totals and weights of parts along dim 1 add up."""
@@ -65,7 +66,7 @@ class Loss(ABC):
     """What the weight counts: "elements", the number of elements of y; "samples", a number that is proportional to the
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
     skipna: bool = False
-    """Whether elements whose target is NaN are ignored, so that NaN in a target is no mistake."""
+    """Whether elements whose target is NaN are ignored. If so, NaN in a target is not an error."""
     __array_ufunc__ = None  # so that NumPy leaves `numpy.float64(2) * loss` to `__rmul__`
 
     def __init_subclass__(cls) -> None:

@@ -30,7 +30,8 @@ NOT_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head*")
 
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-"""Steps and coefficients of the Newton-Schulz iteration, which brings singular values to between 0.7 and 1.2."""
+"""Number of steps and coefficients of the Newton-Schulz iteration, which moves singular values to between 0.7 and
+1.2."""
 
 
 @wrap_constructor_with_option_check

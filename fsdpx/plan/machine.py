@@ -77,8 +77,8 @@ class Compute:
     memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
     half : number of FLOP of a matrix product that reaches half the rate of large ones; a product of F FLOP reaches F /
-        (F + half) of that rate. This holds for the fastest format; a small product loses as much time in any other
-        format
+        (F + half) of that rate. This holds for the fastest format; in any other format, a small product loses the same
+        time in seconds
     memory_efficiency : share of `memory` that memory-bound kernels reach
     launch : additional seconds for each kernel
     spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist

@@ -57,9 +57,9 @@ UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit. Slots of other kinds are numbered by value."""
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
-"""Bytes of activations for which one byte is lost to gaps in the heap at the peak. There are gaps because heap memory
-is never returned to the system (see core/array/arena.py) and activations are not moved. On transformers at 1 to 4
-ranks, the gaps were measured to be 1/20 to 1/7 of the activations."""
+"""At the peak, one byte is lost to gaps in the heap for this many bytes of activations. There are gaps because heap
+memory is never returned to the system (see core/array/arena.py) and activations are not moved. On transformers at 1 to
+4 ranks, the gaps were measured to be 1/20 to 1/7 of the activations."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Maximum number of units in a table row, and their maximum width in characters."""
 

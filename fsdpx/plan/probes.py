@@ -161,7 +161,7 @@ def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
 
 
 MANY = 256
-"""Number of channels of convolutions with few cells, in which reordering the weights takes as much time as the matrix
+"""Number of channels of convolutions with few cells, in which reordering the weights takes as long as the matrix
 products."""
 
 

@@ -89,8 +89,8 @@ class Candidate:
 
 HEAD = ("kind", "step", "memory", "fits", "sends", "with")
 CLOSE_TIME_FACTOR = 1.02
-"""Configurations whose time is within this factor of the shortest time count as equally fast, because predictions
-are no more accurate."""
+"""Configurations whose time is within this factor of the shortest time count as equally fast, because predictions are
+not more accurate than this."""
 
 
 def _format_whether_fits(nbytes: int, limit: int | None) -> str:
@@ -114,7 +114,7 @@ class Plan:
     loss : the loss as a Python expression
     cells : cells of the field along each dim, if the batch consists of fields
     longest : size of the longest sequence that fits (positions) or of the largest field that fits (cells along each
-        dim), found by doubling like `largest_batch`; () if the model accepts no other sizes than that of the batch
+        dim), found by doubling like `largest_batch`; () if the model accepts no size other than the batch's
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
     slow : (options, seconds) of configurations that were ruled out because the lower bound on their step time exceeds

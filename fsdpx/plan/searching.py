@@ -63,7 +63,7 @@ OFFLOAD_FOLDER = "/local/disk"
 ANY_GRID = "any"
 """Value of `domain` that requests a search over all grids."""
 GRIDS_PER_SIZE = 4
-"""Maximum number of grids that are tried for each number of ranks. They are the grids with the smallest faces."""
+"""Maximum number of grids that are tried for each number of ranks. The grids with the smallest faces are tried."""
 CLOSE_FACTOR = 1.3
 """Configurations are predicted if the lower bound on their step time is within this factor of the fastest step time."""
 RECOMPUTE_CHOICES = None, "all"
@@ -445,7 +445,7 @@ class _Search:
         """Return the size of the longest sequence that fits (in positions) or of the largest field that fits (in cells
         along each dim), and the options with which it fits.
 
-        Return () and None if the model accepts no other sizes than that of the batch."""
+        Return () and None if the model accepts no size other than the batch's."""
         shape = self.batch[0][0]
         if self._has_fixed_parts:
             return (), None

@@ -18,8 +18,8 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 
 MAX_VISITS = 1
 """Number of times that a thread yields at the same bytecode. One visit suffices, because objects that are created
-lazily are created in the first visit. Further visits find no further layers that wrongly store data of a call on
-themselves."""
+lazily are created in the first visit. Tracing further visits does not reveal more layers that wrongly store a call's
+data on themselves."""
 
 
 @contextmanager

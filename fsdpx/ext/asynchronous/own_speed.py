@@ -323,7 +323,7 @@ CLOCK, SYNC_COUNT = 0, 1
 """Words at the start of each part: number of steps of its rank since all ranks synchronized, and how often the rank has
 waited for all ranks."""
 AWAY_CLOCK = 1 << 62
-"""The clock of a rank that takes no more steps until all ranks synchronize."""
+"""Value of a rank's clock while the rank takes no steps until all ranks synchronize."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
 """Words in front of each page: number of updates, number of gradients in the sum, and the weight of these gradients (a
 float64)."""
@@ -331,8 +331,8 @@ float64)."""
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
 """Function that updates elements of a page. Its arguments are parameters, gradient, optimizer slots, segments, step,
-weight of the gradients of all ranks (None if the gradient is only that of this rank), and a factor on the learning
-rate."""
+total weight of the gradients of all ranks (None if the gradient comes from this rank alone), and a factor on the
+learning rate."""
 
 
 class OwnSpeedPolicy(SyncPolicy):

@@ -45,7 +45,7 @@ class CompressedCodec(Codec):
     random = False
     """True if packing uses random numbers."""
     warmup: int = 0
-    """Number of reduces at the start in which parts are packed less densely than later."""
+    """Number of reductions at the start in which more is sent than in later ones."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod

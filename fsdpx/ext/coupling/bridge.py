@@ -31,7 +31,8 @@ __all__ = ["Bridge", "Snapshot"]
 
 SIDES = ("solver", "trainer")
 TAGS = {"solver": 0, "trainer": 2, "weights": 4}
-"""Tags of the fields that each side sends, and of the weights; control messages have the tag after it."""
+"""Tags of the fields that each side sends, and of the weights. The control messages of each stream have the next higher
+tag."""
 DEFAULT_DEPTH = 2
 
 

@@ -28,7 +28,7 @@ __all__ = ["ReplayBatch", "ReplayBuffer"]
 
 POLICIES = ("fifo", "reservoir", "priority")
 PRIORITY_EXPONENT = 0.6
-"""Exponent of priorities in the probability to be drawn, alpha of Schaul et al. (2016)."""
+"""Exponent of a sample's priority in its probability of being drawn (alpha in Schaul et al. 2016)."""
 MAX_FACTS_BYTES = 1 << 30
 FACTS = "buffer.json"
 

@@ -48,7 +48,7 @@ from fsdpx.errors import CommTimeout
 __all__ = ["Receiver", "Sender", "wait_until"]
 
 DATA, MISSED, END, AT = range(4)
-"""Kinds of headers. If ranks get different ones for a snapshot, the highest counts."""
+"""Kinds of headers. If ranks get different kinds for one snapshot, the highest counts."""
 RECEIVED, ASK, TAKE, CLOSED = range(4)
 """Kinds of control messages."""
 POLLING_SECONDS, LONGEST_PAUSE_SECONDS = 2e-3, 1e-3
@@ -56,7 +56,8 @@ POLLING_SECONDS, LONGEST_PAUSE_SECONDS = 2e-3, 1e-3
 HEADER_WORDS, CONTROL_WORDS = 4, 2
 
 MakeBody = Callable[[int], np.ndarray]
-"""A function of the rank of a receiver that returns the bytes for it, in memory that nobody changes afterwards."""
+"""A function that takes a receiver's rank, and returns the bytes to send to it, in memory that nothing changes
+afterwards."""
 
 
 def wait_until(

@@ -42,9 +42,9 @@ __all__ = [
 ]
 
 MAX_GAP_ROWS = 64
-"""Largest number of nodes of other ranks between two nodes that are read in one block."""
+"""Two nodes of this rank are read in one block if at most this many nodes of other ranks lie between them."""
 WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
-"""Groups of The Well's files, by tensor order (github.com/PolymathicAI/the_well, data specification)."""
+"""Names of the groups in The Well's files, by tensor order (github.com/PolymathicAI/the_well, data specification)."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Grid(Domain):
     _cells: Grid | None = None
     """For a grid of faces, the grid of the cells between them."""
     _face_dims: str = ""
-    """For a grid of faces, the letters of the dims across which they lie."""
+    """For a grid of faces, the letters of the dims across which the faces lie."""
 
     def __init__(
         self,

@@ -333,7 +333,7 @@ class FieldLayer(Layer):
     parts: FieldPartition | None = None
     """Partition of the input; None: this rank holds the full field."""
     rows_of_mesh: ClassVar[tuple[str, ...]] = ()
-    """Kinds of rows that inputs may have if the layer also runs on meshes, see `ext.meshes.MeshPartition`."""
+    """If the layer also runs on meshes, what the rows of its inputs may be, see `ext.meshes.MeshPartition`."""
     dims: ClassVar[int]
     """Number of cell dims, for classes that read only fields with this number, such as `class Conv2d(Conv, dims=2)`."""
 

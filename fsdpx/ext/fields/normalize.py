@@ -14,7 +14,7 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, Params
 __all__ = ["Destandardize", "Standardize"]
 
 ROUNDING = 2.0**-50
-"""Relative to the mean, the smallest standard deviation that float64 can distinguish from 0."""
+"""The smallest standard deviation, relative to the mean, that float64 can distinguish from 0."""
 
 
 class Standardize(Layer):

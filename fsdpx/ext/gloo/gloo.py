@@ -48,7 +48,7 @@ from fsdpx.ext.gloo.rendezvous import CHALLENGE_BYTES, SEAL_BYTES, Rendezvous, c
 __all__ = ["GlooCommunicator"]
 
 _NO_TIMEOUT = timedelta(days=30)
-"""Timeout passed to Gloo, which never applies because the waits of fsdpx end earlier."""
+"""Timeout passed to Gloo. It never takes effect, because the waits of fsdpx end earlier."""
 _SECONDS_TO_RECORD_END = 1.0
 """Time for which a rank that aborts the job tries to record its end in the store."""
 _SECONDS_TO_FINISH = 5.0

@@ -157,7 +157,7 @@ def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
 
 Sign = tuple[np.dtype[Any], bool, bool] | Literal["", "0", "None"]
 """Properties of an argument on which the choice of a kernel depends. For an array: its dtype, whether it is contiguous,
-and whether it is empty. For anything else: whether it is None, or a number equal to 0."""
+and whether it is empty. For anything else: whether it is None or the number 0."""
 
 
 def _describe_argument(value: Any) -> Sign:

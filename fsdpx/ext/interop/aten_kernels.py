@@ -74,7 +74,8 @@ def run_attention(
 
 
 NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear, aten.addmm.default: run_addmm}
-"""Operations and their replacements. Attention is in `REPLACED_OPERATIONS`, because its dropout depends on the mode."""
+"""Operations and their replacements. Attention is in `REPLACED_OPERATIONS` instead, because its dropout depends on the
+mode (training or evaluation)."""
 
 
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}

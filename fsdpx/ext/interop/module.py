@@ -64,7 +64,7 @@ class AutogradLayer(Layer):
     trained: frozenset[str]
     """Names of the parameters that have a gradient."""
     device = "meta"
-    """PyTorch device of dry runs: "meta", or "cpu", with zeros, for modules that need values."""
+    """PyTorch device of dry runs: "meta", or, for modules that need values, "cpu" with arrays of zeros."""
     draws = True
     """Whether the layer's operations may draw random numbers. If not, nothing is intercepted, because that would
     import PyTorch's compiler."""

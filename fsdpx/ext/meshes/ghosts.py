@@ -23,8 +23,8 @@ GHOSTS, GHOST_GRADIENTS = 4, 5
 
 
 class ExchangeGhosts(GraphLayer):
-    """Appends the values of ghosts to those of the owned nodes: (samples, nodes, features) -> (samples, nodes +
-    ghosts, features).
+    """Appends the values of ghosts (nodes of other ranks) to the values of the owned nodes: (samples, nodes, features)
+    -> (samples, nodes + ghosts, features).
 
     Layers that read the senders of edges exchange ghosts automatically. If several of them read the same values, put
     this layer before them to send the values only once. Each rank receives ghosts x features numbers per sample, and
@@ -42,7 +42,7 @@ class ExchangeGhosts(GraphLayer):
 
 
 def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Array:
-    """Return the values x (samples, nodes, features) of owned nodes, followed by those of the ghosts. Communicates
+    """Return the values x (samples, nodes, features) of owned nodes, followed by the values of the ghosts. Communicates
     with the ranks that own ghosts or have ghosts of this rank's nodes. `layer` is the layer that errors name."""
     return start_appending_ghosts(env, graph, layer, x)()
 

@@ -22,7 +22,7 @@ __all__ = ["MeshLevel", "Prolong", "Restrict"]
 
 
 MAX_DRY_LINKS = 8
-"""Largest number of maps of dry runs that are kept."""
+"""Maximum number of maps that are kept for dry runs."""
 
 
 class LevelLink(NamedTuple):

@@ -45,7 +45,8 @@ class DropGhosts(Layer):
     """Leaves out the values of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
     parts: Any = None
-    """Distribution of the input, a `MeshPartition`; it is no argument, because ranks compare the text of layers."""
+    """Distribution of the input, a `MeshPartition`. It is not an argument, because ranks compare the repr of layers,
+    which shows the arguments."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()

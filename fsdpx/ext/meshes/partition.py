@@ -640,8 +640,8 @@ class Partition(Domain):
         return array
 
     def exchange_edges(self, array: Any) -> np.ndarray:
-        """Send values of the edges that ranks passed to the ranks that compute on them, and return those of this rank,
-        in the order in which models read them. Collective over `comm`.
+        """Send edge values from the ranks that passed the edges to the ranks that compute on them. Return the values of
+        this rank's edges, in the order in which models read them. Collective over `comm`.
 
         If several ranks passed an edge, the value from the lowest rank is used.
 

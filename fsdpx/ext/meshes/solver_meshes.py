@@ -108,8 +108,8 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
 def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
     """Return the edges (2, edges) between cells that share a facet, and the global numbers of their rows. Collective.
 
-    Rows are those of the mesh, followed by the neighbors that this rank does not have, because solvers without ghost
-    cells do not know the cells of other ranks. Each edge is on one rank, which owns one of its ends."""
+    The rows are the rows of the mesh, followed by the neighbors that this rank does not have, because solvers without
+    ghost cells do not know the cells of other ranks. Each edge is on one rank, which owns one of its ends."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size

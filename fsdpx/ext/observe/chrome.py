@@ -116,7 +116,7 @@ def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> li
 
 
 MIN_MESSAGE_SECONDS = 1e-8
-"""Least time between the two ends of a message, more than the rounding of times in the files."""
+"""Least time between the two ends of a message. It is larger than the rounding error of times in the files."""
 MERGED = "trace.json.gz"
 SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
 """A file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps its process

@@ -182,7 +182,7 @@ class ValueRecorder(Observer):
 
 
 Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
-"""(tensor, shape, runs, values), as in `WrittenTensor`, and whether the position in the full tensor is known."""
+"""(tensor, shape, runs, values) as in `WrittenTensor`, followed by whether the position in the full tensor is known."""
 
 
 class _SlotTensors:

@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 HUNG_STATUS = 124
-"""Exit status of a job that a watchdog has ended; the same as that of timeout(1)."""
+"""Exit status of a job that a watchdog has ended, the status that timeout(1) uses."""
 FIRST_REPORT_SECONDS = 60.0
 """Duration of a wait after which rank 0 reports once which ranks wait where; the job continues."""
 

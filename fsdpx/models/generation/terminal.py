@@ -7,7 +7,7 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What an incomplete character decodes to, while some of its tokens are missing."""
+"""The character that decoding returns for an incomplete character, some of whose tokens are still missing."""
 
 
 class TerminalStream:

@@ -301,8 +301,8 @@ def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
 
 
 MAX_DIRECT_WEIGHTS = 1 << 12
-"""Maximum number of weights of a one-cell window for which direct convolution is faster than BLAS. It adds the bias
-without a further pass, and its weights stay in the cache."""
+"""Maximum number of weights of a one-cell window for which direct convolution is faster than BLAS. Direct convolution
+adds the bias without a further pass, and its weights stay in the cache."""
 
 
 @lru_cache(1 << 10)

@@ -40,7 +40,7 @@ NARROW_ROWS = 8
 """Maximum number of outputs in a strip of WIDE and of NARROW rows, which fits into registers. With AVX-512,
 a WIDE row is one register of 32, and fewer than 8 rows do not keep both of its multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
-"""Maximum number of cells of a strip with one, two, three and four output channels."""
+"""Maximum number of cells in a strip if there are one, two, three or four output channels."""
 NEAR_BYTES = 3 << 13
 """Bytes of the cells and output gradients over which the gradient of weights loops repeatedly, so that they stay in the
 cache."""
@@ -382,11 +382,11 @@ def _convolve_lines(
     dim, counted over all samples.
 
     `x` and `y` are addresses of the first cell and the first output. `x_steps` and `y_steps` give the bytes from
-    sample to sample, then from cell to cell along each dim. `moves`, (3 dims, 3), gives the bytes in x from the cell
-    of one output to that of the next, from one window offset to the next, and from the first cell to the first that
-    output 0 reads. `runs` holds, for each dim d, bounds[d] runs (start, stop, first offset, end of offsets) of outputs
-    with the same window offsets. `sizes` is the number of window offsets along each dim. Outputs begin with `start`,
-    or with their old value if `add`."""
+    sample to sample, then from cell to cell along each dim. `moves`, (3 dims, 3), gives the bytes in x from the cell of
+    one output to the cell of the next output, from one window offset to the next, and from the first cell to the first
+    cell that output 0 reads. `runs` holds, for each dim d, bounds[d] runs (start, stop, first offset, end of offsets)
+    of outputs with the same window offsets. `sizes` is the number of window offsets along each dim. Outputs begin with
+    `start`, or with their old value if `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
