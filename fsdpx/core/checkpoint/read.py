@@ -58,7 +58,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The opened safetensors files of a folder, whose headers have been checked.
+    """The opened safetensors files of a folder, with checked headers.
 
     Attributes
     ----------

@@ -175,7 +175,7 @@ class SaveChoices:
 
 @dataclass(frozen=True)
 class PreparedSave:
-    """A save that all ranks have agreed on, whose files exist and are filled with zeros.
+    """A save that all ranks have agreed on. Its files exist and are filled with zeros.
 
     Attributes
     ----------
@@ -281,8 +281,8 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of the files of a checkpoint, which is the same on every rank. `memory` maps names to shapes,
-    for the arrays that compression codecs keep on any rank."""
+    """Return the layout of a checkpoint's files; it is the same on every rank. `memory` maps names to shapes, for the
+    arrays that compression codecs keep on any rank."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()

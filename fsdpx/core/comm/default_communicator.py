@@ -91,8 +91,8 @@ def to_mpi4py(comm: Any) -> Any:
 
 
 def require_valid_intracomm(comm: Any) -> None:
-    """Raise ConfigError if `comm` is an intercommunicator or MPI.COMM_NULL, which ranks outside of a new communicator
-    get from MPI."""
+    """Raise ConfigError if `comm` is an intercommunicator, or if it is MPI.COMM_NULL, which MPI returns to ranks
+    outside of a new communicator."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
     if not comm:

@@ -65,7 +65,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
         if os.getpid() != process:  # a forked child process is not a rank
             former(kind, error, trace)
             flush_and_write_stderr()
-            os._exit(1)  # a normal exit would run MPI_Finalize, which waits
+            os._exit(1)  # a normal exit would wait in MPI_Finalize
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
         _print_exception_and_end_all_ranks(begun, former_hook, kind, error, trace)
 
@@ -276,7 +276,7 @@ def find_message_backend(comm: Any) -> MessageBackend | None:
 
 
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
-    """Return a new communicator of the ranks of `comm`, which keeps working when some of these ranks die. `comm` stays
+    """Return a new communicator of the ranks of `comm`. It keeps working when some of these ranks die. `comm` stays
     usable as well. Collective.
 
     Surviving deaths requires Open MPI 5 started with `mpiexec --with-ft ulfm`, or ranks started as threads by

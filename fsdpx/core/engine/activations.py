@@ -35,7 +35,7 @@ def is_activation_slot(slot: Slot) -> bool:
 
 
 def get_arena_storage_ids(arena: Arena) -> set[int]:
-    """Return the ids of the arrays that own the arena's memory, which the ledger already counts."""
+    """Return the ids of the arrays that own the arena's memory. The ledger already counts this memory."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 

@@ -94,7 +94,7 @@ class ActionEvent:
     action : the action
     start, end : times in seconds, or in the unit of the costs
     nbytes : bytes that this rank sent or received in the action
-    key : identifier of a transfer, which is equal on all ranks that take part in it: both ends of a message, or all
+    key : identifier of a transfer, equal on all ranks that take part in the transfer: both ends of a message, or all
         ranks of a collective
     """
 

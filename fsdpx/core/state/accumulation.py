@@ -1,5 +1,5 @@
 """Gradient accumulation over microbatches and ranks: either in the order in which gradients arrive, or along a fixed
-binary tree over chunks of the batch, which gives bitwise identical results on any number of ranks.
+binary tree over chunks of the batch. The tree gives bitwise identical results on any number of ranks.
 
 The `Accumulation` of a placement decides everything that depends on this choice: how a batch is split, how many
 partial sums are alive at once, which buffers and transfers a gradient reduction needs, and whether sums may depend on
@@ -152,9 +152,9 @@ class SequentialAccumulation:
 
 
 class TreeAccumulation:
-    """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, which gives
-    bitwise identical results on any number of ranks. Each rank first adds its own chunks as far as the tree allows. It
-    then sends all its partial sums in one reduction, which takes fewer bytes than one reduction per chunk."""
+    """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, so that results
+    are bitwise identical on any number of ranks. Each rank first adds its own chunks as far as the tree allows. It then
+    sends all its partial sums in one reduction, which takes fewer bytes than one reduction per chunk."""
 
     bitwise = True
 

@@ -66,7 +66,7 @@ SYNCHRONOUS = SyncChoice()
 
 
 def get_sync_choice(strategy: Any) -> SyncChoice:
-    """Return the `SyncChoice` of a strategy, which is given as an object or by name."""
+    """Return the `SyncChoice` of a strategy. The strategy is passed as an object or by name."""
     if isinstance(strategy, SyncChoice):
         return strategy
     return SYNCHRONOUS if not isinstance(strategy, str) or strategy in PRESETS else _make_sync_choice(strategy)

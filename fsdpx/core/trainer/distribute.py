@@ -90,7 +90,7 @@ def distribute(
     strategy : {strategies} or `fsdpx.Sharding(...)`; for replicas that train independently and synchronize from time to
         time: "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); for ranks that step at their own speed:
         "async" or `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the
-        fastest strategy that a plan finds, which needs `batch` and also takes `memory` and `machine` (docs: planning)
+        fastest strategy that a plan finds ("auto" needs `batch` and also takes `memory` and `machine`; docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator` (default: that of `fsdpx.init()`)
     microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline

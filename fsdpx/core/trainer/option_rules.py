@@ -226,8 +226,8 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
 
 
 def _suggest_instance(name: str, value: Any) -> str:
-    """Return the end of an error message that suggests an object to pass for the argument `name`, where the user
-    passed a class, a name or a function."""
+    """Return the end of an error message that suggests an object to pass for the argument `name`, if the user passed a
+    class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):

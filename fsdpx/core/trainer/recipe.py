@@ -205,8 +205,8 @@ class RuntimeOptions:
     costs : dict from path pattern to cost of a layer, for the automatic split into pipeline stages
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : check the results of every unit for NaN and Inf
-    tune : measure good values for options that were not given, which takes about 100 ms; the result is stored on disk
-        (default: yes, unless FSDPX_TUNE=0)
+    tune : measure good values for options that were not given (in about 100 ms); the result is stored on disk (default:
+        yes, unless FSDPX_TUNE=0)
     trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
         default: FSDPX_TRACE)
     """

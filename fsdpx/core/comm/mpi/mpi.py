@@ -529,7 +529,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Return the handle of the requests and keep a reference to it, which keeps the buffers alive. After the loss
+        """Return the handle of the requests, and keep a reference to it so that the buffers stay alive. After the loss
         of a rank, the caller may drop the handle while other ranks are still sending."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:

@@ -258,8 +258,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective_number(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """Start an all-gather in which each of N ranks copies the pieces of the other ranks, which are (N-1)/N of the
-        full array, from shared memory."""
+        """Start an all-gather in which each of N ranks copies the pieces of the other ranks, (N-1)/N of the full array,
+        from shared memory."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)

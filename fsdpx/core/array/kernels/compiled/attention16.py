@@ -29,7 +29,7 @@ __all__ = [
 LANES = 16
 SIZE_MULTIPLE = 2 * LANES
 """All sizes of tiles are multiples of this number."""
-ROWS, VECTORS = 8, 2  # tile size, in rows and vectors, whose sums fit into registers
+ROWS, VECTORS = 8, 2  # size, in rows and vectors, of a tile whose sums fit into registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
 SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), WORD, ir.IntType(16)))
 
@@ -48,8 +48,8 @@ def round_up_to_multiple(size):
 
 @jit
 def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """Compute c = a b, or c += a b if `add` is true, for bfloat16 matrices a and b and a float32 matrix c, which are
-    given by their addresses.
+    """Compute c = a b, or c += a b if `add` is true, for bfloat16 matrices a and b and a float32 matrix c. The matrices
+    are passed as addresses.
 
     c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns), where each
     word holds two neighboring numbers of the summed dim. `b_row` and `c_row` are the distances between rows of b and

@@ -1,5 +1,5 @@
-"""Loops over the rows of matrices in which each column has values of its own, which stay in vector registers: sums of
-columns over some rows, and matrices computed element by element."""
+"""Loops over the rows of matrices: they sum columns over some rows, or compute a matrix element by element. The values
+that belong to a column stay in vector registers."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def flush_denormals():
 
 @jit
 def read_control_register():
-    """Return the floating-point control register of this thread, which another thread can then apply with
+    """Return the floating-point control register of this thread. Another thread can apply it with
     `restore_control_register`."""
     return _read_control_register()
 
