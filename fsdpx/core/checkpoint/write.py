@@ -220,7 +220,7 @@ class Worker:
 
 FLUSH_BYTES = 64 << 20
 """Written data are flushed to disk whenever this many bytes have been written, while more data are being written.
-Operating systems by themselves would begin much later."""
+Operating systems would begin to flush much later."""
 
 INLINE_WRITE_BYTES = 1 << 16
 """Blocks of up to this many bytes are not written by a separate thread, because writing a block of that size and

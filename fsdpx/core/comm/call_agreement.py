@@ -26,7 +26,7 @@ from fsdpx.errors import CommTimeout, DesyncError
 __all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
 QUICK_POLLS = range(64)
-"""Number of times that a wait polls the board before it also advances other transfers."""
+"""Number of times that a wait polls the board (records in shared memory) before it also advances other transfers."""
 
 
 class CallSignature(str):

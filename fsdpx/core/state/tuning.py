@@ -118,7 +118,7 @@ def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
 T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
-"""Another BLAS library than the default is chosen only if it is faster by this factor."""
+"""A BLAS library other than the default is chosen only if it is faster by this factor."""
 MULTI_RANK_GROUP_BYTES = 4 << 20
 """Minimum bytes of a unit on several ranks, from measurements (docs/decisions/0010)."""
 

@@ -68,8 +68,8 @@ from fsdpx.optim import no_decay
 __all__ = ["assemble_placement_and_model", "assemble_session"]
 
 Watch = Callable[[MeshAxes], Observer | None]
-"""Function that starts the watchdog of this rank on its mesh axes. It returns the observer that the engine notifies, or
-None. Collective."""
+"""Function that starts the watchdog of this rank on its mesh axes. It returns the observer that the engine notifies;
+None without a watchdog. Collective."""
 
 
 def assemble_session(

@@ -323,7 +323,7 @@ def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator
 
 
 NO_ROOT: Any = object()
-"""Stands for a call without a root. None cannot, because a caller may pass None by mistake."""
+"""Stands for a call without a root. None cannot stand for it, because a caller may pass None by mistake."""
 
 
 def _agree_on_call_and_get_comm(

@@ -25,12 +25,12 @@ Mode = Literal["default", "plain", "numba"]
 
 Sample = Callable[[Any, Any, Any], Any]
 """Function that returns the arguments of a sample call, or a list of the arguments of several calls. The function takes
-rows (2, 3) and columns (3,) in the compute dtype, and columns in the accumulation dtype."""
+arrays of shapes (2, 3) and (3,) in the compute dtype, and an array (3,) in the accumulation dtype."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels whose files are imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""Module of the compiled code of each kernel, by name, whether that module exists or not. The table also has an entry
+"""Module of the compiled code of each kernel, by name, even if that module does not exist. The table also has an entry
 for `array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels that run as Numba code by default, each justified in the table of `bench/kernels.py`. An entry is added when

@@ -14,7 +14,8 @@ WIDE, NARROW, UNROLLED = 64, 32, 4
 """WIDE, NARROW: bytes of a vector of values. UNROLLED: number of WIDE vectors that are computed together."""
 
 Formula = Callable[[Any, list[Any], list[Any]], list[Any]]
-"""Emits the code for some numbers, given a builder, the elements of the matrices, and the values of their columns."""
+"""Function (builder, elements of the matrices, values of their columns) that emits code and returns the numbers that
+the code computes."""
 
 
 def make_column_loop(formula: Formula, writes: bool) -> Any:

@@ -32,7 +32,7 @@ __all__ = [
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
-"""Number of bytes ahead of its use at which a matrix is prefetched. According to measurements, with fewer bytes the
+"""Distance, in bytes, by which a matrix is prefetched ahead of its use. According to measurements, with fewer bytes the
 matrix arrives late, and with more bytes the matrix is evicted before use."""
 
 
