@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["StorageFormat", "find_storage_format"]
+__all__ = ["NumberEncoding", "find_number_encoding"]
 
 NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
@@ -28,7 +28,7 @@ _DIMENSIONS = "_ARRAY_DIMENSIONS"
 
 
 @dataclass(frozen=True)
-class StorageFormat:
+class NumberEncoding:
     """How the stored numbers of an array are converted to values.
 
     Parameters
@@ -62,7 +62,7 @@ class StorageFormat:
         return np.where(absent, np.nan, values)
 
 
-def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
+def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
     """Return the storage format of an array in a file; None if the stored numbers are the values.
 
     A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
@@ -85,10 +85,10 @@ def find_storage_format(path: Path, array: Any) -> StorageFormat | None:
         _parse_first_number(attributes, "scale_factor", 1.0),
         _parse_first_number(attributes, "add_offset", 0.0),
     )
-    made = StorageFormat(
+    made = NumberEncoding(
         kind, missing, _cast_number(low, stored, kind), _cast_number(high, stored, kind), float(factor), float(offset)
     )
-    return None if made == StorageFormat(stored, (), None, None, 1.0, 0.0) else made
+    return None if made == NumberEncoding(stored, (), None, None, 1.0, 0.0) else made
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:

@@ -29,7 +29,7 @@ __all__ = [
     "WeightedElementwiseLoss",
     "WrappedLoss",
     "backward_pieces",
-    "compute_masked_error",
+    "compute_masked_difference",
     "require_one_output",
     "require_target_shape",
     "sum_means_over_samples",
@@ -275,7 +275,7 @@ class CellWeights:
         )
 
 
-def compute_masked_error(
+def compute_masked_difference(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
     """Return y - target, the target, and the weight of each element, broadcastable to y. The weights are None if all
@@ -307,7 +307,7 @@ class WeightedElementwiseLoss(_Elementwise):
         self.counts = "unknown" if skipna else "elements" if weights is None else "samples"
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
         errors = self.compute_errors(env.xp, apart)
         total = float((errors if w is None else w * errors).sum(dtype=np.float64))
         weight = float(y.size) if w is None else float(env.xp.broadcast_to(w, y.shape).sum(dtype=np.float64))

@@ -548,13 +548,13 @@ class _Search:
             options = {**candidate.options, "mesh": replace(mesh, domain=(), **{grown: data // mesh.width_of(other)})}
             with suppress(FsdpxError, ValueError):
                 if mesh.domain and not self._has_fixed_parts:
-                    options["domain"] = self._find_equivalent_grid(mesh, data)
+                    options["domain"] = self._choose_grid_for_data_ranks(mesh, data)
                 elif data // prod(mesh.domain) > self.sample_count:
                     break
                 found[data * beside] = self._predict_step(self.batch, data * beside, options)
         return tuple(found[ranks] for ranks in sorted(found))
 
-    def _find_equivalent_grid(self, mesh: Mesh, data: int) -> tuple[int, ...]:
+    def _choose_grid_for_data_ranks(self, mesh: Mesh, data: int) -> tuple[int, ...]:
         """Return a grid that splits a field over `data` data ranks and processes as many samples in parallel as `mesh`
         does. Raise ValueError if there is none."""
         members, cells = mesh.width_of("data") // prod(mesh.domain), self.batch[0][0][2:]

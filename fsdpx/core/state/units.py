@@ -441,9 +441,8 @@ def split_into_stages(
         return split_into_balanced_runs([_estimate_node_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
-    starts = (
-        _split_stages_by_count(nodes, stages) if _are_layer_counts(stages) else _split_stages_by_name(nodes, stages)
-    )
+    find_starts = _find_stage_starts_from_counts if _are_layer_counts(stages) else _find_stage_starts_from_names
+    starts = find_starts(nodes, stages)
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ConfigError(
             f"stages={list(stages)}: stages follow each other, and the first begins at {nodes[0].path!r}; "
@@ -522,7 +521,7 @@ def _estimate_node_cost(node: Node, costs: LayerCosts) -> float:
     return float(sum(spec.size for spec in node.layer.specs().values() if len(spec.shape) > 1))
 
 
-def _split_stages_by_count(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
+def _find_stage_starts_from_counts(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
     if any(n < 1 for n in counts) or sum(counts) != len(nodes):
         raise ConfigError(
             f"stages={list(counts)}: each stage has at least one layer, all together {len(nodes)}: "
@@ -531,7 +530,7 @@ def _split_stages_by_count(nodes: Sequence[Node], counts: Sequence[Any]) -> tupl
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
-def _split_stages_by_name(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
+def _find_stage_starts_from_names(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
     paths = [node.path for node in nodes]
     unknown = [name for name in names if name not in paths]
     if unknown:

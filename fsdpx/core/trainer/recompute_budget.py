@@ -67,7 +67,7 @@ def _choose_units_within_budget(
     """Choose which units (groups of layers) of one pipeline rank to recompute, so that the activations of that rank
     fit into `budget` bytes. Choose as few units as possible, beginning with those that save the most bytes. Raise
     ConfigError if recomputing all units is not enough."""
-    sizes = {u: count_max_activation_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
+    sizes = {u: count_unit_activation_bytes(placement, stage, u, batch) for u in _list_backward_units(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].kept_if_recomputed - sizes[u].kept):
         if _compute_peak_bytes(stage, order, sizes, chosen) <= budget:
@@ -106,7 +106,7 @@ def _compute_peak_bytes(
     return most
 
 
-def count_max_activation_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
+def count_unit_activation_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
     """Return the bytes of activations that a unit (group of layers) keeps, as the maximum over the tensor ranks, so
     that all tensor ranks choose the same units to recompute."""
     bytes_by_tensor_rank = [

@@ -220,7 +220,7 @@ class Assembler:
         restore_scalars(state, RunScalars.parse(text, f"the state of step {step}"))
         if built.copies.needed:
             built.copies.start_copying(collect_scalars(state, None, None), step)
-            built.copies.wait_for_generation()
+            built.copies.wait_for_copies()
             report("recovery: there are copies again")
         return replace(built, step=step, copied=built.copies.needed)
 

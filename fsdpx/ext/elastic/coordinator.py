@@ -291,7 +291,7 @@ class Coordinator:
             self.assembly.copies.start_copying(
                 collect_scalars(self.assembly.session.state, None, None), self.last_step + 1
             )
-            self.assembly.copies.wait_for_generation()
+            self.assembly.copies.wait_for_copies()
 
     def count_new_state_as_step(self) -> None:
         """Count the replacement of the state as one more step, and as one that will never be repeated."""

@@ -251,7 +251,7 @@ class StateCopies:
             self.transfer_seconds = perf_counter() - self._begun
         return not self._transfers
 
-    def wait_for_generation(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies that this rank sends and receives have arrived. The watchdog monitors this wait like
         any other."""
         timeout = getattr(self._comm, "timeout", math.inf)

@@ -27,7 +27,7 @@ from fsdpx.data.opening import (
     open_fields,
     require_readable_array,
 )
-from fsdpx.data.storage import StorageFormat, find_storage_format
+from fsdpx.data.storage import NumberEncoding, find_number_encoding
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -64,7 +64,7 @@ class FieldVariable:
     path: str
     dims: str
     shape: tuple[int, ...]
-    storage: StorageFormat | None = None
+    storage: NumberEncoding | None = None
 
     def size_along(self, letter: str) -> int | None:
         """Return the size of the dim `letter`, or None if the field does not have this dim."""
@@ -196,7 +196,7 @@ def _make_variable(
         raise make_data_error(
             path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each"
         )
-    return FieldVariable(name, array_path, found, shape, find_storage_format(path, array))
+    return FieldVariable(name, array_path, found, shape, find_number_encoding(path, array))
 
 
 def find_dim_sizes(

@@ -22,7 +22,7 @@ from fsdpx.ext.fields.domain_communicator import duplicate_communicator_and_make
 from fsdpx.ext.fields.local_arrays import require_local_arrays
 from fsdpx.ext.fields.multi_output import bind_loss_to_outputs
 from fsdpx.ext.fields.over_parts import PartitionedModel, partition_model_of_fields
-from fsdpx.ext.fields.overlaps import describe_padding_mistake, digest_part_ends, find_overlaps, make_overlap_warning
+from fsdpx.ext.fields.overlaps import describe_padding_conflict, digest_part_ends, find_overlaps, make_overlap_warning
 from fsdpx.ext.fields.sample_groups import make_sample_groups
 from fsdpx.ext.fields.split_samples import SplitSamples
 from fsdpx.ext.fields.staggered import find_face_cuts, find_shared_face_ghosts, list_face_partitions
@@ -438,7 +438,7 @@ class Grid(Domain):
         ------
         ShapeError : if an array that a layer holds for this rank's part of a field does not fit the part
         """
-        mistake = describe_padding_mistake(model, self._dim_letters, self.periods, self.ghosts)
+        mistake = describe_padding_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
         if self._comm is not None:  # a dry run uses one rank's arrays for all ranks
             require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))

@@ -14,7 +14,7 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.ext.fields.cell_reductions import all_reduce_moments, all_reduce_over_parts
 from fsdpx.ext.fields.halo import get_local_range
 from fsdpx.nn.layer import Array, LayerContext, require_finite
-from fsdpx.nn.losses import CellWeights, Loss, compute_masked_error, require_target_shape
+from fsdpx.nn.losses import CellWeights, Loss, compute_masked_difference, require_target_shape
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
 __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxError", "RelativeL2"]
@@ -59,7 +59,7 @@ class _FieldLoss(Loss):
         """Return, for each dim, the first cell of each rank, followed by the number of cells of the field."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
-    def _compute_rank_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
+    def _compute_loss_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
         """Return (total, weight) of the loss, divided by the number of ranks that share a field.
 
         The total is the sum of the `values` whose entry in `counts` is above 0, and the weight is the number of these
@@ -81,7 +81,7 @@ class _RootLoss(_FieldLoss):
         count, squares, below = self._all_reduce_error_sums(env, dims, w, apart, target)
         value = xp.sqrt(squares / xp.where(below > 0, below, 1.0))
         value = xp.where((below > 0) | (squares == 0), value, math.inf)
-        total, weight = self._compute_rank_share(env, value, count)
+        total, weight = self._compute_loss_share(env, value, count)
         return total, weight, (apart, w, value * below, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
@@ -92,7 +92,7 @@ class _RootLoss(_FieldLoss):
         return ((apart if w is None else w * apart) * share).astype(dtype, copy=False)
 
     def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        return compute_masked_error(env, y, target, self.weights, self.skipna)
+        return compute_masked_difference(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
         """Return the dims over which errors are summed. By default these are the cell dims."""
@@ -279,10 +279,10 @@ class ConservedRMSE(_FieldLoss):
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
         count, total = self._all_reduce_weighted_sums(env, tuple(range(2, y.ndim)), w, apart)
         below = env.xp.where(count > 0, count, 1.0)
-        return *self._compute_rank_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
+        return *self._compute_loss_share(env, env.xp.abs(total) / below, count), (y, w, env.xp.sign(total) / below)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         y, w, slope = saved
@@ -301,7 +301,7 @@ class MaxError(_FieldLoss):
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, dims = env.xp, tuple(range(1, y.ndim))
-        apart, _, w = compute_masked_error(env, y, target, self.weights, self.skipna)
+        apart, _, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
         far = xp.abs(apart).reshape(y.shape[0], math.prod(y.shape[1:]))
         most = xp.zeros((y.shape[0],), dtype=np.float64)
         if far.shape[1]:
@@ -309,7 +309,7 @@ class MaxError(_FieldLoss):
         all_reduce_over_parts(env, most, "MaxError", "max")
         hits = (far == most[:, None].astype(far.dtype)).reshape(y.shape)
         count, many = self._all_reduce_weighted_sums(env, dims, w, hits.astype(np.float64))
-        return *self._compute_rank_share(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
+        return *self._compute_loss_share(env, most, count), (xp.sign(apart) * hits, many, y.dtype)
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
         signs, many, dtype = saved

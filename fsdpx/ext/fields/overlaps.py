@@ -16,7 +16,7 @@ from fsdpx.ext.fields.local_arrays import iterate_inner_layers
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import GhostWidths
 
-__all__ = ["describe_padding_mistake", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
+__all__ = ["describe_padding_conflict", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
 """Numbers of shared rows that are searched for, which result from one to three ghost cells on each side. A single row
@@ -97,7 +97,7 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
     )
 
 
-def describe_padding_mistake(
+def describe_padding_conflict(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
     """Return a warning about the first layer whose padding, or other treatment of the ends of a dim, conflicts with the

@@ -82,7 +82,7 @@ class SpectralConv(FieldLayer):
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_field_shape(self, x, len(self.modes), self.in_channels)
         parts = self.partition_outputs(self.get_partition(x))
-        tables = self._get_fourier_matrices(env, parts, x.dtype)
+        tables = self._get_forward_and_inverse_matrices(env, parts, x.dtype)
         mine = _stack_complex_rows(
             env.xp,
             self._reduce_scatter_modes(
@@ -140,7 +140,9 @@ class SpectralConv(FieldLayer):
         own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
         return own.reshape(stop - start, self.in_channels, 2 * self.out_channels)
 
-    def _get_fourier_matrices(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> list[tuple[Array, Array]]:
+    def _get_forward_and_inverse_matrices(
+        self, env: LayerContext, parts: FieldPartition, dtype: Any
+    ) -> list[tuple[Array, Array]]:
         """Return, for each dim, the matrices that transform this rank's cells to Fourier modes and back. They are
         cached per context.
 
