@@ -97,8 +97,8 @@ class WindowDataset(ABC):
         return x[0], y[0]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the samples at the given indices, an array of shape `(k,)`, as (x, y), both of shape `(k, seq_len)`;
-        k may be 0."""
+        """Return the samples at the given indices (an array of shape `(k,)`; k may be 0) as (x, y), each of shape `(k,
+        seq_len)`."""
         rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
         for row, i in zip(rows, indices, strict=True):
             self._read_into(int(i) * self.seq_len, row)
@@ -161,8 +161,8 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def map_npy_at(file: BinaryIO, start: int, stop: int) -> np.ndarray:
-    """Memory-map the array that is stored in the format of `.npy` from byte `start` of an open file on. Raise OSError
-    or ValueError if it cannot be mapped, or reaches beyond byte `stop`."""
+    """Memory-map the array that is stored in `.npy` format in an open file, beginning at byte `start`. Raise OSError or
+    ValueError if it cannot be mapped, or reaches beyond byte `stop`."""
     file.seek(start)
     form = np.lib.format
     header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0

@@ -101,7 +101,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """Yield the numbers that mark missing data by convention if no attribute names one."""
+    """Yield the numbers that, by convention, mark missing data if no attribute says which number does."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()

@@ -285,7 +285,7 @@ def _identify_and_check_launcher(
     different MPI library from the one that mpi4py uses, or if the job is elastic and the launcher ends all ranks when
     one dies.
 
-    `wheel` says that the launcher comes from the same wheel as the MPI library that mpi4py loads."""
+    `wheel` says whether the launcher comes from the same wheel as the MPI library that mpi4py loads."""
     version = _read_launcher_version(words)
     kind = _match_known_launcher(words[0], version)
     more = _list_ulfm_options(words, version) if config.elastic else []
@@ -301,8 +301,8 @@ def _identify_and_check_launcher(
 
 
 def _find_srun() -> FoundLauncher | None:
-    """Return srun with the PMI plugin (option --mpi) that the MPI library of mpi4py needs. Return None if there is no
-    srun, or if it lacks the plugin."""
+    """Return the command srun, with the PMI plugin (option --mpi) that mpi4py's MPI library needs. Return None if there
+    is no srun, or if it lacks the plugin."""
     srun = shutil.which("srun")
     if srun is None:
         return None

@@ -184,8 +184,8 @@ def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if there is none. The template is looked up in the files
-    in which transformers looks it up.
+    """Return the chat template in a model's folder, or None if there is none. The template is looked up in the same
+    files as in transformers.
 
     Parameters
     ----------

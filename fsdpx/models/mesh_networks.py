@@ -54,8 +54,8 @@ def join_physicsnemo_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
 
 
 def join_deepmind_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
-    """Return the variables of the program of Pfaff et al. (2021), a TensorFlow graph of Sonnet modules, under the names
-    of the parameters of `MeshGraphNet`.
+    """Return the variables of the program of Pfaff et al. (2021), a TensorFlow graph of Sonnet modules, under the
+    parameter names of `MeshGraphNet`.
 
     Matrices are stored as (inputs, outputs). Edge MLPs read [sender, receiver, edge] instead of [edge, sender,
     receiver], and node MLPs [node, received] instead of [received, node]."""

@@ -102,7 +102,7 @@ class Prediction:
     def layers(self) -> dict[str, LayerPrediction]:
         """Predicted cost of each layer on one rank, by path: the seconds of its `forward` and `backward` in a step, and
         the `nbytes` of activations that it keeps for one microbatch. Layers without parameters count with the next
-        layer, and the loss with the last one. Pages that are gathered or reduced are not included."""
+        layer, and the loss with the last one. Gathering and reducing pages (flat parameter buffers) is not included."""
         with memoizing(), disabling_gc():
             return predict_layers(self.step, self.machine)
 

@@ -153,8 +153,8 @@ class Bridge:
         -------
         Snapshot or None
             with the attributes `number`, `fields` (this rank's parts, in the layout of its grid and without ghost
-            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if `wait` is False and none
-            has arrived
+            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if `wait` is False and no
+            snapshot has arrived
 
         Raises
         ------

@@ -44,8 +44,8 @@ from fsdpx.ext.watch.watchdog import Watchdog
 __all__ = ["Coordinator", "Recovery"]
 
 NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
-"""Flags that a rank sets at each agreement. If all ranks set the flag, it means that no rank was lost, that copies
-under way have arrived, or that no change of the number of ranks is requested."""
+"""Flags that a rank sets at each agreement. If all ranks set NO_LOSS, no rank was lost; if all set COPIES_ARRIVED,
+copies under way have arrived; if all set SIZE_UNCHANGED, no change of the number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
 """From bit INTERVAL_SHIFT on, each bit stands for an interval: copies every 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps are
 cheap enough. The lowest bit that all ranks set is used."""
@@ -428,8 +428,8 @@ class Coordinator:
         return found
 
     def _drain_transfers_and_abandon_copies(self) -> None:
-        """Wait for transfers of the interrupted step to end, because their buffers will be reused, and drop unfinished
-        copies."""
+        """Drop unfinished copies, and wait for transfers of the interrupted step to end, because their buffers will be
+        reused."""
         drain_or_keep_transfers(self.assembly.session.engine.abandon_transfers())
         self.assembly.copies.abandon_generation()
         self.assembly.copies.drop_old_generations()

@@ -45,7 +45,7 @@ def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> 
 
 
 def add_to_own_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldPartition) -> Array:
-    """Return a copy of `ghosts`, an array with ghost cells, to whose own cells `own` is added."""
+    """Return a copy of `ghosts`, an array with ghost cells, in which `own` has been added to the own cells."""
     state = ghosts.copy()
     state[_make_own_index(env, parts)] += own
     return state

@@ -747,8 +747,8 @@ class Grid(Domain):
         )
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """Return advice for error messages if an array seems to come from a staggered grid, because it has one value
-        more than there are cells along some dims, else ""."""
+        """Return advice for error messages if an array has one value more than there are cells along some dims, as on a
+        staggered grid; otherwise return ""."""
         if len(shape) < len(self._dim_letters):
             return ""
         dims = self._find_cell_dims(len(shape))
@@ -799,8 +799,8 @@ class FieldSamples(SplitSamples):
         return self.grid.has_sample_dim(self.get_first_split_input(inputs))
 
     def describe_array(self, array: Any) -> str:
-        """Return the dtype and the number of channels as text, which must be equal on all ranks. The text leaves out
-        the numbers of samples and cells, because these may differ."""
+        """Return text with the dtype and the number of channels, for comparison: it must be equal on all ranks. It
+        leaves out the numbers of samples and cells, which may differ."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:

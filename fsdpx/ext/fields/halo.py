@@ -63,7 +63,7 @@ class HaloPiece(NamedTuple):
     Attributes
     ----------
     receiver, sender : coordinates of the two ranks along the dim
-    into : where these cells go among the cells that rank `receiver` needs; a slice, or an index array if not
+    into : where these cells go among the cells that rank `receiver` needs; a slice, or an index array if they are not
         consecutive
     cells : where these cells are among the cells that rank `sender` provides; a slice or an index array
     length : number of cells

@@ -1,7 +1,7 @@
 """Halo exchange of a partitioned field, forward and backward, overlapped with computing on the rank's own cells.
 
 A layer can take the halo as separate slabs, which are blocks of cells next to the rank's part, so that the part is not
-copied. Or it takes part and halo joined in one array."""
+copied. Alternatively, it can take a single array that contains the part and its halo."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class EdgeLinear(GraphLayer):
         return found.reshape(*nodes.shape[:2], self.out_features)
 
     def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
-        """Return the products with the features of edges, and those with the features of nodes as receivers."""
+        """Return the products of the weight with edge features, and with the features of nodes as receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self._split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)

@@ -43,7 +43,7 @@ class ExchangeGhosts(GraphLayer):
 
 def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Array:
     """Return the values x (samples, nodes, features) of owned nodes, followed by the values of the ghosts. Communicates
-    with the ranks that own ghosts or have ghosts of this rank's nodes. `layer` is the layer that errors name."""
+    with the ranks that own ghosts or have ghosts of this rank's nodes. Error messages name `layer`."""
     return start_appending_ghosts(env, graph, layer, x)()
 
 

@@ -73,8 +73,8 @@ class EdgeRoutes(NamedTuple):
 
 
 class _Edges(NamedTuple):
-    """Edges by the global numbers of sender and receiver, the rank that owns the sender, and the number of the edge
-    among those that have the same ends."""
+    """Edges: for each edge, the global numbers of its sender and receiver, the rank that owns the sender, and the
+    edge's number among all edges with the same ends."""
 
     senders: Table
     receivers: Table
@@ -223,7 +223,8 @@ def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
 
 
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
-    """Raise ConfigError unless all ranks that pass coordinates of a node pass the same ones as its owner."""
+    """Raise ConfigError unless all ranks that pass coordinates of a node pass the same coordinates as the node's
+    owner."""
     positions, numbers, mine = given.positions, given.numbers, np.flatnonzero(owners == rank)
     assert positions is not None
     has_ghosts = len(positions) == numbers.size

@@ -59,7 +59,7 @@ class LocalGraph:
     offsets : the edges of receiver i are those from offsets[i] up to, but not including, offsets[i + 1]
     sender_order, sender_offsets : the edges sorted by sender, and where the edges of each row begin, as in `offsets`
     sorted_receivers : the receivers of the edges in `sender_order`
-    edge_features : features of the edges that do not change, (edges, features) in float64
+    edge_features : constant features of the edges, (edges, features) in float64
     sends : (rank, owned rows) of each message with values of nodes that are ghosts elsewhere
     receives : (rank, first, stop) of each message with values of ghosts, where ghosts are numbered from 0
     """

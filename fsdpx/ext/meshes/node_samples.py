@@ -66,7 +66,7 @@ class NodeSamples(SplitSamples):
         return self.get_first_split_input(inputs).ndim > 2
 
     def describe_array(self, array: Any) -> str:
-        """Return the dtype and the number of features as text, which must be equal on all ranks."""
+        """Return text with the dtype and the number of features, for comparison: it must be equal on all ranks."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:

@@ -61,19 +61,19 @@ class Partition(Domain):
         `tompi4py()` method, such as `PETSc.Comm`, or an fsdpx communicator
     owned : number of nodes that this rank owns. Nodes are numbered in rank order: the nodes of rank 0 are 0, 1, ...
     ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
-    owners : the rank that owns each ghost, which is checked; default: not checked
+    owners : the rank that owns each ghost, as a check; default: no check
     edges : integers (2, edges): row of the sender and row of the receiver of each edge, as `edge_index` of PyTorch
         Geometric. Any rank may pass an edge, and several ranks may pass the same one
     positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. The features of each edge
-        then end with the coordinates of its sender relative to the receiver, and their norm
-    edge_features : features (edges, features) of each edge that do not change; default: none
+        then end with two additions: the coordinates of its sender relative to its receiver, and their norm
+    edge_features : constant features of the edges, (edges, features); default: none
     undirected : True: each edge counts in both directions; False: edges are directed. Default: directed, but an error
         is raised if nearly all edges have a reverse edge and some do not, because the missing ones were probably lost
 
     Raises
     ------
-    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, coordinates of a
-        ghost differ from those at its owner, or edges seem to be missing
+    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, a ghost has other
+        coordinates than on its owner, or edges seem to be missing
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Partition(Domain):
         ----------
         comm, edges, positions, edge_features, undirected : as in `Partition`
         numbers : global number of each row; the numbers of all nodes are 0, 1, ... without gaps
-        owned_mask : whether this rank owns each row. Default: a node belongs to the lowest rank that has it, as for
-            elements whose ranks share nodes
+        owned_mask : whether this rank owns each row. Default: a node belongs to the lowest rank that has it, which
+            suits codes whose ranks own elements and share nodes
 
         Returns
         -------
@@ -162,7 +162,7 @@ class Partition(Domain):
         ----------
         comm, positions : as in `Partition`
         cells : integers (cells, nodes of a cell): rows of the nodes of each cell of this rank or, without `numbers`,
-            their global numbers. Rows are then the nodes of the rank's cells in the order of their numbers
+            their global numbers. Rows are then the nodes of the rank's cells, sorted by number
         numbers : global number of each row; default: see `cells`
         owned_mask : as in `from_numbers`
         pairs : which nodes of a cell are joined, such as ((0, 1), (1, 2), (2, 3), (3, 0)) for quadrilaterals whose
@@ -206,7 +206,7 @@ class Partition(Domain):
         ----------
         V : the space, continuous or of degree 0: scalar or blocked, such as ("Lagrange", 2, (3,)), but not a subspace
         pairs : which dofs of a cell are joined, as indices into a row of `V.dofmap.list`. Default: all pairs
-        positions : as in `Partition`, such as scaled coordinates. Default: those of the dofs
+        positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the dofs
 
         Returns
         -------
@@ -222,8 +222,8 @@ class Partition(Domain):
     def from_dmplex(cls, dm: Any, *, nodes: str = "vertices", positions: Any = None) -> Partition:
         """Return the partition of the vertices or cells of a DMPlex of PETSc. Collective over its communicator.
 
-        Vertices are joined by the edges of the mesh, cells if they share a facet, in both directions. The graph is the
-        same for any overlap.
+        Vertices are joined by the edges of the mesh, and cells are joined if they share a facet, in both directions.
+        The graph is the same for any overlap.
 
         Arrays have the rows of local or global vectors with the same number of dofs at each of these points, as
         `vector.array.reshape(-1, dofs)`.
@@ -232,7 +232,8 @@ class Partition(Domain):
         ----------
         dm : the distributed mesh, with edges and facets (interpolated)
         nodes : "vertices" (default) or "cells": what the nodes of the graph are
-        positions : as in `Partition`, such as scaled coordinates. Default: those of vertices, or centroids of cells
+        positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the vertices, or the
+            centroids of the cells
 
         Returns
         -------

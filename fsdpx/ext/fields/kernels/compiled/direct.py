@@ -37,8 +37,8 @@ WIDE, NARROW = 64, 32
 left."""
 WIDE_ROWS = 8 if "avx512f" in read_cpuinfo_field("flags").split() else 6
 NARROW_ROWS = 8
-"""Maximum number of outputs in a strip of WIDE and of NARROW rows, which fits into registers. With AVX-512,
-a WIDE row is one register of 32, and fewer than 8 rows do not keep both of its multipliers busy."""
+"""Maximum numbers of outputs in a strip of WIDE rows and of NARROW rows, such that the strip fits into registers. With
+AVX-512, a WIDE row fills one of 32 registers, and fewer than 8 rows do not keep both multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells in a strip if there are one, two, three or four output channels."""
 NEAR_BYTES = 3 << 13

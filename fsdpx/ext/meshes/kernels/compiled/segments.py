@@ -97,8 +97,8 @@ def _softmax_backward_loop(start, stop, y, dy, dx, offsets):
 
 
 def _run_over(loop: Callable[..., Any], count: int, work: int, *arguments: Any) -> None:
-    """Call `loop(start, stop, *arguments)` on ranges that cover [0, count), on several threads if `work`, the number
-    of elements that are read, is large enough."""
+    """Call `loop(start, stop, *arguments)` on ranges that cover [0, count). Several threads are used if `work`, the
+    number of elements that are read, is large enough."""
     if work < parallel.MIN_PARALLEL_SIZE:
         loop(0, count, *arguments)
     else:
