@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,26 +58,13 @@ class EdgeLinear(GraphLayer):
         graph = self.graph
         require_node_features(self, nodes, graph.row_count if self.has_ghosts else graph.nodes, self.node_features)
         require_node_features(self, edges, graph.edges, self.edge_features)
-        of_senders = self._multiply_senders(env, p, nodes)
+        of_senders = linear_forward(env.xp, as_rows(nodes), self._split_weight(p["weight"])[1], None)
+        of_senders = of_senders.reshape(*nodes.shape[:2], self.out_features)
         if self.has_ghosts:
-            return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), (nodes, edges, None)
+            return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), x
         finish = start_appending_ghosts(env, graph, self, of_senders)
         own = self._multiply_own(env, p, nodes, edges)  # while messages are in flight
-        wide = finish()
-        ghosts = wide[:, graph.nodes :].copy()
-        return self._add_products(env, *own, wide), (nodes, edges, ghosts)
-
-    def recompute(self, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Recompute the result of `forward` without communication, from saved inputs and products of ghosts."""
-        nodes, edges, ghosts = saved
-        of_senders = self._multiply_senders(env, p, nodes)
-        if ghosts is not None and ghosts.shape[1]:
-            of_senders = env.xp.concatenate([of_senders, ghosts], axis=1)
-        return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders)
-
-    def _multiply_senders(self, env: LayerContext, p: Params, nodes: Array) -> Array:
-        found = linear_forward(env.xp, as_rows(nodes), self._split_weight(p["weight"])[1], None)
-        return found.reshape(*nodes.shape[:2], self.out_features)
+        return self._add_products(env, *own, finish()), x
 
     def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
         """Return the products of the weight with edge features, and with the features of nodes as receivers."""
@@ -96,7 +84,7 @@ class EdgeLinear(GraphLayer):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         graph, xp = self.graph, env.xp
-        nodes, edges, _ = saved
+        nodes, edges = saved
         of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
         dsenders = graph.sum_at_senders(env, dy)
         finish = None if self.has_ghosts else start_appending_ghosts_backward(env, graph, dsenders)
@@ -129,15 +117,21 @@ class EdgeLinear(GraphLayer):
 
 
 class RecomputedMLP(Composite):
-    """Base class for the MLPs of a graph network. With `recompute_hidden`, only what the first layer saves is kept for
-    backward, and backward runs forward again (Chen et al. 2016), without communication."""
+    """Base class for the MLPs of a graph network. With `recompute_hidden`, only the input and the result of the first
+    layer are kept for backward, which runs the other layers again (Chen et al. 2016).
+
+    The result of the first layer is kept because its product is the largest of the MLP, and because repeating it would
+    need ghosts."""
 
     unit = fixed = True
     recompute_hidden: bool = False
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
-        y, saved = super().forward(env, p, x)
-        return (y, saved[0]) if self.recompute_hidden and saved else (y, saved)
+        if not self.recompute_hidden:
+            return super().forward(env, p, x)
+        first, parts = self.steps[0], self._group_arrays_by_child(p)
+        hidden, held = first.layer.forward(env.child(first.name), parts[first.name], x)
+        return self._run_others(env, parts, hidden)[0], (held, hidden)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         return super().backward(env, p, g, self._get_saved(env, p, saved), dy)
@@ -152,17 +146,20 @@ class RecomputedMLP(Composite):
         """Return what `forward` of each layer saves, given what `forward` of this MLP has saved."""
         if not self.recompute_hidden:
             return saved
-        env, parts, found = replace(env, recomputing=True), self._group_arrays_by_child(p), [saved]
-        first, *others = self.steps
-        value = self._recompute_first(first.layer, env.child(first.name), parts[first.name], saved)
-        for step in others:
-            value, kept = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)
-            found.append(kept)
-        return tuple(found)
+        held, hidden = saved
+        others = self._run_others(replace(env, recomputing=True), self._group_arrays_by_child(p), hidden, keeps=True)
+        return (held, *others[1])
 
-    def _recompute_first(self, layer: Layer, env: LayerContext, p: Params, saved: Any) -> Array:
-        """Recompute the result of the first layer from its saved inputs, which in `EdgeMLP` include ghosts."""
-        return layer.forward(env, p, saved[0] if len(saved) == 1 else saved)[0]
+    def _run_others(
+        self, env: LayerContext, parts: Mapping[str, Params], value: Array, keeps: bool = False
+    ) -> tuple[Array, list[Any]]:
+        """Run the layers after the first one, whose result is `value`. Return the result of the last layer, and if
+        `keeps`, what each layer saves."""
+        saved = []
+        for step in self.steps[1:]:
+            value, held = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)
+            saved += [held] if keeps else []
+        return value, saved
 
     def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
         """Set the attributes "0", "1", ... to the layers of the MLP, the first of which is `first`."""
@@ -192,7 +189,8 @@ class EdgeMLP(RecomputedMLP):
     hidden_layers : number of hidden layers; default 2
     activation : name of the activation between layers; default "relu"
     norm : whether a `LayerNorm` follows the last layer; default True
-    recompute_hidden : whether backward recomputes the hidden layers, so that forward does not save them; default False
+    recompute_hidden : whether backward recomputes the layers after the first one, so that forward saves less; default
+        False
     """
 
     def __init__(
@@ -206,9 +204,6 @@ class EdgeMLP(RecomputedMLP):
 
     def compose(self, nodes: Any, edges: Any) -> Any:
         return self._chain(nodes, edges)
-
-    def _recompute_first(self, layer: Layer, env: LayerContext, p: Params, saved: Any) -> Array:
-        return layer.recompute(env, p, saved)
 
 
 class PairLinear(Layer):

@@ -19,10 +19,8 @@ class FeatureMLP(RecomputedMLP):
     """MLP on the last dim, with the same layers as `EdgeMLP`."""
 
     def __init__(
-        self, features: int, out: int, hidden: int, hidden_layers: int, activation: str, norm: bool,
-        recompute_hidden: bool,
+        self, features: int, out: int, hidden: int, hidden_layers: int, activation: str, norm: bool
     ) -> None:  # fmt: skip
-        self.recompute_hidden = recompute_hidden
         self._add_layers(Linear(features, hidden), hidden, out, hidden_layers, activation, norm)
 
     def compose(self, x: Any) -> Any:
@@ -55,8 +53,9 @@ class MeshGraphNet(Composite):
         "edges", the updated edges, as in PhysicsNeMo
     how : how nodes combine what they receive (`how` of `Aggregate`); default "sum"
     edge_inputs : number of edge features in the second input; default 0: there is one input
-    recompute_hidden : whether backward recomputes the hidden layers of the MLPs instead of saving them, which takes
-        about 30 % more time and, with the defaults, a third of the memory; default True
+    recompute_hidden : whether backward recomputes the second and later layers of the MLPs of edges, except in the last
+        step, instead of saving them, which takes about 10 % more time and, with the defaults, 35 % less memory; default
+        True
     """
 
     reads: tuple[str, ...] = ("x",)
@@ -80,13 +79,16 @@ class MeshGraphNet(Composite):
         if edge_inputs:
             self.reads = ("x", "edges")
         mlp = hidden, hidden_layers, activation
-        self.edge_encoder = FeatureMLP(edge_features + edge_inputs, hidden, *mlp, True, recompute_hidden)
-        self.node_encoder = FeatureMLP(node_features, hidden, *mlp, True, recompute_hidden)
-        options: dict[str, Any] = {"activation": activation, "recompute_hidden": recompute_hidden}
+        self.edge_encoder = FeatureMLP(edge_features + edge_inputs, hidden, *mlp, True)
+        self.node_encoder = FeatureMLP(node_features, hidden, *mlp, True)
+        options: dict[str, Any] = {"activation": activation}
         for i in range(message_passing_steps):
-            setattr(self, f"edge_{i}", EdgeMLP(hidden, hidden, hidden, hidden, hidden_layers, **options))
+            # backward begins with the last step, whose hidden layers it would recompute when memory is fullest
+            recomputes = recompute_hidden and i < message_passing_steps - 1
+            edge_mlp = EdgeMLP(hidden, hidden, hidden, hidden, hidden_layers, recompute_hidden=recomputes, **options)
+            setattr(self, f"edge_{i}", edge_mlp)
             setattr(self, f"node_{i}", NodeMLP(hidden, hidden, hidden, hidden, hidden_layers, **options))
-        self.decoder = FeatureMLP(hidden, out_features, *mlp, False, recompute_hidden)
+        self.decoder = FeatureMLP(hidden, out_features, *mlp, False)
 
     def compose(self, x: Any, *inputs: Any) -> Any:
         nodes = self.node_encoder(x)
