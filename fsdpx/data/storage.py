@@ -141,7 +141,7 @@ def _parse_number(text: str) -> float | int | None:
 
 
 def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
-    """Convert a number to `kind`, the dtype as which stored numbers are interpreted. Return None if this dtype cannot
+    """Convert a number to `kind`, the dtype used to interpret stored numbers. Return None if this dtype cannot
     represent it. `stored` is the dtype of the array in the file, which may be signed where `kind` is unsigned."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None

@@ -143,8 +143,8 @@ class ModelBuilder:
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
 
     def make_loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
-        """Return the data loader for training, which [data] and [loader] describe, and the one for validation, which
-        [validation] describes.
+        """Return the data loader for training, described by [data] and [loader], and the data loader for validation,
+        described by [validation].
 
         Both split each batch over the ranks of `trainer.data_group`. Unless [loader] says otherwise, training batches
         are shuffled and a short last batch is dropped. Validation batches are always in order.

@@ -199,8 +199,8 @@ class LaunchedJob:
     node: NodeRank | None = None
 
     def make_environment(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
-        """Return the environment variables of the ranks, which leave their records in `folder`. `start` is the number
-        of restarts so far."""
+        """Return the environment variables of the ranks. `folder` is where the ranks leave their records, and `start`
+        is the number of restarts so far."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         meet = {} if self.node is None else self.node.make_environment(start, ranks)
         return {**own, **self.config.make_environment(), **self.more, **meet}

@@ -115,7 +115,7 @@ class ShardedBatchLoss(WrappedLoss):
     """Computes `loss` for an output that is sharded by samples (dim 0) over the tensor axis. All ranks have the full
     target.
 
-    Total and weight are those of this rank's samples. Nothing is communicated."""
+    Total and weight cover this rank's samples only. Nothing is communicated."""
 
     partial = True
 
@@ -130,7 +130,7 @@ class ShardedSequenceLoss(WrappedLoss):
     """Computes `loss` for an output that is sharded by positions (dim 1) over a tensor axis of `width` ranks. All
     ranks have the full target.
 
-    Total and weight are those of this rank's positions. Nothing is communicated."""
+    Total and weight cover this rank's positions only. Nothing is communicated."""
 
     acts_on = "position"
     partial = True

@@ -238,8 +238,8 @@ class Plan:
         )
 
     def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
-        """Return whether a configuration fits, combines other kinds of parallelism than the fastest configuration, and
-        takes at most `CLOSE_TIME_FACTOR` times as long as that one."""
+        """Return whether a configuration fits, takes at most `CLOSE_TIME_FACTOR` times as long as the fastest
+        configuration, and combines different kinds of parallelism."""
         best, fits = self.best_candidate, candidate not in self.large
         return (
             fits

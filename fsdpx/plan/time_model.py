@@ -108,7 +108,7 @@ class MeshOnMachine:
     Attributes
     ----------
     mesh, machine : the mesh and the machine
-    faces : for each dim of a split field, the share of the halo bytes that a rank exchanges along it
+    faces : for each dim of a split field, the share of a rank's halo bytes that is exchanged along this dim
     """
 
     mesh: Mesh

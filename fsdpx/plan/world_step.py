@@ -179,7 +179,8 @@ class WorldStep:
 
     @property
     def halo_byte_shares_by_dim(self) -> tuple[float, ...]:
-        """For each dim of the grid, the share of the halo bytes that a rank exchanges along it; () without a grid."""
+        """For each dim of the grid, the share of a rank's halo bytes that is exchanged along this dim; () without a
+        grid."""
         own = self._get_part(0).local_shape
         sizes = [(width > 1) / max(n, 1) for n, width in zip(own, self.domain.dims, strict=True)]
         return tuple(size / (sum(sizes) or 1.0) for size in sizes)

@@ -390,8 +390,8 @@ class LossContract(GradientContract):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
-        """Check that loss sums, weights and gradients of the parts of a batch add up to those of the full batch,
-        because the batch is split over ranks and microbatches. A part may be empty."""
+        """Check that loss sums, weights and gradients of the parts of a batch add up to those of the full batch, as
+        needed when ranks and microbatches split it. A part may be empty."""
         y, target = self._make_test_case()
         n = len(target)
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)

@@ -38,7 +38,7 @@ class PartFacts(NamedTuple):
 
     @property
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """First cell of the part and the cell after its last one along each dim, by letter."""
+        """For each dim letter, the first cell of the part and the cell after the last one."""
         letters = self.layout.replace("c", "")
         return {a: (start, start + n) for a, start, n in zip(letters, self.offsets, self.local_shape, strict=True)}
 

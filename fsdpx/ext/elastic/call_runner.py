@@ -289,7 +289,7 @@ class ElasticRunner(CallRunner):
         self._switch_to_current_session()
 
     def _run_pending_steps(self) -> None:
-        """Run all steps whose batches are stored and that have not been committed, or that a recovery has undone."""
+        """Run all steps whose batches are stored, and that were not committed yet or were undone by a recovery."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])

@@ -315,7 +315,7 @@ def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: in
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)
     asked = np.concatenate(exchange_arrays(comm, [pairs[edges.owners == r] for r in range(size)]))
-    # the reverse of an edge whose sender this rank owns is received by that node, so this rank must have it
+    # if this rank owns an edge's sender, it owns the receiver of the reverse edge, and must have that edge
     wanted = np.unique(asked[:, 1] * total + asked[:, 0])
     missing = np.setdiff1d(wanted, pairs[:, 0] * total + pairs[:, 1], assume_unique=False)
     example = divmod(int(missing[0]), total) if missing.size else None

@@ -96,7 +96,7 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
 
 def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
     """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it. `pairs`
-    is as in `Partition.from_cells`. Raise ConfigError if it does not match the cells. There may be no cells."""
+    is as in `Partition.from_cells`. Raise ConfigError if `pairs` does not match the cells. `cells` may be empty."""
     corners = cells.shape[1]
     joined = parse_integers("pairs", [*itertools.combinations(range(corners), 2)] if pairs is None else pairs, 2)
     joined = joined if joined.size else joined.reshape(0, 2)

@@ -511,9 +511,9 @@ def _plan_lines(
     strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
     y_strides: tuple[int, ...], add: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return what calls of `convolve_direct` with arrays of these shapes and strides share, or None if there is nothing
-    to compute: the window offsets for `_pack_weights`, their number along each dim, the number of lines, and the
-    arguments of `_convolve_lines` from `x_steps` to `bounds`."""
+    """Return what all calls of `convolve_direct` with arrays of these shapes and strides have in common: the window
+    offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
+    `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute."""
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
