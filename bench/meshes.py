@@ -5,8 +5,8 @@
 The mesh is a triangulation with an edge in each direction. Both libraries train the network (128 wide, five
 message-passing steps, one sample, float32) by SGD on a squared error, and predict with it, in turns. PyTorch
 concatenates the features of an edge and its ends. Hidden layers are kept for backward by both, or recomputed by both
-(PyTorch: `torch.utils.checkpoint` around each MLP), or recomputed by fsdpx, as by default, and kept by PyTorch. The
-ratio is PyTorch's processor time over that of fsdpx, the median over rounds: 2 means that fsdpx takes half of it.
+(fsdpx: some of them, as by default; PyTorch: `torch.utils.checkpoint` around each MLP), or recomputed only by fsdpx.
+The ratio is PyTorch's processor time over that of fsdpx, the median over rounds: 2 means that fsdpx takes half of it.
 """
 
 import os
