@@ -106,7 +106,7 @@ class WindowDataset(ABC):
 
 
 class TokenDataset(WindowDataset):
-    """Samples of `seq_len` consecutive tokens from a file, which is memory-mapped.
+    """Samples of `seq_len` consecutive tokens from a memory-mapped file.
 
     Sample i is `x = tokens[i T : i T + T]` and `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)`
     int32.

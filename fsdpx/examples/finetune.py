@@ -120,8 +120,7 @@ def train_and_print_loss(trainer: fsdpx.Trainer, samples: Any, steps: int, batch
 
 
 def warn_if_format_differs(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
-    """Print a warning if the training data have messages but the model has no chat template, or the other
-    way round."""
+    """Print a warning if the training data have messages but the model has no chat template, or vice versa."""
     if samples.messages and template is None:
         print(
             f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "

@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: a call of `layer` on the values named `sources`, which returns the values named
+    """One step of a container: a call of `layer` that takes the values named `sources` and returns the values named
     `gives`."""
 
     name: str

@@ -562,7 +562,7 @@ class Layer(ABC):
         Raises
         ------
         ConfigError
-            if the layer does not support the sharding of the inputs, or the mark
+            if the layer does not support the mark, or the sharding of the inputs
         """
         request.require_no_mark(self)
         kind, location = request.require_same_kind(self), f"{request.path!r} {self!r}"

@@ -109,8 +109,8 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     """Return the leaf layers of `model` in execution order. A container is replaced by its children, unless its class
     sets `unit`. A model that is a single layer becomes one node with the path "".
 
-    `at` is the path of `model`, which prefixes all paths. With `units`, containers that set `unit` are replaced by
-    their children, too."""
+    `at`, the path of `model`, prefixes all paths. With `units`, containers that set `unit` are replaced by their
+    children, too."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}

@@ -35,7 +35,7 @@ class Rotary(PerHead):
 
     Parameters
     ----------
-    d_head : number of features per head, which must be even
+    d_head : number of features per head; must be even
     theta : base of the frequencies; frequency i is theta^(-2 i / d_head)
     rope_scaling : None, or a mapping as in transformers, with "rope_type" ("linear", "dynamic", "llama3" or "yarn"),
         "factor" and the other options of that type. Raises ConfigError if an option is missing, or for "dynamic" with

@@ -77,8 +77,8 @@ class ShardingWalk:
         self.ties: dict[str, str] = {}
 
     def shard_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
-        """Return the sharded version of `layer`, whose inputs have the shardings `kinds`, and the sharding of each
-        result."""
+        """Return the sharded version of `layer` and the sharding of each of its results, for inputs with the shardings
+        `kinds`."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
             portion = layer.shard_over_ranks(ShardingContext(path, kinds, self.width, mark, self.sequence))

@@ -160,7 +160,7 @@ def predict(
     ----------
     model : the model
     batch : ((shape, dtype), (shape, dtype)) of inputs and targets of the global batch. Fields have their full shape:
-        samples, channels and cells, or the layout of the given `Grid`. Values of a mesh are those of all nodes:
+        samples, channels and cells, or the layout of the given `Grid`. Node values cover all nodes of the mesh:
         samples, nodes and features. Several inputs are given as a tuple of pairs
     ranks : total number of ranks
     machine : a name in `Machine.list_names()`, the path of a machine.toml, or a `Machine`

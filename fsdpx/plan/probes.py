@@ -178,7 +178,7 @@ def _iterate_convolution_calls(
 ) -> Iterator[Call]:  # fmt: skip
     """Yield calls of a convolution's forward, of its backward for inputs, and of its backward for parameters. The
     convolution has `inner` input and `outer` output channels. `numbers` is the approximate number of elements of the
-    larger field, which determines the number of samples."""
+    larger field; it determines the number of samples."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
     ones = (1,) * len(window)
     strides = WindowStrides(window, ones, ones, tuple(-(k // 2) for k in window), groups)

@@ -193,8 +193,8 @@ class ReplayBuffer:
                 self._priorities[slots[number]] = value
 
     def gather_statistics(self) -> tuple[ChannelStatistics, ...]:
-        """Return the mean and standard deviation of each channel of each field, over all samples that were ever added
-        and all cells, for `nn.Standardize`. Collective over the grid.
+        """Return the mean and standard deviation of each channel of each field, over all cells of all samples that were
+        ever added, for `nn.Standardize`. Collective over the grid.
 
         Returns
         -------

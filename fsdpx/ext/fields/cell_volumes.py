@@ -61,7 +61,7 @@ def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) 
 
     Parameters
     ----------
-    latitudes : latitudes of the cells of the full field in degrees, which increase or decrease
+    latitudes : latitudes of the cells of the full field in degrees, in increasing or decreasing order
     bounds : the bounds of these cells in degrees (one more than latitudes), for a field that does not reach from pole
         to pole; default None: the poles, and the midpoints between neighboring latitudes
 

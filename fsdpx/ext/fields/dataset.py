@@ -256,7 +256,7 @@ class MeshLike(Protocol):
 
 
 class NodeRows:
-    """The nodes of a `Partition` as the cells of a grid of one dim, which are not consecutive.
+    """Presents the nodes of a `Partition` as cells of a grid of one dim. The cells of a rank need not be consecutive.
 
     Attributes
     ----------
@@ -546,8 +546,8 @@ class FieldDataset:
             self._read_forcing_into(f, source, trajectory, window * self.every + (self.inputs - 1) * self.stride)
 
     def _read_forcing_into(self, f: np.ndarray, source: TrajectoryFile, trajectory: int, first_step: int) -> None:
-        """Read the forcing of all steps of a sample, of which the first starts at step `first_step` of the file, into
-        `f`, (channels, *cells)."""
+        """Read the forcing of all steps of a sample into `f`, (channels, *cells). The first of these steps starts at
+        step `first_step` of the file."""
         at = 0
         for variable in source.forcing:
             for step, values in enumerate(self._iterate_states(source, variable, trajectory, first_step, self.targets)):

@@ -1,5 +1,5 @@
-"""Exchange of ghost cells: the rim of neighbors' cells around a solver's local arrays, which the first layers of a
-model read instead of padding."""
+"""Exchange of ghost cells. They form a rim of neighbors' cells around a solver's local arrays, and the first layers of
+a model read them instead of padding."""
 
 from __future__ import annotations
 

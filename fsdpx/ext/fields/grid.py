@@ -855,7 +855,7 @@ class FieldSamples(SplitSamples):
         return self.grid.from_model_layout(array, batched)
 
     def take_local_target(self, y: Any, index: int) -> Any:
-        """Return this rank's part of the target, which is `y` without its ghost cells."""
+        """Return this rank's part of the target `y`, without its ghost cells."""
         for parts in (*self.input_kinds, self.grid.input_partition):
             if isinstance(parts, FieldPartition) and parts.without_ghosts() == self.output_kinds[index]:
                 return self.grid._strip_ghosts(y, parts)

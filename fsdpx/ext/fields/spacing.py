@@ -1,4 +1,4 @@
-"""Positions of the cells of a field along a dim, which are equidistant or given."""
+"""Positions of the cells of a field along a dim, either equidistant or given."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _parse_spacing_along_dim(layer: object, given: Any) -> Any:
 
 
 def compute_cell_widths(spacing: float | CellPositions, n: int, name: str) -> np.ndarray:
-    """Return the signed widths of n cells along a dim, which are negative if positions decrease.
+    """Return the signed widths of n cells along a dim. Widths are negative if positions decrease.
 
     Raises ShapeError, with the `name` of the dim, unless `spacing` is a number or the bounds of n cells."""
     if not isinstance(spacing, CellPositions):

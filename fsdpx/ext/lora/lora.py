@@ -184,7 +184,7 @@ class LoRALinear(Linear):
         return inside
 
     def _apply_dropout(self, env: LayerContext, x: Array) -> tuple[Array, Array | None]:
-        """Return x after dropout, and the mask of kept elements, or None without dropout."""
+        """Return x after dropout, and the mask of kept elements; without dropout, the mask is None."""
         if not env.training or self.dropout == 0.0:
             return x, None
         kept: tuple[Array, Array] = kernels.drop(

@@ -1,4 +1,4 @@
-"""Multilayer perceptrons on edges and nodes, whose first product needs no concatenated copy of its inputs."""
+"""Multilayer perceptrons on edges and nodes, whose first matrix product needs no concatenated copy of its inputs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EdgeLinear(GraphLayer):
         return self._add_products(env, *own, finish()), x
 
     def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
-        """Return the products of the weight with edge features, and with the features of nodes as receivers."""
+        """Return the products of the weight with edge features, and with the features of receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self._split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)

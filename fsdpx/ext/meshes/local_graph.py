@@ -48,8 +48,8 @@ class LocalGraph:
     """The nodes that a rank owns, its ghosts (copies of other ranks' nodes), and all edges whose receiver the rank
     owns.
 
-    Rows of nodes are the owned nodes, then the ghosts. Edges are sorted by receiver, and those of one receiver by the
-    global number of the sender, so that sums over edges have the same order on any partition.
+    Rows of nodes are the owned nodes, then the ghosts. Edges are sorted by receiver, and the edges of one receiver are
+    sorted by the global number of the sender, so that sums over edges have the same order on any partition.
 
     Attributes
     ----------

@@ -553,7 +553,7 @@ class Partition(Domain):
         return tuple(dict.fromkeys((largest, max(ranks, key=lambda r: self._parts[r].exchanged))))
 
     def as_rank(self, rank: int) -> Partition:
-        """Return the part of another rank, of which only the sizes are known, for dry runs.
+        """Return the part of another rank, for dry runs. Only the sizes of this part are known.
 
         Parameters
         ----------

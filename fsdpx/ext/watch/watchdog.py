@@ -240,7 +240,7 @@ class Watchdog:
         unless a better informed watchdog of this process does so. Return the time of the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
-        grace = 2 * self._poll_seconds if better else 0.0  # the others poll at other times
+        grace = 2 * self._poll_seconds if better else 0.0  # the other watchdogs poll at other times
         if not self._is_wait_overdue(last, now - grace) or any(one._is_wait_overdue(0.0, now) for one in better):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
@@ -383,7 +383,7 @@ class Watchdog:
         self._print_and_abort_job(HUNG_STATUS, f"{text}The last {MAX_ACTIONS} actions of each rank are in {path}\n")
 
     def _print_and_abort_job(self, code: int, text: str) -> None:
-        """Print `text`, and end all ranks with status `code`. Other watchdogs of this process say nothing more."""
+        """Print `text`, and end all ranks with status `code`. Other watchdogs of this process then print nothing."""
         for other in [one for one in [*_running] if one is not self]:
             other._stop.set()
         flush_and_write_stderr(text)

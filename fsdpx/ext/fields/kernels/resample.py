@@ -1,4 +1,4 @@
-"""Weighted sums of cells along one dim of a field, which change its resolution, in plain array code."""
+"""Weighted sums of cells along one dim, which change the resolution of a field, in plain array code."""
 
 from __future__ import annotations
 
