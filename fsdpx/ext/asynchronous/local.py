@@ -480,8 +480,8 @@ def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values,
     """Start an all-gather of how much data each replica trained on in this round, because outer gradients are weighted
     by it.
 
-    Each replica also sends its loss and the learning rates of this step and of the outer step, which must be equal on
-    all replicas."""
+    Each replica also sends its loss, and the learning rates of this step and of the outer step. The learning rates must
+    be equal on all replicas."""
     (mean, weights), place, (policy, rounds, now) = read, run.placement, _get_policy_and_outer_step(run)
     number = rounds.count_outer_steps(min(now.deltas), run.step + 1 + rounds.outer_gradient_delay_steps)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & now.deltas)

@@ -53,7 +53,8 @@ class PartFacts(NamedTuple):
         return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
 
     def make_index(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
-        """Return the index of the cells in `ranges`, which are numbered in the full field, in an array of this part."""
+        """Return the index, for an array of this part, of the cells in `ranges`. Ranges count cells of the full
+        field."""
         own, index = self.ranges, []
         for letter in self.layout if has_channels else self.layout.replace("c", ""):
             if letter == "c":
@@ -65,8 +66,8 @@ class PartFacts(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The cells that this rank and `rank` of the other side both hold: ranges along each dim, by letter, which may be
-    empty."""
+    """The cells that this rank and `rank` of the other side both hold. `ranges` are their ranges along each dim, by
+    letter, and may be empty."""
 
     rank: int
     theirs: PartFacts
@@ -114,7 +115,7 @@ def find_overlap(rank: int, own: PartFacts, theirs: PartFacts) -> Overlap:
 def to_native_numbers(array: Any, what: str) -> np.ndarray:
     """Return an array of numbers in host memory, in the byte order of this machine.
 
-    Raises DataError, which begins with `what`, for an array of objects, strings or times."""
+    Raises DataError, with a message that begins with `what`, for an array of objects, strings or times."""
     host = np.asarray(to_host(array))
     if host.dtype.kind not in "biufc" and host.dtype.name != "bfloat16":
         raise DataError(f"{what} is an array of {host.dtype}: give numbers")

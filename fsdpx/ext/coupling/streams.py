@@ -22,8 +22,8 @@ ranks arrive in the order of sending. There are three ways to send:
    - The lead sends TAKE n, where n is the highest of these numbers plus a margin of at least 1.
    - A sender rank that notices TAKE before snapshot n or at it sends snapshot n. A rank that notices it later has
      already overwritten n, and sends MISSED instead.
-   - If any rank has sent MISSED, all receivers discard the snapshot, which they find out in a collective among
-     themselves, and the lead asks again with a larger margin. If all ranks noticed TAKE early, the margin shrinks.
+   - If any rank has sent MISSED, all receivers learn this in a collective among themselves and discard the snapshot,
+     and the lead asks again with a larger margin. If all ranks noticed TAKE early, the margin shrinks.
 
    Until TAKE arrives, a sender rank copies nothing, so a snapshot that nobody receives costs only one test for a
    message.

@@ -192,7 +192,7 @@ class Assembler:
 
         Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
         state. `report` is called with text about the progress. `timeout` is the timeout in seconds for the new
-        watchdog: that of the previous watchdog, because the timeout of `control` is longer."""
+        watchdog. It is taken from the previous watchdog, because the timeout of `control` is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations

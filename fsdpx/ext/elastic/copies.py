@@ -301,8 +301,8 @@ class StateCopies:
         return iterate_up_to_date_shards(self._state) if self._trains else ()
 
     def _reuse_or_allocate_buffers(self) -> GenerationBuffers:
-        """Return buffers for the next snapshot: those of the older of two complete snapshots, else spare buffers, else
-        new ones."""
+        """Return buffers for the next snapshot: the buffers of the older of two complete snapshots, else spare buffers,
+        else new ones."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
         if self._spare:

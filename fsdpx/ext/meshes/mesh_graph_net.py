@@ -54,8 +54,8 @@ class MeshGraphNet(Composite):
     how : how nodes combine what they receive (`how` of `Aggregate`); default "sum"
     edge_inputs : number of edge features in the second input; default 0: there is one input
     recompute_hidden : whether backward recomputes the second and later layers of the MLPs of edges, except in the last
-        step, instead of saving them, which takes about 10 % more time and, with the defaults, 35 % less memory; default
-        True
+        step, so that they are not saved. This takes about 10 % more time and, with the defaults, 35 % less memory;
+        default True
     """
 
     reads: tuple[str, ...] = ("x",)

@@ -327,7 +327,8 @@ class _TraceLanes:
 
 
 def _format_key(event: ActionEvent) -> str:
-    """Return the key of a transfer as text, which is the same on all ranks that take part, or "" if it has no key."""
+    """Return the key of a transfer as text, or "" if it has no key. The text is the same on all ranks that take
+    part."""
     return "" if event.key is None else repr(event.key)
 
 

@@ -303,8 +303,8 @@ class Watchdog:
         return flight.rank != self.rank and time.time() - flight.beat >= max(4 * self._poll_seconds, SILENT_SECONDS)
 
     def _is_hung(self, flights: dict[int, FlightRecord], waited_seconds: float) -> bool:
-        """Return whether this rank, which has waited for `waited_seconds`, is hung, because no rank on this host has
-        made progress for the duration of the timeout."""
+        """Return whether this rank, which has waited for `waited_seconds`, is hung: no rank on this host has made
+        progress for the duration of the timeout."""
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:

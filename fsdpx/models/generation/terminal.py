@@ -11,7 +11,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TerminalStream:
-    """Callback for the argument `stream` of `Trainer.generate`, which prints the text of a single prompt while it is
+    """Callback for the argument `stream` of `Trainer.generate`. It prints the text of a single prompt while the text is
     generated. Control characters are escaped. Call `finish_line` at the end.
 
     Parameters
