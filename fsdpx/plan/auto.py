@@ -110,7 +110,7 @@ def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
 
 
 def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
-    """Return the number of ranks of the largest host, and the number of hosts."""
+    """Return the number of ranks on the host with the most ranks, and the number of hosts."""
     node = find_node_communicator(world)
     if node is None:
         return (world.size, 1) if find_message_backend(world) is None else (1, world.size)

@@ -50,7 +50,7 @@ class CompressedCodec(Codec):
 
     @abstractmethod
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
-        """Return the size in bytes of a compressed part of `size` elements, a multiple of `SIZE_MULTIPLE_BYTES`.
+        """Return the size in bytes of a compressed part of `size` elements. It is a multiple of `SIZE_MULTIPLE_BYTES`.
 
         `step` is the number of the reduction. If the size depends on `step`, it is largest in the first reduction."""
 
