@@ -55,7 +55,7 @@ __all__ = [
 
 WIDTH, CALL = 4, 2
 """Number of 8-byte integers that each rank sends, and the index of the integer that identifies its call. The other
-integers carry values of the call."""
+integers are values that the call exchanges."""
 VALUE_COLUMNS = [column for column in range(WIDTH) if column != CALL]
 VALUE_COUNT = len(VALUE_COLUMNS)
 
@@ -175,7 +175,7 @@ def hash_text(text: str) -> int:
 
 
 ENOUGH_EQUAL_SAMPLES = 8
-"""Number of consecutive samples that must be equal on all data ranks before the warning, because a few may be equal by
+"""Number of consecutive samples that must be equal on all data ranks before a warning is issued. Fewer may be equal by
 chance."""
 
 
@@ -325,7 +325,7 @@ TARGET = "the target"
 
 
 def _format_array_name(name: str) -> str:
-    """Return how error messages refer to an array of the batch, such as "input 'x'"."""
+    """Return the text with which error messages refer to an array of the batch, such as "input 'x'"."""
     return name if name.startswith(("target ", TARGET)) else f"input {name!r}" if name else "an array of the batch"
 
 
@@ -370,8 +370,8 @@ def to_device_array(placement: Placement, value: Any, name: str = "") -> Any:
 
 
 def require_batch_usable_on_device(placement: Placement, x: Any, y: Any) -> None:
-    """If this rank's device has a memory of its own, raise DataError unless all arrays of the batch are on the host, or
-    all on that device."""
+    """If this rank's device has its own memory, raise DataError unless all arrays of the batch are on the host, or all
+    are on that device."""
     if placement.device is CPU:
         return
     inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
@@ -386,9 +386,9 @@ def agree_on_batch(
     axes: MeshAxes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
 ) -> tuple[tuple[int, ...], bool]:
     """Check that all ranks make the same call with matching batches. Return the number of samples of each data rank,
-    and whether the checksum of the samples is the same on all data ranks. Raise the same error on all ranks if one of
-    them met an error or if the descriptions of their batches differ. Collective: one all-gather of 32 bytes per rank;
-    texts are sent only if there is an error.
+    and whether the checksum of the samples is the same on all data ranks. Raise the same error on all ranks if the
+    batch of one rank is invalid or if the descriptions of the batches differ. Collective: one all-gather of 32 bytes
+    per rank; texts are sent only if there is an error.
 
     Parameters
     ----------
@@ -398,9 +398,9 @@ def agree_on_batch(
         description must be the same on all ranks, the checksum only on ranks with the same data rank. LOADER_ENDED
         means that this rank has no batch
     rows : number of samples of this rank
-    error : error that this rank met in its batch, or None
-    comm : the ranks that agree (default: all ranks). If replicas train independently, these are the ranks of one
-        replica, and the other replicas are assumed to have the same numbers of samples
+    error : error found in this rank's batch, or None
+    comm : communicator of the ranks that compare batches (default: all ranks). If replicas train independently, these
+        are the ranks of one replica, and the other replicas are assumed to have the same numbers of samples
     """
     comm = comm or axes.world
     if not comm.has_peers and error is not None:

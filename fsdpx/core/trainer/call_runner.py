@@ -1,5 +1,5 @@
-"""Call runners, which run the methods of a trainer on the ranks that take part, and compare calls and arguments
-between ranks. A call runner also holds state that outlives a change of ranks, such as a background save."""
+"""Call runners. They run a trainer's methods on the ranks that take part, and check that all ranks make the same calls
+with the same arguments. A call runner also holds state that outlives a change of ranks, such as a background save."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ replaces the trainer's state; KEEPS_FOR_LATER keeps something for a later call; 
 rank makes, even one that does not train."""
 
 SAVE, WAIT = "save", "wait_for_background_save"
-"""Names of calls that save in the background. A call runner may treat them differently from others."""
+"""Names of the calls that save a checkpoint and that wait for a background save. Call runners may handle these calls
+specially."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -95,7 +96,8 @@ def run_through_call_runner(
 def raise_argument_errors_on_all_ranks(
     method: Callable[Concatenate[Any, P], T], hints: bool = True, unchecked: str = ""
 ) -> Callable[Concatenate[Any, P], T]:
-    """Wrap a collective method of a trainer so that an error in the arguments of one rank is raised on all ranks.
+    """Wrap a collective method of a trainer so that, if the arguments on one rank are invalid, all ranks raise the
+    error.
 
     Parameters
     ----------
@@ -170,7 +172,7 @@ class CallRunner(ABC):
     ignored_position : path of the loaded checkpoint if it has a position in the data and no loader was given; else ""
     loss_weight : denominator of the mean loss of the last `evaluate`: the number of samples, or of tokens or cells if
         the loss counts these
-    background_save : the background save in progress, or None
+    background_save : the background save in progress; None if there is none
     closed : True once the trainer is closed and can no longer be used
     """
 
@@ -251,7 +253,7 @@ class CallRunner(ABC):
         x : the model's inputs: an array, a tuple, or a dict keyed by name; samples are along dim 0
         y : the target; None if the program takes no target
         kind : kind of the program that will run, such as "step" or "predict"
-        training : run layers such as dropout in training mode
+        training : whether layers such as dropout run in training mode
 
         Returns
         -------
@@ -301,7 +303,7 @@ class CallRunner(ABC):
 
         Returns
         -------
-        array : shape and dtype of `values`
+        array : has the shape and dtype of `values`
         """
 
     @abstractmethod
@@ -342,9 +344,9 @@ class CallRunner(ABC):
             raise ConfigError(f"{call}: this trainer is closed")
 
     def raising_errors_on_all_ranks(self, call: str) -> AbstractContextManager[None]:
-        """Return a context manager for checks of arguments: if a check fails on one rank, all ranks raise the error,
-        as in `batch.raising_errors_on_all_ranks`. If ranks may change, or if each rank steps at its own speed, the
-        context manager does nothing.
+        """Return a context manager for argument checks: if a check fails on one rank, all ranks raise the error, as in
+        `batch.raising_errors_on_all_ranks`. If ranks may change, or if each rank steps at its own speed, the context
+        manager does nothing.
 
         Parameters
         ----------
@@ -383,8 +385,8 @@ class CallRunner(ABC):
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
-        """In asynchronous training, wait until all ranks have finished their last step; otherwise return at once.
-        `fit` ends with this wait, and collective calls begin with it. Dead ranks are not waited for."""
+        """In asynchronous training, wait until all ranks have finished their last step; otherwise return at once. `fit`
+        ends with this wait, and collective calls begin with it. It does not wait for dead ranks."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 
@@ -401,7 +403,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         path : folder of the checkpoint
-        choices : number format, file size, number of checkpoints to keep, and which weights to save
+        choices : dtype, file size, number of checkpoints to keep, and which weights to save
         loader : a `data.DataLoader` whose position is saved, or None
         fit : state that `fit` needs to resume, or None
         background : copy the state and write the copy in a thread; return before the checkpoint is complete
@@ -410,7 +412,7 @@ class CallRunner(ABC):
         def save_on_training_ranks() -> None:
             self.agree_on_call("save" + ", in the background" * background)
             self.wait_for_save_within_call()
-            # replicas that train independently save their own parameters, so that they resume with them
+            # each of several replicas that train independently saves its own parameters, and later resumes with them
             state, plain = self.session.state, choices.weights == "parameters" and not self.has_own_speed
             put = nullcontext() if plain else self.using_weights(choices.weights)
             with (
@@ -486,7 +488,7 @@ class CallRunner(ABC):
         self.background_save = None
 
     def using_weights(self, weights: str) -> AbstractContextManager[None]:
-        """Return a context manager that temporarily replaces the parameters by the requested weights. Collective on
+        """Return a context manager that temporarily replaces the parameters with the requested weights. Collective on
         entry and on exit; after an error each rank restores its parameters without communication.
 
         Parameters
@@ -513,7 +515,7 @@ def reporting_block_time(engine: Engine, activity: str) -> Iterator[ByteCounter]
 
 
 class CallRunnerChoice(ABC):
-    """Base class of the option `elastic`, for trainers whose ranks may change.
+    """Base class for values of the option `elastic`, for trainers whose set of ranks may change.
 
     Attributes
     ----------
@@ -529,7 +531,8 @@ class CallRunnerChoice(ABC):
 
     @abstractmethod
     def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
-        """Return the call runner of a trainer with these options, on the communicator of `open_world`. Collective."""
+        """Return the call runner for a trainer with the options in `recipe`. `world` is the communicator that
+        `open_world` returned. Collective."""
 
 
 class FixedRanks(CallRunner):

@@ -45,18 +45,18 @@ __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
 STEP_KINDS = frozenset({"step", "accumulate", "forward", "backward", "update"})
-"""Calls that belong to a step. All ranks compare them in synchronous steps; if replicas train independently, only the
-ranks of one replica do."""
+"""Calls that belong to a step. In a synchronous step, all ranks compare these calls; if replicas train independently,
+only the ranks of the same replica do."""
 
 
 TRAINS = ("step", "accumulate")
-"""Programs that run forward and backward on samples and targets."""
+"""Kinds of programs that run forward and backward on samples and targets."""
 NO_GRADIENT, WRONG_SHARDING = "no gradient reaches some", "how samples are cut"
 MAX_SHAPES = 16
 """Maximum number of small batch shapes for which `DirectPrediction` objects are kept."""
 READ_ONLY_KINDS = ("evaluate", "predict")
-"""Programs that change no state. Requests for them depend only on the contents of the store and on which parameters are
-frozen."""
+"""Kinds of programs that change no state. Requests for these programs depend only on the contents of the store and on
+which parameters are frozen."""
 
 
 class BatchComparison(NamedTuple):
@@ -67,8 +67,8 @@ class BatchComparison(NamedTuple):
     ranks : communicator of the ranks that compare batches; None if this rank runs the program without comparing
     can_start_uncoordinated : whether this rank may start without comparing, as long as all ranks have batches of the
         same shape and dtype as before
-    digests : whether ranks also compare checksums of the samples, because several ranks may have to hold the same
-        samples
+    digests : whether ranks also compare checksums of their samples, because some ranks must hold the same samples, or
+        because data ranks may hold the same ones by mistake
     may_have_duplicates : whether data ranks may, by mistake, have the same samples instead of different ones
     """
 
@@ -87,9 +87,9 @@ class CheckedBatch:
     inputs : inputs of the model; empty if a check failed before they were made
     target : the target; None if there is none
     rows : number of samples
-    features : text that must be the same on other ranks: shapes and dtypes, and sometimes a digest of the values
+    features : text that ranks compare: shapes and dtypes, and sometimes a digest of the values
     batched : whether the caller's arrays have a sample dimension
-    error : error of the check that failed; None if the batch is valid
+    error : error raised by the check that failed; None if the batch is valid
     """
 
     inputs: tuple[Any, ...] = ()
@@ -114,13 +114,12 @@ class Session:
     engine : runs the programs of this rank
     model, loss : unsharded model and loss, as on a single process, against which batches are checked
     microbatches : configured number of microbatches per step
-    commit : function to call before each update, with the mean loss and the update scale of the step; None: call
-        nothing
+    commit : function called before each update with the step's mean loss and update scale; None: no function is called
 
     Attributes
     ----------
-    explain_memory_error : function that turns a MemoryError of a program into an error that says which options would
-        fit into memory; None: keep the MemoryError
+    explain_memory_error : function that turns a MemoryError raised by a program into an error that names options with
+        which the program would fit into memory; None: raise the MemoryError itself
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Session:
         self._warned: set[str] = set()
         # largest microbatch of any rank; set only if `recompute` is a memory budget
         self._largest_microbatch: Microbatch | None = None
-        # recomputed units, keyed by batch size
+        # recomputed units (groups of layers), keyed by batch size
         self._recomputed: dict[Any, frozenset[int]] = {}
         # this rank's stage, keyed by (names of frozen parameters, indices of inputs that get gradients)
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}
@@ -155,7 +154,7 @@ class Session:
 
     @property
     def state(self) -> TrainState:
-        """Parameters, optimizer state, running statistics and counters, which last from step to step."""
+        """What persists from step to step: parameters, optimizer state, running statistics and counters."""
         return self.engine.state
 
     def record_call_and_raise_pending_error(self, call: str) -> None:
@@ -209,9 +208,9 @@ class Session:
             self.agree_on_call("begin to step apart")
 
     def swapping_in_common_parameters(self, *kinds: str) -> AbstractContextManager[None]:
-        """Return a context manager for policies in which ranks train different parameters: inside it, each rank has
-        the parameters that are common to all ranks. With other policies it does nothing. `kinds` are the kinds of
-        arrays to replace, such as "master"."""
+        """Return a context manager inside which each rank has the parameters common to all ranks, if the policy lets
+        ranks train different parameters. Otherwise it does nothing. `kinds` are the kinds of arrays to replace, such as
+        "master"."""
         put = self.placement.sync_policy.read_common_state_and_get_setter(self.state, kinds)
         return nullcontext() if put is None else self.swapping_parameters(put, "the common model")
 
@@ -243,8 +242,8 @@ class Session:
         ----------
         x, y : inputs and target, as the caller passed them
         kind : kind of the program, such as "step" or "predict"
-        training : run layers such as dropout in training mode
-        also : further text that must be the same on all ranks
+        training : whether layers such as dropout run in training mode
+        also : additional text that must be the same on all ranks
         """
         begin = perf_counter()
         self.record_call_and_raise_pending_error(kind)
@@ -322,7 +321,7 @@ class Session:
         Parameters
         ----------
         tokens : int array of shape (texts, positions)
-        row : index of the first text
+        row : index of the first of these texts among all texts
         cache : key-value cache; None if the tokens are complete texts
         """
         inputs = batches.prepare_inputs(self.placement, tokens)
@@ -399,7 +398,7 @@ class Session:
         return shape[2]
 
     def freeze(self, patterns: Sequence[str], undo: bool = False) -> None:
-        """Freeze the parameters that match the patterns, or unfreeze them with `undo`. Collective: ranks compare the
+        """Freeze the parameters that match the patterns or, with `undo`, unfreeze them. Collective: ranks compare the
         patterns."""
         call = "unfreeze" if undo else "freeze"
         if self.state.gradient_source:
@@ -455,7 +454,8 @@ class Session:
         return self._executables[key]
 
     def _warn_of_parameters_without_gradient(self) -> None:
-        """Warn once about parameters that no gradient reaches. Only the first data and tensor rank warns."""
+        """Warn once about parameters that no gradient reaches. Of each pipeline stage, only the rank with data rank 0
+        and tensor rank 0 warns."""
         names, axes = list(self.state.idle), self.placement.axes
         self._warned.add(NO_GRADIENT)
         if axes.data.rank == axes.tensor.rank == 0:
@@ -503,7 +503,8 @@ class Session:
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
-        # if ranks may change, all must learn of NaN or Inf: a rank that raises alone would be taken for dead
+        # if ranks may change, all ranks must learn of NaN or Inf: if one rank alone raised an error, the others would
+        # take it for dead
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,
@@ -556,9 +557,9 @@ class Session:
         ]
 
     def _choose_recomputed_units(self, microbatches: int) -> frozenset[int]:
-        """Return the indices of the units (groups of layers) whose forward is recomputed in backward. The choice is
-        the same for all batches of one size. For a memory budget, it is found by running the units on arrays that have
-        shapes but no data."""
+        """Return the indices of the units (groups of layers) whose forward pass is recomputed in the backward pass. The
+        choice is the same for all batches of one size. For a memory budget, it is found by running the units on arrays
+        that have shapes but no data."""
         pipe, batch, wanted = self.placement.pipe, self._largest_microbatch, self.placement.options.recompute
         if wanted.budget is None and not wanted.every:
             return frozenset()

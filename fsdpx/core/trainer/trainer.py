@@ -57,8 +57,8 @@ PIECES = "the whole global batch goes into one step; chunks are its microbatches
 class Trainer:
     """A distributed model with its loss and optimizer, as returned by `fsdpx.distribute`.
 
-    Every method that moves data is collective: all ranks call the methods in the same order. Arrays x and y hold this
-    data rank's part of the global batch, with samples along dim 0; parts may differ in size."""
+    Every method that moves data is collective: all ranks call the methods in the same order. The arrays x and y hold
+    this data rank's samples of the global batch along dim 0; data ranks may have different numbers of samples."""
 
     # with __slots__, setting a misspelled attribute raises AttributeError
     __slots__ = (
@@ -75,19 +75,20 @@ class Trainer:
         self._call_runner = call_runner
         self._is_incomplete = is_loss_or_optimizer_missing(call_runner.session.loss, call_runner.placement.optimizer)
         self._forward_inputs: StepInputs | None = None  # inputs of the last `forward`
-        self._output_shapes: list[tuple[int, ...]] = []  # shapes of the outputs of the last `forward`
+        self._output_shapes: list[tuple[int, ...]] = []  # output shapes of the last `forward`
         self._local = False
         self._finite = True  # whether the loss of the last step was finite
 
     @property
     def call_runner(self) -> CallRunner:
-        """The object that runs this trainer's calls. It owns the communicators of the ranks, and handles their
-        collective operations other than training."""
+        """The object that runs this trainer's calls. It owns the communicators, and handles all collective operations
+        except those of training."""
         return self._call_runner
 
     @property
     def inspect(self) -> Inspection:
-        """Read access to the trainer: engine, placement, last update, fingerprint and reports of all ranks."""
+        """Read-only view of the trainer's internals: engine, placement, last update, fingerprint, and reports of all
+        ranks."""
         from fsdpx.core.trainer.inspect import Inspection
 
         return Inspection(self._call_runner, self.step, self.parameters)
@@ -102,16 +103,16 @@ class Trainer:
 
     @run_through_call_runner(STEP)
     def step(self, x: Any, y: Any) -> float:
-        """Run forward, backward and update on one global batch, and return its mean loss, the same on every rank.
+        """Run forward, backward and update on one global batch. Return its mean loss, the same value on every rank.
         Collective, unless ranks step at their own speed (docs: asynchronous).
 
-        With a dynamic loss scale, NaN or Inf does not raise an error: the update is skipped, and rank 0 issues a
-        RuntimeWarning at the first of consecutive losses that are NaN or Inf.
+        With a dynamic loss scale, NaN or Inf does not raise an error: the update is skipped. Rank 0 issues a
+        RuntimeWarning, but only about the first of several consecutive losses that are NaN or Inf.
 
         Parameters
         ----------
-        x : inputs: an array, a tuple, or a dict keyed by name
-        y : target
+        x : the model's inputs: an array, a tuple of arrays, or a dict of arrays keyed by input name
+        y : the target
 
         Returns
         -------
@@ -119,8 +120,8 @@ class Trainer:
 
         Raises
         ------
-        NumericsError : if the loss or a gradient is NaN or Inf; then nothing is updated, and running statistics keep
-            their values
+        NumericsError : if the loss or a gradient is NaN or Inf; parameters and running statistics then keep their
+            values
         DataError : on all ranks, if the batch of one rank is invalid
         """
         if self._is_incomplete:
@@ -171,12 +172,12 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def forward(self, x: Any, training: bool = True) -> np.ndarray:
-        """Return the model's output for this rank's samples, and keep what one `backward` needs. Collective.
+        """Return the model's output for this rank's samples, and keep what one call of `backward` needs. Collective.
 
         Parameters
         ----------
-        x : inputs: an array, a tuple, or a dict keyed by name
-        training : run layers such as dropout in training mode
+        x : the model's inputs, as for `step`
+        training : whether layers such as dropout run in training mode
 
         Returns
         -------
@@ -200,8 +201,8 @@ class Trainer:
     def backward(self, dy: Any) -> np.ndarray:
         """Run backward through the last `forward`, and return the gradient with respect to its inputs. Collective.
 
-        If several pairs of forward and backward run before one `update`, their parameter gradients add up. Pass the
-        returned gradient to whatever computed the inputs: another trainer's `backward`, or a solver.
+        If `forward` and `backward` are called several times before one `update`, the parameter gradients add up. Pass
+        the returned gradient to whatever computed the inputs: another trainer's `backward`, or a solver.
 
         Parameters
         ----------
@@ -215,7 +216,7 @@ class Trainer:
 
         Raises
         ------
-        ConfigError : if `forward` was not called before
+        ConfigError : if `forward` was not called first
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
         session, feed = self._session, self._forward_inputs
@@ -251,7 +252,7 @@ class Trainer:
     @run_through_call_runner(KEEPS_FOR_LATER)
     def update(self) -> float:
         """Reduce gradients that are still local, update the parameters, and return the global gradient norm. The norm
-        is nan unless the step computes it, for example for clipping. Collective."""
+        is nan unless it is needed, for example for clipping. Collective."""
         require_loss_and_optimizer("update", optimizer=self._placement.optimizer)
         if not self._session.state.gradient_source:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
@@ -292,8 +293,8 @@ class Trainer:
     def unfreeze(self, *patterns: str) -> None:
         """Train frozen parameters again, as PyTorch does after `requires_grad_(True)`. Collective.
 
-        Updates that a parameter has missed do not count. For example, the bias correction of Adam uses the number of
-        updates of each parameter.
+        Updates that a parameter missed while frozen do not count. For example, Adam's bias correction uses the number
+        of updates that each parameter has received.
 
         Parameters
         ----------
@@ -310,7 +311,7 @@ class Trainer:
         Parameters
         ----------
         x, y : the batch, as for `step`
-        weights : "parameters", or their "average" over time (docs: optimizers)
+        weights : "parameters" for the current parameters, or "average" for their average over time (docs: optimizers)
 
         Returns
         -------
@@ -333,8 +334,8 @@ class Trainer:
 
         Parameters
         ----------
-        x : inputs: an array, a tuple, or a dict keyed by name
-        weights : "parameters", or their "average" over time (docs: optimizers)
+        x : the model's inputs, as for `step`
+        weights : "parameters" for the current parameters, or "average" for their average over time (docs: optimizers)
 
         Returns
         -------
@@ -380,18 +381,18 @@ class Trainer:
 
         Parameters
         ----------
-        prompt : integer tokens; or a list of such prompts, which may differ in length
+        prompt : a sequence of integer tokens, or a list of such sequences, which may differ in length
         max_new_tokens : maximum number of new tokens for each prompt
-        temperature, top_k, top_p, repetition_penalty, seed : how a token is chosen; see `Sampling` (default: take the
+        temperature, top_k, top_p, repetition_penalty, seed : how the next token is chosen; see `Sampling` (default: the
             most likely token)
-        stop : a token, or several tokens, that end a text; the stop token is the last token returned
-        stream : function that is called on every rank for each new token, with the index of the prompt and the token
-        cache : True: keep keys and values; False: recompute the full text for each token, which works with any causal
-            model
+        stop : token or tokens that end a text; the stop token is the last token returned
+        stream : function called on every rank, as stream(prompt_index, token), for each new token
+        cache : True: keep the keys and values of attention layers; False: process the whole text again for each new
+            token; this works with any causal model
 
         Returns
         -------
-        array or list : int64 array of new tokens, or a list of them if several prompts were given
+        array or list : int64 array of new tokens; a list of such arrays if several prompts were given
         """
         self._call_runner.require_open("generate")
         sampling = temperature, top_k, top_p, repetition_penalty, seed
@@ -413,9 +414,9 @@ class Trainer:
 
         Parameters
         ----------
-        weights : "parameters", or their "average" over time (docs: optimizers)
-        names : exact names of the arrays to return, the same on all ranks; only flat buffers (pages) that hold one of
-            these parameters are sent (default: all)
+        weights : "parameters" for the current parameters, or "average" for their average over time (docs: optimizers)
+        names : exact names of the arrays to return, the same on all ranks; only pages (flat buffers) that contain one
+            of them are sent (default: all)
 
         Returns
         -------
@@ -440,8 +441,9 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
-        """Return on every rank the full gradients of the global mean loss that `accumulate` or `backward` have
-        accumulated so far, as a dict from dotted name to NumPy array. Raise ConfigError if there are none. Collective.
+        """Return on every rank the gradients that `accumulate` or `backward` have added up so far, as a dict from
+        dotted name to full NumPy array. They are gradients of the global mean loss. Raise ConfigError if there are
+        none. Collective.
         """
         place, state = self._placement, self._session.state
         if not state.gradient_source:
@@ -469,27 +471,28 @@ class Trainer:
     ) -> None:
         """Write a checkpoint into the folder `path`; all ranks write at the same time (docs: checkpoints). Collective.
 
-        The checkpoint contains `model.safetensors`, a single standard file with the same bits as `parameters()`, and
-        what `load` needs to resume exactly. An older checkpoint at `path` is kept until the new one is complete. Saving
-        needs two blocks of 4 MiB of extra memory, and with `background` also memory for a copy of this rank's part.
+        The checkpoint contains `model.safetensors`, a single standard file whose values are bitwise those of
+        `parameters()`, and everything that `load` needs to resume exactly. An older checkpoint at `path` is kept until
+        the new one is complete. Saving needs 8 MiB of extra memory, and with `background` also enough for a copy of
+        this rank's share of the state.
 
         Parameters
         ----------
         path : folder of the checkpoint
         loader : a `data.DataLoader` whose position in the data is saved as well
-        dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: that of the
-            trainer)
-        shard_bytes : split the weights into files of up to this many bytes with an index file, as Hugging Face does
+        dtype : dtype of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's
+            dtype)
+        shard_bytes : split the weights into files of at most this many bytes each, and add an index file, as Hugging
+            Face does
         keep : number of newest checkpoints to keep: saving FOLDER/step-30 removes older checkpoints FOLDER/step-*, but
             never one with a higher number, a link, or the target of a link
-        background : write a copy in a thread while training continues. If that fails,
+        background : write a copy in a thread while training continues. If writing fails,
             `call_runner.wait_for_background_save()` or the next save raises the error
         weights : "average": save only the average of the weights over time
 
         Raises
         ------
-        CheckpointError : the same on all ranks, if the checkpoint cannot be written; an older checkpoint is then
-            unchanged
+        CheckpointError : on all ranks, if the checkpoint cannot be written; an older checkpoint then remains unchanged
         """
         with self._call_runner.raising_errors_on_all_ranks("save"):
             require_valid_weights_choice(weights)
@@ -509,19 +512,19 @@ class Trainer:
         """Load a checkpoint that `save` wrote, so that training resumes exactly, with any number of ranks, strategy
         and mesh. Collective.
 
-        Random numbers continue with the seed of the checkpoint. Loading needs three blocks of 4 MiB of extra memory.
+        Random numbers continue with the seed of the checkpoint. Loading needs 12 MiB of extra memory.
 
         Parameters
         ----------
         path : folder of the checkpoint
         loader : a `data.DataLoader`, which is set to its saved position. Without a loader, the first step warns if the
             checkpoint has a saved position
-        convert : True: round or widen numbers that were saved in another format
-        verify : True: first check the digests of all bytes; each rank checks a part of them
+        convert : True: round or widen numbers that were saved in another dtype; False: raise an error instead
+        verify : True: first check the digests of all bytes; each rank checks some of them
 
         Raises
         ------
-        CheckpointError : if names, shapes, formats, sizes or digests do not match; then the trainer is unchanged
+        CheckpointError : if names, shapes, dtypes, sizes or digests do not match; the trainer then remains unchanged
         """
         self._call_runner.load_checkpoint(path, loader, convert, verify)
 
@@ -538,8 +541,8 @@ class Trainer:
         """Load parameters without optimizer state from arrays, a checkpoint, or safetensors files of other libraries,
         and return a report. Collective.
 
-        Shapes must match. A tied parameter may have any of its names, and running statistics may be missing. The names
-        that PyTorch gives to the parameters of a layer are understood (`Layer.aliases`).
+        Shapes must match. A tied parameter may appear under any of its names, and running statistics may be missing.
+        PyTorch's names for the parameters of a layer are also accepted (`Layer.aliases`).
 
         Parameters
         ----------
@@ -549,16 +552,16 @@ class Trainer:
             leave the others unchanged
         rename : dict from name patterns in the source to name patterns in the model; the text that a * matches is
             inserted for the corresponding * in the other pattern
-        convert : True: convert floats from other formats by rounding or widening (default: True for arrays, False for
+        convert : True: convert floats of other dtypes by rounding or widening (default: True for arrays, False for
             files)
 
         Returns
         -------
-        WeightsReport : names of the tensors that were loaded, missing, extra, and renamed
+        WeightsReport : names of the loaded, missing, extra and renamed tensors
 
         Raises
         ------
-        CheckpointError : the same on all ranks, if the weights do not fit; then the trainer is unchanged
+        CheckpointError : on all ranks, if the weights do not fit the model; the trainer then remains unchanged
         """
         self._call_runner.agree_on_call("load_parameters")
         options: Any = {
@@ -575,7 +578,7 @@ class Trainer:
     @property
     def program(self) -> Program:
         """The program of a step without accumulated gradients; `print(trainer.program)` shows it as text. In local
-        training, where only some steps synchronize replicas, it is the program of a step that does."""
+        training, where only some steps synchronize replicas, it is the program of a synchronizing step."""
         return self._session.program
 
     @property
@@ -590,15 +593,15 @@ class Trainer:
 
     @property
     def domain_group(self) -> Communicator:
-        """Communicator of the ranks that hold parts of the same samples (spatial domain decomposition). Without
-        `domain` it contains only this rank."""
+        """Communicator of the ranks that hold different parts of the same samples (spatial domain decomposition).
+        Without `domain` it contains only this rank."""
         return self._session.placement.axes.parts
 
     @property
     def output_grid(self) -> Any:
-        """How the model's output is partitioned over ranks (option `domain`), as a `Grid`; for a model with several
-        outputs, a tuple, with None for scalars. If output and input have the same number of cells, they have the same
-        partition.
+        """How the model's output is partitioned over ranks (option `domain`), as a `Grid`. For a model with several
+        outputs, a tuple of grids, with None for scalar outputs. If output and input have the same number of cells, they
+        have the same partition.
 
         Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
         layers, so it is known before the first prediction.
@@ -615,8 +618,8 @@ class Trainer:
         return self._session.state.steps
 
     def report(self) -> Any:
-        """Return a `Report` for this rank, covering the time since the last `reset_counters`: bytes and calls by
-        collective and axis, memory by kind, time by operation."""
+        """Return a `Report` for this rank, covering the time since the last `reset_counters`: bytes and calls per
+        collective and axis, memory per kind, and time per operation."""
         return load_extension("trainer", "report")(self._session.engine, self._session.round_programs)
 
     def __enter__(self) -> Self:
@@ -667,8 +670,8 @@ class Trainer:
             )
 
     def _warn_of_skipped_update(self, loss: float) -> None:
-        """Warn on rank 0 if the loss of a skipped step is NaN or Inf. Of consecutive losses that are NaN or Inf, only
-        the first causes a warning."""
+        """Warn on rank 0 if an update was skipped because the loss is NaN or Inf. Only the first of several consecutive
+        losses that are NaN or Inf causes a warning."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self._placement.axes.world.rank == 0:
             assert self._call_runner.last_update is not None
@@ -679,8 +682,8 @@ class Trainer:
             )
 
     def _require_one_gradient_source(self, source: str) -> None:
-        """Raise ConfigError if one update would mix gradients from `accumulate` and from `backward`, which are
-        weighted differently. `source` is the method that is about to add gradients."""
+        """Raise ConfigError if one update would mix gradients from `accumulate` with gradients from `backward`, because
+        the two are weighted differently. `source` is the method that is about to add gradients."""
         if self._session.state.gradient_source not in ("", source):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between, or "
