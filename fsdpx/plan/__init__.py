@@ -38,8 +38,8 @@ __all__ = [
 
 
 class CallablePackage(ModuleType):
-    """Module type of this package. It makes a call of the package a call of `search`, and tells type checkers what the
-    package contains."""
+    """Module type of this package. It makes the package itself callable (calling it calls `search`), and tells type
+    checkers what the package contains."""
 
     if TYPE_CHECKING:
         from fsdpx.plan.kernels import KernelRates as KernelRates

@@ -28,7 +28,7 @@ __all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 MACHINE_FILE = Path("machine.toml")
 """File that `measure-machine` writes and strategy="auto" reads, in the working folder."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
-"""Fields of a recipe that do not affect a plan, or that are chosen by the plan."""
+"""Fields of a recipe that are not passed to the search, because they do not affect a plan or the plan chooses them."""
 
 
 def fill_in_fastest_configuration(

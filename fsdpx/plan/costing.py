@@ -1,5 +1,6 @@
-"""Records the cost of each action of a training step, such as the forward of one layer group, in a run on shape-only
-arrays. Equal layers run only once. Later calls reuse the recorded cost, and create new result arrays."""
+"""Runs a training step on shape-only arrays (arrays without data), and records the cost of each action, such as the
+forward pass of one layer group. Equal layers run only once: later calls reuse the recorded cost, and create new result
+arrays."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class _LayerResult(NamedTuple):
     ----------
     plan : how to rebuild the return value
     work, calls : work and communication of the call
-    inner : peak bytes during the call, in addition to the bytes in use before the call
-    flags : flags of the layer's gradients after the call: whether each one has been written
+    inner : peak bytes in use during the call, minus the bytes in use before the call
+    flags : for each gradient of the layer, a flag that tells whether it has been written by the end of the call
     """
 
     plan: Any
@@ -66,7 +67,8 @@ MAX_MEMOIZED_CALLS = 4096
 """Maximum number of memoized layer calls. If there are more, all memoized calls are dropped before the next step."""
 _MEMOIZED: dict[Any, _LayerResult | None] = {}
 _LAYER_BY_KEY: dict[Any, tuple[Layer, list[Any]]] = {}
-"""The first layer by key, together with objects that must be kept alive because the key contains their ids."""
+"""For each key, the first layer with this key, and the objects that must be kept alive because the key contains their
+ids."""
 _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
 """For the id of each layer, the layer itself and the first layer that is equal to it."""
 
@@ -135,9 +137,9 @@ class ActionCostRecorder(TimelineRecorder):
     def run_memoized(
         self, key: tuple[Any, ...], run: Callable[[], Any], arguments: Sequence[Any], flags: _Flags, constants: Any
     ) -> Any:
-        """Return the result of `run()`. If an equal call has run before, do not run it, but rebuild the earlier
-        result, and count the work of the earlier call again. Calls are equal if `key`, the shapes of `arguments` and
-        the state of the gradients are equal.
+        """Return the result of `run()`. If an equal call has run before, rebuild its result instead of calling
+        `run()`, and count its work again. Calls are equal if `key`, the shapes of `arguments` and the state of the
+        gradients are equal.
 
         `flags` tells which gradients of the layer have been written. `constants` is the cache of the `LayerContext`;
         calls that add to it are not memoized."""
@@ -157,8 +159,8 @@ class ActionCostRecorder(TimelineRecorder):
     def _run_and_memoize(
         self, key: Any, run: Callable[[], Any], roots: list[Storage], flags: _Flags, constants: Any
     ) -> Any:
-        """Call `run()`, and store the cost of this call under `key`, together with how to rebuild the result. If the
-        result cannot be rebuilt, equal calls run again."""
+        """Call `run()`, and store the cost of this call under `key`, together with a plan for rebuilding the result.
+        If the result cannot be rebuilt, equal calls run again."""
         there, meter, before = len(constants), self.meter, self.counters.copy()
         peak, meter.peak, live = meter.peak, meter.live, meter.live
         with counting_work() as work:
@@ -194,8 +196,8 @@ class _Flags:
 
 
 ARGUMENTS = {"forward": "p", "backward": "pg", "backward_leaf": "pg", "backward_input": "p", "backward_params": "g"}
-"""For each method of a layer, its arguments after the `LayerContext`: p for parameters and g for gradients. Arrays
-follow these arguments."""
+"""For each method of a layer, the arguments between the `LayerContext` and the arrays: p for parameters and g for
+gradients."""
 
 
 class _MemoizedLayer:

@@ -1,5 +1,5 @@
-"""`dry_run` runs one training step of one rank on shape-only arrays (arrays without data), and counts bytes, calls and
-memory. It needs neither MPI nor the other ranks."""
+"""`dry_run` runs one training step of one rank on shape-only arrays (arrays without data), and counts communication
+calls, bytes sent and memory. It needs neither MPI nor the other ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ProcessBaseline:
     Attributes
     ----------
     own : private memory of the process, without what MPI adds
-    files : code and data files that the processes of a host share, without the files of MPI
+    files : memory for code and data files that the processes of a host share, without the files of MPI
     mpi : what MPI adds to `own`, including its shared memory
     mpi_files : what MPI adds to `files`
     workspace : workspace of the BLAS library, which holds reordered copies of large operands
@@ -139,7 +139,8 @@ def _measure_baseline_memory_in_child(mpi: bool, blas: str, ranks_here: int) -> 
 
 OBJECT_BYTES_PER_PARAMETER = 6 << 10
 """Bytes of Python objects for each parameter tensor: views, fields, and the tensor's share of the objects of its layer
-and of the program. This was measured on models of a thousand layers, where such objects are a tenth of the process."""
+and of the program. Measured on models with a thousand layers, where such objects take a tenth of the process's memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ class DryRun:
     program : the actions of the step
     report : counted traffic and memory of one step
     trainer : the trainer that ran on shape-only arrays
-    activations : peak bytes of activations that are kept between actions: forward outputs, their gradients, and values
-        kept for backward. A trace measures the same number.
+    activations : peak bytes of activations that are kept between actions: outputs of the forward pass, their gradients,
+        and values kept for the backward pass. A trace measures the same number.
     peak_heap_bytes : peak bytes outside the arena (the preallocated buffers) at any time, including the whole batch and
         temporaries of layers while they compute. This is larger than `activations`, and is what plans and `footprint`
         list as "activations".

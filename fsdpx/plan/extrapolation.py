@@ -28,9 +28,9 @@ class StepDryRuns:
     ----------
     step : the step
     runs : for each pipeline rank, a run of the data rank with the most samples
-    others : runs of the data rank with the fewest samples, and of the rank that communicates most, if
-        these differ from `runs`
-    ran : number of microbatches that ran
+    others : runs of the data rank with the fewest samples, and of the rank that communicates most, if these ranks
+        differ from those of `runs`
+    ran : number of microbatches in each run
     simulated, period : see `WorldStep.count_simulated_microbatches_and_period`
     """
 
@@ -52,8 +52,8 @@ class StepDryRuns:
     @classmethod
     def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
         """Run the step on one rank of each kind. These are all pipeline ranks of up to three data ranks: the one with
-        the most samples, the one with the fewest samples, and the one that communicates most of those
-        that share samples."""
+        the most samples, the one with the fewest samples, and, among those that share samples, the one that
+        communicates most."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None
@@ -65,8 +65,8 @@ class StepDryRuns:
         return cls(step, runs, others, ran, simulated, period)
 
     def _can_extrapolate(self) -> bool:
-        """Return whether the dry runs represent all microbatches: every action of the full program must be the
-        repetition of an action that ran, and each group of `period` additional microbatches must add equal actions."""
+        """Return whether the dry runs represent all microbatches: every action of the full program must repeat an
+        action that ran, and each group of `period` additional microbatches must add the same actions."""
         m, simulated, period = self.step.microbatches, self.simulated, self.period
         times = (m - simulated) // period if period else 0
         for one in () if self.ran == m else self.runs:
@@ -120,8 +120,8 @@ class StepDryRuns:
         """Return how the memory of each pipeline rank changes over a simulated step, as {kind of memory: [(seconds,
         bytes in use from that time on)]} per rank.
 
-        A buffer of the program counts while it is in use. Activations count with their maximum during each action. The
-        dry runs must have run all microbatches of `events`."""
+        Each buffer of the program is counted while it is in use, and activations are counted at their maximum during
+        each action. The dry runs must have run all microbatches of `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_timeline(run, self.simulated, rows[rank]) for rank, run in enumerate(self.runs)]
 

@@ -12,7 +12,7 @@ MEASURE = "python -m fsdpx measure-machine"
 
 
 def describe_unmeasured_figures(found: Prediction) -> list[str]:
-    """Return one sentence for each figure in a prediction that is not based on measurements; [] if there is none."""
+    """Return one sentence for each figure in a prediction that is not based on measurements; [] if all are."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []
@@ -40,7 +40,7 @@ def _explain_unmeasured_kernels(machine: Machine) -> str:
 
 
 def _explain_unmeasured_half_rate(found: Prediction) -> str:
-    """Return a warning if the machine has no measured rate for the 16-bit format of the step, else ""."""
+    """Return a warning if the machine has no measured rate for the 16-bit number format of the step, else ""."""
     compute, machine = found.machine.compute, found.machine
     formats = resolve_precision(found.step.options["precision"])
     name = normalize_half_name(formats.compute)
@@ -57,8 +57,8 @@ def _explain_unmeasured_half_rate(found: Prediction) -> str:
 
 
 def _explain_unmeasured_sharding(found: Prediction) -> str:
-    """Return a warning if the step shards state over GPUs, else "". Predictions for GPUs were checked only with
-    replicas, tensor and pipeline parallelism."""
+    """Return a warning if the step shards state over GPUs, else "". Predictions for GPUs were validated only for
+    replicas, tensor parallelism and pipeline parallelism."""
     if not found.machine.compute.gpu or found.mesh.width_of("shard") < 2:
         return ""
     return "no measured step of several GPUs with zero1 to fsdp stands behind these times: they are computed alone"

@@ -27,7 +27,7 @@ their weights."""
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Measured rates of a machine's kernels, by format and kernel name.
+    """Measured rates of a machine's kernels, by number format and kernel name.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ class KernelRates:
         call that reads and writes `LONG` bytes); the key `WEIGHTS` + kernel holds the rate at which a convolution
         reorders its weights
     products : format -> kernel -> rows of (input channels, output channels, window size in cells, windows per row of
-        results, FLOP per second), measured in the caches, for each kernel that consists of matrix products. The rows
-        form a full grid, in which the logarithm of the rate (FLOP per second) is interpolated linearly in the
+        results, FLOP per second), for each kernel that consists of matrix products. The rates were measured with data
+        in the caches. The rows form a full grid, in which the logarithm of the rate is interpolated linearly in the
         logarithms of the other four numbers
     """
 

@@ -1,5 +1,6 @@
-"""The costs of single layers, and a lower bound on the step time, which lets the search rule out configurations without
-predicting them. Both are computed from one dry run of the layers, which serves many configurations."""
+"""The costs of individual layers, and a lower bound on the step time. With this bound, the search can rule out
+configurations without predicting them. Costs and bound come from one dry run of the layers, which is reused for many
+configurations."""
 
 from __future__ import annotations
 
@@ -21,27 +22,27 @@ from fsdpx.plan.world_step import WorldStep
 __all__ = ["LayerPrediction", "compute_lower_bound_seconds", "predict_layers"]
 
 STEP_PARTS = {"F": 0, "C": 0, "LOSS": 0, "B": 1, "I": 1, "R": 2, "W": 3}
-"""The part of a step to which each operation belongs. 0: forward. 1: backward up to the gradients that other ranks wait
-for. 2: recomputation. 3: the rest of backward."""
+"""The part of a step to which each operation belongs. 0: forward pass. 1: backward pass up to the gradients that other
+ranks wait for. 2: recomputation. 3: the rest of the backward pass."""
 LAYERS_ONLY_OPTIONS = {
     "strategy": "ddp", "schedule": "1f1b", "group_bytes": 0, "compression": None, "offload": None,
     "reproducible_chunks": None,
 }  # fmt: skip
-"""Options of the dry run that runs only the layers."""
+"""Options for a dry run that measures nothing but the layers."""
 MICROBATCHES_RUN = 2
-"""Number of microbatches that run. Only the costs of the last one are used, since the first one costs more than the
-others."""
+"""Number of microbatches in the dry run. Only the costs of the last one are used, since the first one costs more than
+the others."""
 LayerCostList = list[tuple[int, int, ActionCost, int]]
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It counts nothing but the computing, and the
-    communication that layers wait for.
+    """Return a lower bound on the time of a step in seconds. It includes only computing, and communication that layers
+    wait for.
 
     Each pipeline rank computes its stages for all microbatches. Before the rank can begin, the first microbatch must
-    pass through the forward of all stages before the rank's lowest stage. At the end, the last microbatch must pass
-    through the backward of these earlier stages, while the rank may still be computing parameter gradients. The bound
-    is 0 if the option `stages` is given."""
+    pass forward through all stages before the rank's lowest stage. At the end, the last microbatch must pass backward
+    through these earlier stages, while the rank may still be computing parameter gradients. The bound is 0 if the
+    option `stages` is given."""
     pipe = PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe"))
     m, options = step.microbatches, step.options
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
@@ -76,9 +77,9 @@ class LayerPrediction(NamedTuple):
 
     Attributes
     ----------
-    forward : seconds of its forward in a step, including recomputation and communication inside the layer
-    backward : seconds of its backward in a step
-    nbytes : bytes of activations that its forward keeps for one microbatch, less those that it frees
+    forward : seconds of its forward passes in a step, including recomputation and communication inside the layer
+    backward : seconds of its backward passes in a step
+    nbytes : bytes of activations that the forward pass of one microbatch keeps, minus those that it frees
     """
 
     forward: float
@@ -105,11 +106,11 @@ def predict_layers(step: WorldStep, machine: Machine) -> dict[str, LayerPredicti
 
 def _run_layers_and_list_costs(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, LayerCostList]:
     """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given
-    as (index of the last layer of a unit, part of the step, cost, bytes of activations kept after the action and not
-    before it).
+    as (index of the last layer of a unit, part of the step, cost, bytes of activations kept after the action minus
+    those kept before it).
 
     `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
-    that backward is divided into input gradients (I) and parameter gradients (W)."""
+    that the backward pass is divided into input gradients (I) and parameter gradients (W)."""
     options, grid, pipe = step.options, step.mesh.domain, 2 if split else 1
     recompute = options["recompute"] if options["recompute"] in ("all", "attention") else None
     mesh = Mesh(pipe=pipe, replica=prod(grid), shard=1, tensor=step.mesh.width_of("tensor"))

@@ -1,4 +1,5 @@
-"""Measures this machine for predictions: matrix products, memory, kernels, their overhead, the network and the disk."""
+"""Measures the speed of this machine, on which predictions are based: matrix products, memory, kernels and their
+overhead, the network and the disk."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ from fsdpx.plan.prediction import dry_run_one_rank_per_group, predict_from_dry_r
 __all__ = ["format_machine_file", "measure_this_machine"]
 
 ROUNDS, ROUND_SECONDS, SHORT_ROUND_SECONDS = 5, 0.1, 0.01
-"""Each timing takes `ROUNDS` rounds of at least `ROUND_SECONDS`. If many kernels are timed one by one, a round takes at
-least `SHORT_ROUND_SECONDS`."""
+"""Each timing consists of `ROUNDS` rounds of at least `ROUND_SECONDS`. If many kernels are timed one by one, each round
+takes at least `SHORT_ROUND_SECONDS`."""
 KERNELS = ("float32", "bf16")
 """Formats in which kernels are timed one by one. The rates in other formats follow from these rates, see
 `KernelRates`."""
@@ -95,7 +96,7 @@ class Processors:
 
 
 class Gpus(Processors):
-    """Sizes and formats for measurements on the current GPU, whose calls run asynchronously."""
+    """Sizes and formats for measurements on the current GPU, on which calls run asynchronously."""
 
     gpu, basis = True, "bf16"
     large, small, block = 8192, 512, 1 << 28
@@ -190,7 +191,7 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
         for work, call in _iterate_calls_with_work(
             probes.iterate_matmul_calls(device.xp, name), probes.iterate_matmul_calls(shapes, name)
         ):
-            # a convolution has one product per window offset; take the one with the most FLOP
+            # a convolution has one product per window offset; the one with the most FLOP represents them all
             most = max(work.products, key=lambda one: one.flops)
             grids.setdefault(most.kernel, []).append((*get_product_grid_point(most), work.flops / time_kernel(call)))
         products[name] = grids

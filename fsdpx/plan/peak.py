@@ -1,5 +1,5 @@
-"""Explains the memory peak of a step: during which action it occurs, what a rank then holds for which layers, and
-which options would lower it."""
+"""Explains the memory peak of a step: during which action it occurs, what a rank holds at that moment and for which
+layers, and which options would lower the peak."""
 
 from __future__ import annotations
 
@@ -44,15 +44,17 @@ ROW_MEANINGS = {
     "part": "summed over ranks", "slot": "of each parameter", "memory": "of codecs", "trace": "of codecs",
     "statistic": "running statistics",
 }  # fmt: skip
-"""Description of each kind of ledger row. Rows of other kinds show the name of their kind."""
+"""Description of each kind of row in the ledger of persistent memory. For other kinds, the name of the kind is shown.
+"""
 SLAB_MEANINGS = {"full": "gathered parameters", "grad": "gradients of whole pages"}
-"""For each kind of slot, a description of the buffers that programs allocate in the slab."""
+"""For each kind of slot (named buffer of a program), a description of its buffers in the slab, the memory block for
+temporary buffers."""
 ACTIVATION_MEANINGS = {
     "saved": "kept for backward", "held": "kept to compute it once more", "kept": "kept for gradients of parameters",
     "dact": "gradients of values", "act": "values between units",
 }  # fmt: skip
-"""For each kind of slot, a description of its activations. An array in slots of several kinds counts for the first of
-these kinds."""
+"""For each kind of slot, a description of its activations. An array in slots of several kinds is counted only for the
+first of these kinds."""
 UNIT_SLOT_KINDS = ("saved", "held", "kept")
 """Kinds of slots that are numbered by unit. Slots of other kinds are numbered by value."""
 BATCH = "the batch"
@@ -87,7 +89,7 @@ class MemoryPeak:
 
     Parameters
     ----------
-    action : the action of the program, such as "B8.0", the backward of unit 8 on microbatch 0
+    action : the action of the program, such as "B8.0", the backward pass of unit 8 on microbatch 0
     about : the unit or value that the action works on, such as "unit 'blocks.7..head'"
     number, actions : position of the action in the program, counted from 1, and total number of actions
     holdings : everything that the rank holds at that moment

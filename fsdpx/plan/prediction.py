@@ -29,8 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 PROCESS_BYTES = 66 << 20
-"""Bytes that interpreter, libraries and MPI take in a process before it trains anything, as measured with CPython
-3.11."""
+"""Bytes that interpreter, libraries and MPI take in a process before any training, as measured with CPython 3.11."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ __all__ = ["iterate_matmul_calls", "iterate_weight_heavy_convolution_calls", "li
 Call = Callable[[], Any]
 
 WIDTH, CHANNELS = 64, 16
-"""Columns of matrices, and channels of fields."""
+"""Number of columns of a matrix, and number of channels of a field."""
 PAIRS = WindowStrides((2, 2), (2, 2), (1, 1), (0, 0), 1)
 """Window of the pooling kernels."""
 
@@ -176,7 +176,7 @@ def _iterate_convolution_calls(
     xp: Any, dtype: Any, inner: int, outer: int, window: tuple[int, ...], cells: tuple[int, ...], groups: int = 1,
     numbers: int = ELEMENTS,
 ) -> Iterator[Call]:  # fmt: skip
-    """Yield calls of a convolution's forward, of its backward for inputs, and of its backward for parameters. The
+    """Yield calls of a convolution's forward pass, and of its backward passes for inputs and for parameters. The
     convolution has `inner` input and `outer` output channels. `numbers` is the approximate number of elements of the
     larger field; it determines the number of samples."""
     samples = max(numbers // (prod(cells) * max(inner, outer)), 1)
@@ -191,7 +191,7 @@ def _iterate_convolution_calls(
 
 
 HEADS = (4, 256, 64)
-"""Numbers of heads, positions and features of attention."""
+"""Number of heads, number of tokens, and number of features per head in attention."""
 
 
 def _iterate_attention_calls(xp: Any, dtype: Any) -> Iterator[Call]:

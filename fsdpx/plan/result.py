@@ -20,7 +20,7 @@ from fsdpx.plan.printed import wrap_call_into_lines
 __all__ = ["MAX_SHOWN", "Candidate", "Plan", "can_split_evenly"]
 
 MAX_SHOWN = 5
-"""Maximum number of rows of a table, and of reasons for rejections."""
+"""Maximum number of rows in a table, and of reasons for rejection that are shown."""
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,21 @@ class Plan:
     Parameters
     ----------
     candidates : configurations that fit, the fastest first
-    rejected : (options, reason) of configurations that cannot run or do not fit
+    rejected : (options, reason) for each configuration that cannot run or does not fit
     search_space : description of what was tried
     largest_batch : samples of the largest global batch that fits. It is found by doubling, either with the options of
         the fastest configuration or with those of the configurations that need the least memory
     machine : the machine for which the steps were predicted
     memory : bytes that a rank may use; None if not known
-    samples : samples of the global batch
+    samples : number of samples in the global batch
     loss : the loss as a Python expression
-    cells : cells of the field along each dim, if the batch consists of fields
+    cells : number of cells of the field along each dim, if the batch consists of fields
     longest : size of the longest sequence that fits (positions) or of the largest field that fits (cells along each
         dim), found by doubling like `largest_batch`; () if the model accepts no size other than the batch's
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
-    slow : (options, seconds) of configurations that were ruled out because the lower bound on their step time exceeds
-        the step times of the configurations that are shown
+    slow : (options, seconds) for each configuration that was ruled out, because `seconds`, a lower bound on its step
+        time, exceeds the step times of the configurations that are shown
     deepest : (blocks, parameters) of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
         if the model has no repeated block
     limits : the options with which the largest batch, size and depth fit; the keys are "batch", "size" and "depth"
@@ -338,6 +338,6 @@ def _candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def can_split_evenly(dims: tuple[int, ...], cells: tuple[int, ...]) -> bool:
-    """Return whether a field with `cells` cells along each dim can be split into equal parts over `dims` ranks along
-    each dim."""
+    """Return whether a field of `cells` (the number of cells along each dim) can be split into equal parts over a grid
+    of `dims` ranks."""
     return all(n % width == 0 for n, width in zip(cells, dims, strict=True))

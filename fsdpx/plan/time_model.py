@@ -18,8 +18,8 @@ __all__ = ["MeshOnMachine", "StepTimes", "compute_work_seconds"]
 
 FORMAT_BY_ITEMSIZE = {8: "float64", 4: "float32"}
 SPILLING_KERNELS = {"attention", "attention_backward", "cross_entropy", "cross_entropy_backward"}
-"""Kernels whose intermediate arrays are as large as scores or logits. The intermediate arrays of other kernels stay in
-registers."""
+"""Kernels whose intermediate arrays are as large as the attention scores or the logits. The intermediate arrays of
+other kernels stay in registers."""
 
 WIDENED_KERNEL_PREFIX = "correlate"
 """Prefix of kernels that compute in float32 on CPUs, regardless of the format of their arrays."""

@@ -58,7 +58,7 @@ LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
 Batch = tuple[tuple[tuple[int, ...], str], ...]
 """(shape, dtype) of each input, then of the targets."""
 CONTROL = "world"
-"""Axis of the small messages about losses. The latency of these messages counts, but tables of traffic leave them
+"""Axis of the small messages about losses. These messages add latency to the step, but tables of traffic leave them
 out."""
 
 
@@ -340,8 +340,9 @@ def _check_and_complete_options(batch: Any, gpu: bool, options: dict[str, Any]) 
 
 
 def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domain:
-    """Return how samples are split over ranks: for numbers of ranks along each dim, over the grid that splits the first
-    field of the batch. Raise ConfigError unless the number of ranks of a sample divides the width of the data axis."""
+    """Return the domain, which says how samples are split over ranks. If `space` is the number of ranks along each dim,
+    the domain is a grid that splits the first field of the batch. Raise ConfigError unless the number of ranks that
+    share a sample divides the width of the data axis."""
     if not parse_domain_dims(space):
         return UNSHARDED
     if not isinstance(space, Domain):
@@ -360,8 +361,8 @@ def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domai
 
 
 def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
-    """Raise ConfigError if a layer of the model needs a mesh, which `space`, a value of the option `domain`, does not
-    describe."""
+    """Raise ConfigError if a layer of the model needs a mesh. `space` is the given value of the option `domain`, which
+    describes no mesh."""
     for path, layer in iterate_layers(model):
         if isinstance(layer, TakesRows):
             raise ConfigError(
