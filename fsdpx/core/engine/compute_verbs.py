@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from fsdpx.core.array import kernels
-from fsdpx.core.array.kernels.memory_order import match_memory_order
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
 from fsdpx.core.engine.run import ProgramRun, Values, get_action_target, get_microbatch_number
@@ -40,14 +41,17 @@ def run_unit_forward(
     values: dict[int, Any],
     keep: bool,
     constant: Container[int] = (),
+    released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
     """Run the forward of the nodes (layer calls) of a unit on `values`, a dict from activation number to array, and
     add their outputs to it. With `keep`, return what each node saves for backward; otherwise return None for each
     node.
 
-    `constant` holds the numbers of the activations that need no gradient; nothing is saved for them."""
+    `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
+    for each node, the numbers of the activations that are removed from `values` once it has run, so that the next
+    layers write to memory that is still in the cache. By default, none are."""
     saved: list[Any] = []
-    for node, env, p in zip(unit.nodes, envs, params, strict=True):
+    for n, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
@@ -56,6 +60,8 @@ def run_unit_forward(
             _annotate_layer_error(error, "forward", node)
             raise
         saved.append(kept if keep and node.output not in constant else None)
+        for v in released[n] if released else ():
+            del values[v]
     return saved
 
 
@@ -208,7 +214,8 @@ def _run_forward(
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.view_unit_parameters(u, (*pages, *statistics))
     known, envs = run.units[u], run.get_contexts_of_microbatch(batch)[1][u]
-    saved = run_unit_forward(known, envs, params, values, keep, run.stage.constant)
+    released = () if keep or place.options.check_finite else known.released_values
+    saved = run_unit_forward(known, envs, params, values, keep, run.stage.constant, released)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = run.units[u]
@@ -338,7 +345,7 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
         return ((0.0, 0.0), *have, weight or 0.0)
     env = run.get_contexts_of_microbatch(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
-    total, share, saved = find.forward(env, y, match_memory_order(batch.target, y))
+    total, share, saved = find.forward(env, y, _match_memory_order(batch.target, y))
     if not have:  # no layer is trained, so no gradient is needed
         return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
@@ -346,6 +353,18 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
     _require_gradients_match_outputs(find, taken, each)
     dys = _drop_constant_gradients(run, each)
     return ((float(total), float(share)), *_add_optional_gradients(have, dys), (weight or 0.0) + float(share))
+
+
+def _match_memory_order(target: Any, y: Any) -> Any:
+    """Return `target`, or a copy with channels last in memory if it is a field with channels first, and y a field of
+    the same shape with channels last. The loss and its gradient then read both in the same order. Tuples of fields are
+    matched one by one."""
+    if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
+        return tuple(map(_match_memory_order, target, y))
+    fields = isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.ndim > 2 and y.shape == target.shape
+    if not fields or y.strides[1] != y.itemsize or target.strides[1] == target.itemsize or y.shape[1] == 1:
+        return target
+    return kernels.channels_last(np, target) if target.dtype.char in "fd" else target
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
@@ -367,7 +386,7 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    env, target = run.get_contexts_of_microbatch(batch)[0], match_memory_order(batch.target, y)
+    env, target = run.get_contexts_of_microbatch(batch)[0], _match_memory_order(batch.target, y)
     total, share, _ = run.placement.loss.forward(env, y, target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 

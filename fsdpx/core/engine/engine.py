@@ -25,7 +25,7 @@ from fsdpx.core.engine.run import BufferViews, LayerContextCache, ProgramRun, ge
 from fsdpx.core.program import PROGRAM_KINDS, Action, Program, ProgramRequest, Slot
 from fsdpx.core.state.step_inputs import Microbatch, StepInputs
 from fsdpx.core.state.train_state import TrainState, restore_from_copies
-from fsdpx.core.state.units import Unit
+from fsdpx.core.state.units import Unit, list_released_values
 from fsdpx.nn.layer import LayerContext, Parameters
 
 __all__ = ["DirectPrediction", "Engine"]
@@ -317,6 +317,10 @@ class DirectPrediction:
                 self.store += zip(slots, held, strict=True)
                 contexts, params = engine.get_contexts_and_parameters(u, held, (x,))
                 self.units.append((place.layout.units[u], contexts, params, planned.words))
+        released = list_released_values(
+            [node for unit, *_ in self.units for node in unit.nodes], {*self.outputs, self.input}
+        )
+        self.released = [[released.pop(0) for _ in unit.nodes] for unit, *_ in self.units]
 
     def __call__(self, x: Any) -> tuple[Any, ...] | None:
         engine = self.engine
@@ -334,9 +338,9 @@ class DirectPrediction:
         engine.last_program = self.program
         begin, values = perf_counter(), {self.input: x}
         with flush_denormals(), blas.limit_threads():
-            for unit, envs, params, words in self.units:
+            for (unit, envs, params, words), released in zip(self.units, self.released, strict=True):
                 try:
-                    compute_verbs.run_unit_forward(unit, envs, params, values, False)
+                    compute_verbs.run_unit_forward(unit, envs, params, values, False, (), released)
                 except Exception as error:
                     engine.annotate_and_report_error(error, words)
                     raise

@@ -28,6 +28,7 @@ __all__ = [
     "Stages",
     "Unit",
     "lay_out_model",
+    "list_released_values",
     "parse_stages_option",
     "require_enough_layers",
     "split_into_balanced_runs",
@@ -99,10 +100,25 @@ class Unit:
     stage: int = 0
     trains: tuple[bool, ...] = ()
 
+    @cached_property
+    def released_values(self) -> list[list[int]]:
+        """For each node, the numbers of the activations that nobody reads after it."""
+        return list_released_values(self.nodes, self.outputs)
+
     @property
     def name(self) -> str:
         first, last = self.nodes[0].path, self.nodes[-1].path
         return first if first == last else f"{first}..{last}"
+
+
+def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
+    """Return, for each node, the numbers of the activations that no later node reads, without those `needed`."""
+    last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
+    released: list[list[int]] = [[] for _ in range(max(last.values(), default=-1) + 1)]
+    for v, n in last.items():
+        if v not in needed:
+            released[n].append(v)
+    return released
 
 
 @dataclass(frozen=True)
