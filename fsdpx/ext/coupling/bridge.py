@@ -37,13 +37,13 @@ DEFAULT_DEPTH = 2
 
 
 class Snapshot(NamedTuple):
-    """Fields that the other side has sent together.
+    """Fields that the other side sent together in one call of `send`.
 
     Attributes
     ----------
-    number : how many snapshots the other side had sent before; in mode "latest", dropped snapshots leave gaps
-    fields : this rank's parts, in the layout of its grid and without ghost cells
-    scalars : the values that were sent with them
+    number : how many snapshots the other side had sent before this one; in mode "latest", dropped snapshots leave gaps
+    fields : this rank's part of each field, in the layout of its grid and without ghost cells
+    scalars : the values that were sent with the fields
     """
 
     number: int
@@ -55,9 +55,9 @@ class Bridge:
     """Connects ranks that run a solver with ranks that train on its fields. Collective over `comm`.
 
     Both sides partition the same global field, each with its own grid; each sender rank sends each receiver rank the
-    cells that both hold, in one message. The methods are the same on both sides: what one side sends, the other one
-    receives. All ranks of a side make the same calls in the same order. A rank is on one side only; if solver and
-    training share ranks, no bridge is needed.
+    cells that both hold, in one message. Both sides use the same methods: one side receives what the other sends. All
+    ranks of a side must make the same calls in the same order. A rank is on one side only; if solver and training share
+    ranks, no bridge is needed.
 
     On the solver ranks::
 
@@ -74,21 +74,21 @@ class Bridge:
 
     Parameters
     ----------
-    comm : communicator of all ranks of both sides, either from mpi4py (it is then duplicated) or from fsdpx
+    comm : communicator of all ranks of both sides, either from mpi4py, in which case it is duplicated, or from fsdpx
     solver : on solver ranks, the grid of the solver, whose ghost cells are not sent; None on training ranks
     trainer : on training ranks, their grid, without ghost cells; None on solver ranks
-    mode : what happens if one side is faster, the same on all ranks. "lockstep": `send` returns when the other side has
-        received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit. "latest":
-        `send` drops snapshots for which the other side is not ready. It never makes the solver wait, neither for the
-        trainer nor for other solver ranks; the trainer receives the first snapshot that all solver ranks can send after
-        it asks. In the other direction, `send` is collective over the training ranks, and the newest snapshot and
-        weights always arrive in the end, even if the trainer has closed the bridge
-    depth : maximum number of snapshots in transit, for mode "queue"; default 2
+    mode : what happens if one side is faster. All ranks pass the same mode. "lockstep": `send` returns when the other
+        side has received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit.
+        "latest": `send` drops snapshots for which the other side is not ready. On solver ranks, it never waits, neither
+        for the trainer nor for other solver ranks; the trainer receives the first snapshot that all solver ranks can
+        send after it asks. From trainer to solver, `send` is collective over the training ranks, and the newest
+        snapshot and weights always arrive in the end, even if the trainer has closed the bridge
+    depth : maximum number of snapshots in transit in mode "queue"; default 2
 
     Raises
     ------
-    ConfigError : on all ranks, if a rank passes no grid or two, a side has no ranks, a grid holds an ensemble, the
-        fields of both sides differ in shape or in the letters of their layouts, or ranks pass different modes
+    ConfigError : on all ranks, if a rank passes no grid or two grids, a side has no ranks, a grid holds an ensemble,
+        the fields of both sides differ in shape or in the letters of their layouts, or ranks pass different modes
     """
 
     def __init__(
@@ -114,25 +114,25 @@ class Bridge:
     def send(self, *fields: Any, **scalars: Any) -> None:
         """Send this rank's parts of one or more fields to the other side. The arrays are copied.
 
-        After the other side has closed the bridge, this does nothing (see `agree_on_end`).
+        Does nothing once the other side has closed the bridge (see `agree_on_end`).
 
         Parameters
         ----------
         fields : arrays in the layout of this rank's grid, with or without ghost cells, and with or without a channels
-            dim, of any numeric dtype; all ranks of the side pass the same number of arrays, with the same dtypes and
-            channels
-        scalars : values to send with them, such as the number of the step: numbers, text, or lists and dicts of these,
-            the same on all ranks of the side
+            dim, of any numeric dtype; all ranks of a side pass the same number of arrays, with the same dtypes and
+            numbers of channels
+        scalars : values to send with the fields, such as the step number: numbers, strings, or lists and dicts of
+            these, the same on all ranks of a side
 
         Raises
         ------
         DataError : if an array does not have the shape of this rank's part, or a value cannot be sent
-        CommTimeout : if the other side does not receive in time (FSDPX_TIMEOUT)
+        CommTimeout : if the other side does not receive within the time limit (FSDPX_TIMEOUT)
         RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
         """
         self._require_open("send")
         arrays = [self._without_ghosts(field, f"Bridge.send: field {i}") for i, field in enumerate(fields)]
-        pack_message(scalars, ())  # raises before this snapshot gets a number
+        pack_message(scalars, ())  # if this raises, it does so before the snapshot gets a number
         overlaps = self._overlaps_out
 
         def make_body(rank: int) -> np.ndarray:
@@ -142,8 +142,8 @@ class Bridge:
         self._senders[0].send(make_body)
 
     def receive(self, wait: bool = True) -> Snapshot | None:
-        """Receive fields that the other side has sent. Collective over this side if `wait` is false, or in mode
-        "latest" on training ranks.
+        """Receive fields that the other side has sent. Collective over this side if `wait` is False, and, on training
+        ranks, also in mode "latest".
 
         Parameters
         ----------
@@ -153,13 +153,14 @@ class Bridge:
         -------
         Snapshot or None
             with the attributes `number`, `fields` (this rank's parts, in the layout of its grid and without ghost
-            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if `wait` is False and no
-            snapshot has arrived
+            cells) and `scalars` (a dict). None if the other side has closed the bridge, or if `wait` is False and some
+            rank of this side has no snapshot yet
 
         Raises
         ------
-        DataError : if ranks of the other side have sent different scalars, numbers of fields, dtypes or channels
-        CommTimeout : if nothing arrives in time (FSDPX_TIMEOUT)
+        DataError : if ranks of the other side have sent different scalars, numbers of fields, dtypes or numbers of
+            channels
+        CommTimeout : if nothing arrives within the time limit (FSDPX_TIMEOUT)
         RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
         """
         self._require_open("receive")
@@ -177,17 +178,17 @@ class Bridge:
             yield snapshot
 
     def send_weights(self, weights: Any) -> None:
-        """Send weights from the training ranks to the solver ranks; called on training ranks. Collective over the
-        training ranks.
+        """Send weights to the solver ranks. Called on training ranks only, and collective over them.
 
         Parameters
         ----------
-        weights : a trainer, whose `parameters()` are sent, or a dict of arrays that is equal on all training ranks
+        weights : a trainer, whose `parameters()` are sent, or a dict of arrays, which must be equal on all training
+            ranks
 
         Raises
         ------
-        ConfigError : on a solver rank, or for anything but a trainer or a dict
-        DataError : for weights that are not numbers
+        ConfigError : if called on a solver rank, or with anything but a trainer or a dict
+        DataError : if weights are not numbers
         """
         self._require_open("send_weights")
         if self._other != "solver":
@@ -199,8 +200,8 @@ class Bridge:
         self._senders[-1].send(lambda rank: pack_message(list(arrays), list(arrays.values())))
 
     def receive_weights(self, wait: bool = True) -> dict[str, np.ndarray] | None:
-        """Receive weights on the solver ranks, for `load_parameters` of a trainer. Collective over the solver ranks if
-        `wait` is false.
+        """Receive weights from the training ranks, for a trainer's `load_parameters`. Called on solver ranks only, and
+        collective over them if `wait` is False.
 
         Parameters
         ----------
@@ -209,11 +210,12 @@ class Bridge:
         Returns
         -------
         dict or None
-            full arrays by name; None if the trainer has closed the bridge, or if `wait` is False and none have arrived
+            full arrays by name; None if the trainer has closed the bridge, or if `wait` is False and some solver rank
+            has no new weights yet
 
         Raises
         ------
-        ConfigError : on a training rank
+        ConfigError : if called on a training rank
         """
         self._require_open("receive_weights")
         if self._other != "trainer":
@@ -225,7 +227,7 @@ class Bridge:
         return dict(zip(names, arrays, strict=True))
 
     def agree_on_end(self) -> bool:
-        """Return whether the other side has closed the bridge, with the same result on all ranks of this side.
+        """Return whether the other side has closed the bridge. The result is the same on all ranks of this side.
         Collective over this side.
 
         Returns
@@ -236,12 +238,12 @@ class Bridge:
         return bool(self._side.all_gather_data(self._senders[0].has_closed_receiver())[0])
 
     def close(self) -> None:
-        """Close the bridge, which ends the other side's iteration, and wait until the other side closes it as well.
-        Collective over both sides; later calls do nothing.
+        """Close the bridge, and wait until the other side closes it as well. This ends the other side's iteration over
+        snapshots. Collective over both sides; later calls do nothing.
 
-        If one side closes the bridge early, what the other side sends afterwards is discarded. At the end of a `with`
-        block the bridge is closed, unless an exception is propagating. If a script ends without closing it, the
-        other side's iteration ends too."""
+        If one side closes the bridge early, anything that the other side sends afterwards is discarded. The end of a
+        `with` block closes the bridge, unless an exception is propagating. The other side's iteration also ends if the
+        script ends without closing the bridge."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -272,7 +274,8 @@ class Bridge:
     def _plan_field_streams(
         self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
     ) -> tuple[list[Sender], list[Receiver]]:
-        """Find which cells this rank exchanges with each rank of the other side, and open both streams of fields."""
+        """Determine which cells this rank exchanges with each rank of the other side, and return the senders and
+        receivers of both field streams."""
         comm, ours, theirs = self._comm, parts[side], parts[self._other]
         place = list(ours).index(comm.rank)
         out = find_overlaps_with_receivers(self._part, place, len(ours), theirs)
@@ -310,7 +313,7 @@ class Bridge:
         )
 
     def _without_ghosts(self, field: Any, name: str) -> np.ndarray:
-        """Return the cells of this rank's part; raise DataError if the array has another shape."""
+        """Return `field` without its ghost cells; raise DataError if it does not have the shape of this rank's part."""
         array, part = self._grid.without_ghosts(to_native_numbers(field, name)), self._part
         has_channels = "c" in part.layout and array.ndim == len(part.layout)
         wanted = part.compute_array_shape(array.shape[part.layout.index("c")] if has_channels else -1)
@@ -322,7 +325,7 @@ class Bridge:
         return array
 
     def _join_pieces(self, i: int, messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> np.ndarray:
-        """Return this rank's part of field `i`, in the layout of its grid."""
+        """Return this rank's part of field `i`, assembled from all messages, in the layout of its grid."""
         first, layout = messages[0][2][i], messages[0][0].theirs.layout
         has_channels = first.ndim == len(layout)
         channels = first.shape[layout.index("c")] if has_channels and "c" in layout else -1
@@ -350,7 +353,7 @@ def _list_part_facts(grid: Grid) -> tuple[Any, ...]:
 
 
 def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> str:
-    """Return an error text for the arguments of this rank, or ""."""
+    """Return an error message about this rank's arguments, or "" if they are valid."""
     if (solver is None) == (trainer is None):
         return "pass solver= on solver ranks and trainer= on training ranks, and only one of them on each rank"
     grid = solver if trainer is None else trainer
@@ -366,7 +369,8 @@ def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> st
 
 
 def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int, PartFacts]]) -> None:
-    """Raise ConfigError if a rank has wrong arguments, or if the arguments of ranks contradict each other."""
+    """Raise ConfigError if any rank has invalid arguments, or if the arguments of different ranks contradict each
+    other."""
     for rank, (error, mode, depth, *_) in enumerate(everyone):
         if error:
             raise ConfigError(f"Bridge: rank {rank}: {error}")
@@ -392,7 +396,7 @@ def _require_fitting_sides(everyone: list[Any], parts: Mapping[str, Mapping[int,
 
 
 def _require_equal_contents(messages: list[tuple[Overlap, Any, list[np.ndarray]]]) -> None:
-    """Raise DataError if ranks have sent different numbers of fields or different scalars with one snapshot."""
+    """Raise DataError if ranks have sent different numbers of fields or different scalars for the same snapshot."""
     first, scalars, fields = messages[0]
     for overlap, others, arrays in messages[1:]:
         if len(arrays) != len(fields) or pack(others) != pack(scalars):
@@ -403,15 +407,16 @@ def _require_equal_contents(messages: list[tuple[Overlap, Any, list[np.ndarray]]
 
 
 def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
-    """Register a function that tells the other side of the end, in case a script ends without closing the bridge, and
-    return it. Ranks that are threads report a missing call themselves."""
+    """Return a function that tells the other side that this rank's script has ended, and register it to run at exit, in
+    case the script does not close the bridge. It is not registered for ranks that are threads, which report a missing
+    call themselves."""
 
     def announce_end() -> None:
         for receiver in receivers:
             receiver.start_closing(is_ending=True)
         for sender in senders:
             sender.send_end()
-        # messages may arrive in their buffers until MPI_Finalize, but Python would free them earlier
+        # until MPI_Finalize, messages may arrive in the buffers of these objects, so Python must not free them earlier
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, senders, receivers)))
 
     if not isinstance(comm, LocalCommunicator):

@@ -22,12 +22,12 @@ LENGTH_BYTES = 8
 
 
 class PartFacts(NamedTuple):
-    """What the ranks of both sides know about one rank's part of the field.
+    """Describes one rank's part of the field. All ranks of both sides know this about each rank.
 
     Attributes
     ----------
-    layout : order of the dims of arrays, one letter each, with "c" for the channels
-    shape : cells of the full field along each dim
+    layout : order of the dims of arrays, one letter per dim, with "c" for the channels
+    shape : number of cells of the full field along each dim
     offsets, local_shape : first cell and number of cells of the part along each dim
     """
 
@@ -38,23 +38,23 @@ class PartFacts(NamedTuple):
 
     @property
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """For each dim letter, the first cell of the part and the cell after the last one."""
+        """For each dim letter, the range [start, stop) of cells in the part."""
         letters = self.layout.replace("c", "")
         return {a: (start, start + n) for a, start, n in zip(letters, self.offsets, self.local_shape, strict=True)}
 
     @property
     def shape_by_letter(self) -> dict[str, int]:
-        """Cells of the full field along each dim, by letter."""
+        """Number of cells of the full field along each dim, by letter."""
         return dict(zip(self.layout.replace("c", ""), self.shape, strict=True))
 
     def compute_array_shape(self, channels: int) -> tuple[int, ...]:
-        """Return the shape of an array of this part; `channels` is -1 if it has no channels dim."""
+        """Return the shape of an array for this part. `channels` is -1 if the array has no channels dim."""
         sizes = {letter: stop - start for letter, (start, stop) in self.ranges.items()} | {"c": channels}
         return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
 
     def make_index(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
-        """Return the index, for an array of this part, of the cells in `ranges`. Ranges count cells of the full
-        field."""
+        """Return the index that selects the cells in `ranges` from an array for this part. `ranges` are in cells of the
+        full field."""
         own, index = self.ranges, []
         for letter in self.layout if has_channels else self.layout.replace("c", ""):
             if letter == "c":
@@ -66,8 +66,8 @@ class PartFacts(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The cells that this rank and `rank` of the other side both hold. `ranges` are their ranges along each dim, by
-    letter, and may be empty."""
+    """The cells that both this rank and rank `rank` of the other side hold. `ranges` gives, by dim letter, the range
+    [start, stop) of these cells, which may be empty."""
 
     rank: int
     theirs: PartFacts
@@ -79,16 +79,16 @@ def find_overlaps_with_receivers(
 ) -> list[Overlap]:
     """Return the overlaps of a sender's part with the parts of the receivers to which it sends messages.
 
-    These are the first receiver, all receivers whose parts have cells in common with this one, and, so that each
-    receiver gets a message, some of the receivers without cells. `place` is the number of this rank among the
-    `senders`."""
+    These receivers are the first one, all whose parts have cells in common with this part, and some of those without
+    any cells, so that every receiver gets a message. `place` is the index of this rank among the `senders` sender
+    ranks."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
     return [overlap for i, overlap in found if exchanges_messages(place, senders, i, overlap.theirs, overlap.ranges)]
 
 
 def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int, PartFacts]) -> list[Overlap]:
     """Return the overlaps of a receiver's part with the parts of the senders from which it gets messages. `place` is
-    the number of this rank among the receivers."""
+    the index of this rank among the receivers."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(senders.items())]
     return [overlap for i, overlap in found if exchanges_messages(i, len(senders), place, own, overlap.ranges)]
 
@@ -96,8 +96,8 @@ def find_overlaps_with_senders(own: PartFacts, place: int, senders: Mapping[int,
 def exchanges_messages(
     sender: int, senders: int, receiver: int, part: PartFacts, ranges: Mapping[str, tuple[int, int]]
 ) -> bool:
-    """Return whether two ranks, given by their numbers on their sides, exchange messages. `part` is the receiver's, and
-    `ranges` are the cells in common."""
+    """Return whether sender number `sender` of `senders` sends messages to receiver number `receiver`. `part` is the
+    receiver's part, and `ranges` are the cells that both hold."""
     if receiver == 0 or all(start < stop for start, stop in ranges.values()):
         return True
     return 0 in part.local_shape and sender == receiver % senders
@@ -115,7 +115,7 @@ def find_overlap(rank: int, own: PartFacts, theirs: PartFacts) -> Overlap:
 def to_native_numbers(array: Any, what: str) -> np.ndarray:
     """Return an array of numbers in host memory, in the byte order of this machine.
 
-    Raises DataError, with a message that begins with `what`, for an array of objects, strings or times."""
+    Raises DataError, with a message that begins with `what`, if the array holds objects, strings or times."""
     host = np.asarray(to_host(array))
     if host.dtype.kind not in "biufc" and host.dtype.name != "bfloat16":
         raise DataError(f"{what} is an array of {host.dtype}: give numbers")
@@ -123,10 +123,10 @@ def to_native_numbers(array: Any, what: str) -> np.ndarray:
 
 
 def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return bytes that contain `facts`, which are plain data, and arrays from `to_native_numbers`. The arrays need not
-    be contiguous.
+    """Return `facts`, which must be plain data, and arrays from `to_native_numbers`, packed into one array of bytes.
+    The arrays need not be contiguous.
 
-    Raises DataError for facts that are not plain data."""
+    Raises DataError if `facts` are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])
     starts, at = [], _align(LENGTH_BYTES + len(head))
     for array in arrays:
@@ -141,7 +141,7 @@ def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def unpack_message(body: np.ndarray) -> tuple[Any, list[np.ndarray]]:
-    """Return the facts and the arrays that `pack_message` made into bytes; the arrays are views of `body`."""
+    """Return the facts and the arrays that `pack_message` packed into `body`. The arrays are views of `body`."""
     length = int(body[:LENGTH_BYTES].view(np.int64)[0])
     facts, kinds = unpack(body[LENGTH_BYTES : LENGTH_BYTES + length])
     arrays, at = [], _align(LENGTH_BYTES + length)
@@ -154,8 +154,8 @@ def unpack_message(body: np.ndarray) -> tuple[Any, list[np.ndarray]]:
 
 
 def parse_number_dtype(name: str) -> np.dtype:
-    """Return the dtype whose name is `name`; "bfloat16" is that of ml_dtypes. Raise ValueError for a dtype of objects,
-    whose bytes would be read as addresses."""
+    """Return the dtype whose name is `name`; "bfloat16" is the dtype from ml_dtypes. Raise ValueError for object
+    dtypes, because their bytes would be read as memory addresses."""
     dtype = parse_dtype(name) if name == "bfloat16" else np.dtype(name)
     if dtype.hasobject:
         raise ValueError(f"dtype {name!r} is not a dtype of numbers")

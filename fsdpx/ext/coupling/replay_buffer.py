@@ -1,4 +1,4 @@
-"""`ReplayBuffer`: keeps some of the samples that a solver sends; all ranks draw the same batches from it."""
+"""`ReplayBuffer`: keeps some of the samples that a solver sends. All ranks draw the same batches from it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ReplayBatch(NamedTuple):
     ----------
     ids : numbers of the samples, in the order in which they were added
     fields : each field of all samples, with a leading dim of samples
-    weights : importance weight of each sample, at most 1, which corrects for the priorities
+    weights : importance weight of each sample, at most 1, to compensate for drawing in proportion to priorities
     """
 
     ids: np.ndarray
@@ -49,24 +49,24 @@ class ReplayBatch(NamedTuple):
 
 
 class ReplayBuffer:
-    """Keeps up to `capacity` of the samples that are added, and draws batches of them. Each rank keeps its own parts.
+    """Keeps up to `capacity` of the samples that are added, and draws batches from them. Each rank keeps its own parts.
 
-    All ranks of the grid make the same calls in the same order. Because their random numbers begin with the same seed,
-    they keep and draw the same samples.
+    All ranks of the grid must make the same calls in the same order. Because their random number generators start from
+    the same seed, they keep and draw the same samples.
 
     Parameters
     ----------
     capacity : maximum number of samples
-    grid : the grid whose parts are added, without ghost cells
-    policy : which sample a new one replaces when the buffer is full. "fifo": the oldest. "reservoir": a random one or
-        none, so that every sample that was ever added is kept with the same probability (algorithm R of Vitter 1985).
-        "priority": the oldest; samples are drawn in proportion to their priority to the power of 0.6 (Schaul et al.
-        2016), and a new sample has the highest priority of all
+    grid : the grid over which the added fields are partitioned; it must have no ghost cells
+    policy : which sample a new one replaces when the buffer is full. "fifo": it replaces the oldest. "reservoir": a
+        random one or none, so that every sample that was ever added is kept with the same probability (algorithm R of
+        Vitter 1985). "priority": the oldest; samples are drawn with probabilities proportional to priority^0.6 (Schaul
+        et al. 2016), and a new sample gets the highest priority in the buffer
     seed : seed of the random numbers, an integer of at least 0, the same on all ranks; default 0
 
     Raises
     ------
-    ConfigError : for a capacity below 1, an unknown policy, a negative seed, or a grid with ghost cells
+    ConfigError : if the capacity is below 1, the policy is unknown, the seed is negative, or the grid has ghost cells
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class ReplayBuffer:
 
         Parameters
         ----------
-        fields : this rank's parts of one or more fields, in the grid's layout, with or without a channels dim; the same
-            number, dtypes and channels for all samples
+        fields : this rank's parts of one or more fields, in the grid's layout, with or without a channels dim; all
+            samples must have the same number of fields, dtypes and numbers of channels
 
         Raises
         ------
-        DataError : on all ranks, none of which keeps the sample, if an array of any rank is not numeric, is complex or
-            not finite, does not have the shape of that rank's part, or differs from earlier samples in dtype or
-            channels
+        DataError : on all ranks, if an array of any rank is not numeric, is complex or not finite, does not have the
+            shape of that rank's part, or differs from earlier samples in dtype or number of channels; no rank then
+            keeps the sample
         """
         arrays: tuple[np.ndarray, ...] = ()
         moments: list[np.ndarray | None] = []
@@ -145,8 +145,8 @@ class ReplayBuffer:
         -------
         ReplayBatch
             with the attributes `ids` (numbers of the samples, for `update_priorities`), `fields` (arrays with a leading
-            dim of samples) and `weights`, (batch_size,). With priorities, a weight is 1 / (samples * probability),
-            divided by the highest weight in the buffer; otherwise it is 1
+            dim of samples) and `weights`, (batch_size,). With policy "priority", a weight is 1 / (samples *
+            probability), divided by the highest such weight in the buffer; otherwise it is 1
 
         Raises
         ------
@@ -172,7 +172,7 @@ class ReplayBuffer:
         Parameters
         ----------
         ids : numbers of samples, from `sample`
-        priorities : a number above 0 for each, the same on all ranks
+        priorities : a number above 0 for each of these samples, the same on all ranks
 
         Raises
         ------
@@ -199,11 +199,11 @@ class ReplayBuffer:
         Returns
         -------
         tuple of ChannelStatistics
-            computed in float64 by the rule of Chan et al. (1979), as by `gather_channel_statistics`
+            one for each field, computed in float64 by the rule of Chan et al. (1979), as in `gather_channel_statistics`
 
         Raises
         ------
-        DataError : if no sample was added
+        DataError : if no sample has been added
         """
         if not self._moments:
             raise DataError("ReplayBuffer.gather_statistics: no sample was added")
@@ -213,7 +213,7 @@ class ReplayBuffer:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the buffer into a folder, from which any number of ranks can load it. Collective over the grid.
+        """Save the buffer to a folder, from which any number of ranks can load it. Collective over the grid.
 
         Each rank writes files with its parts. An earlier buffer in this folder is replaced only when the new one is
         complete.
@@ -224,7 +224,7 @@ class ReplayBuffer:
 
         Raises
         ------
-        CheckpointError : on all ranks, if a rank cannot write
+        CheckpointError : on all ranks, if a rank cannot write its files
         """
         folder, comm = expanduser(path), self._grid.comm
         token = all_gather_plain_data(comm, os.urandom(8).hex())[0]
@@ -246,8 +246,8 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the content with a saved buffer, which any number of ranks may have saved. Random numbers continue as
-        in the saved buffer. Collective over the grid.
+        """Replace the content of this buffer with that of a saved one, whatever the number of ranks that saved it. The
+        state of the random number generator is restored as well. Collective over the grid.
 
         Parameters
         ----------
@@ -255,8 +255,8 @@ class ReplayBuffer:
 
         Raises
         ------
-        CheckpointError : on all ranks, if the folder has no complete buffer, or the buffer has another capacity,
-            policy, field size or layout
+        CheckpointError : on all ranks, if the folder has no complete buffer, or the saved buffer differs from this one
+            in capacity, policy, field size or layout
         """
         folder, problem = expanduser(path), ""
         try:
@@ -281,7 +281,8 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.load({str(folder)!r}): {texts[0]}")
         self._samples = list(zip(*fields, strict=True))
         self._ids, self._priorities, self._count, self._random = ids, priorities, count, random
-        is_first = self._find_rank() == 0  # the moments of all ranks together count once
+        # the saved moments cover all ranks, so only rank 0 takes them, or they would count several times
+        is_first = self._find_rank() == 0
         self._moments = moments if is_first else [None] * len(moments)
 
     def _find_rank(self) -> int:
@@ -289,7 +290,8 @@ class ReplayBuffer:
         return int(comm.Get_rank() if hasattr(comm, "Get_rank") else comm.rank)
 
     def _list_kinds(self) -> list[tuple[str, int]]:
-        """Return the dtype and the number of channels of each field; -1 for a field without a channels dim."""
+        """Return the dtype and the number of channels of each field. The number is -1 if a field has no channels
+        dim."""
         kinds, layout = [], self._part.layout
         for array in self._samples[0] if self._samples else ():
             has_channels = "c" in layout and array.ndim == len(layout)
@@ -297,8 +299,8 @@ class ReplayBuffer:
         return kinds
 
     def _write_facts(self, folder: Path, token: str, parts: list[Any], moments: list[np.ndarray | None]) -> str:
-        """Write the file that makes the buffer complete, and remove files of former buffers. Return an error text, or
-        ""."""
+        """Write the file that marks the saved buffer as complete, and remove files of earlier buffers. Return an error
+        message, or "" on success."""
         facts = {
             "capacity": self.capacity, "policy": self.policy, "token": token, "parts": parts, "count": self._count,
             "kinds": self._list_kinds(), "ids": self._ids.tolist(),
@@ -316,7 +318,8 @@ class ReplayBuffer:
         return ""
 
     def _read_field(self, folder: Path, i: int, facts: dict[str, Any], parts: Sequence[PartFacts]) -> np.ndarray:
-        """Read this rank's part of field `i` of all saved samples from the files of the ranks that saved them."""
+        """Return this rank's part of field `i` for all saved samples, read from the files of the ranks that saved
+        them."""
         (dtype, channels), count = facts["kinds"][i], len(facts["ids"])
         whole = np.empty((count, *self._part.compute_array_shape(channels)), parse_number_dtype(dtype))
         for rank, theirs in enumerate(parts):
@@ -335,8 +338,8 @@ class ReplayBuffer:
         return whole
 
     def _require_fitting_fields(self, arrays: tuple[np.ndarray, ...]) -> None:
-        """Raise DataError if an array does not have the shape of this rank's part, or the sample differs from
-        others."""
+        """Raise DataError if an array does not have the shape of this rank's part, or if the sample differs from
+        earlier ones in its number of fields, dtypes or numbers of channels."""
         layout = self._part.layout
         for i, array in enumerate(arrays):
             has_channels = "c" in layout and array.ndim == len(layout)
@@ -354,7 +357,7 @@ class ReplayBuffer:
                 raise DataError(f"this sample has fields {kinds}, but earlier samples have {before}")
 
     def _merge_moments(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
-        """Return the moments of all earlier samples, merged with those of a sample."""
+        """Return the moments of all samples added so far, including the new sample `arrays`."""
         layout, before = self._part.layout, self._moments or [None] * len(arrays)
         channels = [
             np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays
@@ -363,5 +366,5 @@ class ReplayBuffer:
 
 
 def make_file_name(field: int, token: str, rank: int) -> str:
-    """Return the name of the file with a rank's part of a field. `token` differs from save to save."""
+    """Return the name of the file that holds a rank's part of a field. `token` is different for each save."""
     return f"field-{field}-{token}-{rank}.bin"

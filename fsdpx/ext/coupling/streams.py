@@ -1,36 +1,38 @@
 """Streams of messages from the ranks of one side of a `Bridge` to the ranks of the other side.
 
 A stream has a tag for data and one for control messages. A sender rank sends each of its receiver ranks a header of
-four integers, (kind, number, how many snapshots in advance the rank knew that it would send this one, bytes of the
-body), and with DATA a body. A receiver rank sends control messages of two integers, (kind, value). Messages between two
-ranks arrive in the order of sending. There are three ways to send:
+four integers: (kind, number, how many snapshots in advance the rank knew that it would send this one, size of the body
+in bytes). A body follows if the kind is DATA. A receiver rank sends control messages of two integers: (kind, value).
+Messages between two ranks arrive in the order in which they were sent. There are three ways to send:
 
-1. Every snapshot arrives (modes "lockstep" and "queue"). Receivers answer each snapshot with RECEIVED. In a queue of
-   `depth`, sender ranks wait while that many snapshots are unanswered. In lockstep, they wait for the answers to the
-   snapshot that they have just sent.
+1. Every snapshot arrives (modes "lockstep" and "queue"). Receivers answer each snapshot with RECEIVED. In mode "queue",
+   sender ranks wait while `depth` snapshots are unanswered. In lockstep, they wait for the answers to the snapshot that
+   they have just sent.
 
-2. The sender side asks its own ranks (mode "latest", trainer to solver). The sender ranks compare, in a collective
-   among themselves, whether all answers to the previous snapshot are there. If not, they keep the new one instead of
-   sending it, in place of an older one that they kept. The last one kept is sent when the stream is closed.
+2. The sender side asks its own ranks (mode "latest", trainer to solver). The sender ranks determine, in a collective
+   among themselves, whether all answers to the previous snapshot have arrived. If not, they keep the new snapshot
+   instead of sending it, and drop any older one that they had kept. The snapshot that is kept last is sent when the
+   stream is closed.
 
-3. The receiver side asks (mode "latest", solver to trainer). Sender ranks must neither wait for receivers nor for each
-   other, yet must all send the same snapshots, while each of them may be at another step. Rank 0 of the receivers,
-   the lead, decides:
+3. The receiver side asks (mode "latest", solver to trainer). Sender ranks must wait neither for receivers nor for each
+   other, yet must all send the same snapshots, even though each of them may be at a different step. Rank 0 of the
+   receivers, called the lead, decides:
 
    - The lead sends ASK to all sender ranks when the receivers want a snapshot.
    - A sender rank notices this in its next `send`, and answers AT with the number of that snapshot.
    - The lead sends TAKE n, where n is the highest of these numbers plus a margin of at least 1.
-   - A sender rank that notices TAKE before snapshot n or at it sends snapshot n. A rank that notices it later has
-     already overwritten n, and sends MISSED instead.
+   - A sender rank that notices TAKE at or before snapshot n sends snapshot n. A rank that notices it later has already
+     overwritten n, and sends MISSED instead.
    - If any rank has sent MISSED, all receivers learn this in a collective among themselves and discard the snapshot,
      and the lead asks again with a larger margin. If all ranks noticed TAKE early, the margin shrinks.
 
-   Until TAKE arrives, a sender rank copies nothing, so a snapshot that nobody receives costs only one test for a
-   message.
+   Until TAKE arrives, a sender rank copies nothing, so a snapshot that nobody receives costs only one check for
+   incoming messages.
 
 The last header of each sender rank is END, and the last control message of each receiver rank is CLOSED. Each rank
-sends them when it closes the bridge, and then discards what arrives until it has the other side's END and CLOSED. A
-rank whose script ends without closing the bridge says so in its CLOSED, so that the other side does not wait for it."""
+sends them when it closes the bridge, and then discards all incoming messages until it has received END and CLOSED from
+the other side. A rank whose script ends without closing the bridge reports this in its CLOSED message, so that the
+other side does not wait for it."""
 
 from __future__ import annotations
 
@@ -63,11 +65,11 @@ afterwards."""
 def wait_until(
     comm: Communicator, is_ready: Callable[[], bool], what: str, is_moving: Callable[[], bool] = lambda: False
 ) -> None:
-    """Wait until `is_ready()` returns True. `what` is text that says what this rank waits for.
+    """Wait until `is_ready()` returns True. `what` describes, for error messages, what this rank is waiting for.
 
-    After a few milliseconds, the rank sleeps between polls, so that its core is left to ranks that compute; but not
-    while `is_moving()`, because libraries advance long messages only inside their calls. Raises RankLost if a rank of
-    `comm` has died, and CommTimeout after the time limit of the communicator."""
+    After a few milliseconds, the rank sleeps between polls to leave its core to ranks that compute. It does not sleep
+    while `is_moving()` returns True, because libraries advance long messages only while they are being called. Raises
+    RankLost if a rank of `comm` has died, and CommTimeout when the communicator's time limit is exceeded."""
     begin = time.monotonic()
 
     def check() -> bool:
@@ -85,7 +87,7 @@ def wait_until(
 
 
 def raise_if_rank_lost(comm: Communicator, what: str) -> None:
-    """Raise RankLost if `comm` outlives dead ranks, and one has died."""
+    """Raise RankLost if a rank has died and `comm` is of the kind that survives dead ranks."""
     if can_survive(comm):
         lost = comm.get_failed_ranks()  # type: ignore[attr-defined]
         if lost:
@@ -93,7 +95,7 @@ def raise_if_rank_lost(comm: Communicator, what: str) -> None:
 
 
 class Incoming:
-    """Small messages of a fixed number of integers from one rank, one after the other."""
+    """Receives small messages from one rank, one after the other. Each has the same number of integers."""
 
     def __init__(self, comm: Communicator, rank: int, tag: int, words: int) -> None:
         self._comm, self._rank, self._tag = comm, rank, tag
@@ -111,7 +113,7 @@ class Incoming:
 
 
 class Outgoing:
-    """Messages to other ranks that are under way."""
+    """Sends messages to other ranks, and keeps track of those in transit."""
 
     def __init__(self, comm: Communicator, tag: int) -> None:
         self._comm, self._tag = comm, tag
@@ -124,7 +126,7 @@ class Outgoing:
                 self._under_way.append(self._comm.send(array, rank, self._tag, what="the bridge"))
 
     def is_complete(self) -> bool:
-        """Advance the messages, and return whether all are complete."""
+        """Make progress on the messages in transit, and return whether all are complete."""
         self._under_way = [handle for handle in self._under_way if not handle.test()]
         return not self._under_way
 
@@ -136,10 +138,10 @@ class Sender:
     ----------
     comm : communicator of both sides
     tag : tag of the data; control messages have the next higher tag
-    receivers : ranks that receive messages of this rank; the first one is the lead
-    depth : if every snapshot arrives, how many may be unanswered when `send` returns; 0 is lockstep
-    agree : for the second way to send, a collective that returns whether all ranks of this side pass True
-    on_request : whether the receivers ask, the third way to send
+    receivers : ranks that receive messages from this rank; the first one is the lead
+    depth : how many snapshots may be unanswered when `send` returns, if every snapshot arrives; 0 means lockstep
+    agree : a collective that returns whether all ranks of this side pass True; used by the second way to send
+    on_request : whether to use the third way to send, in which the receivers ask for snapshots
     """
 
     def __init__(
@@ -157,8 +159,8 @@ class Sender:
         self._has_ended_receiver = False
 
     def send(self, make_body: MakeBody) -> None:
-        """Send a snapshot, or drop it, depending on the way to send. Do nothing after the receivers have closed the
-        stream."""
+        """Send a snapshot, keep it for later or drop it, depending on the way to send. Does nothing once a receiver has
+        closed the stream."""
         raise_if_rank_lost(self._comm, "send to the other side of the bridge")
         number, self._number = self._number, self._number + 1
         is_closed = self.has_closed_receiver()
@@ -174,7 +176,7 @@ class Sender:
                 self._wait_for_answers(0)
 
     def has_closed_receiver(self) -> bool:
-        """Advance the stream, and return whether a receiver has closed it."""
+        """Process incoming messages, and return whether a receiver has closed the stream."""
         for rank in self._receivers:
             while rank in self._control and (message := self._control[rank].try_receive()):
                 self._note_control_message(rank, *message)
@@ -182,20 +184,20 @@ class Sender:
         return len(self._control) < len(self._receivers)
 
     def start_closing(self) -> None:
-        """Send the snapshot that was kept back, if any, and the end of the stream."""
+        """Send the snapshot that was kept, if any, and then the end-of-stream message."""
         if self._kept is not None:
             self._wait_for_answers(0)
             self._ship_kept()
         self.send_end()
 
     def send_end(self) -> None:
-        """Send the end of the stream."""
+        """Send the end-of-stream message to all receivers."""
         for rank in self._receivers:
             self._out.send(rank, END, self._number, 0, 0)
 
     def is_closed(self) -> bool:
-        """Advance the stream, and return whether all receivers have closed it and no message is under way, except to
-        ranks whose script has ended."""
+        """Process incoming messages, and return whether all receivers have closed the stream and no message is in
+        transit, other than to ranks whose script has ended."""
         self.has_closed_receiver()
         return not self._control and (self._out.is_complete() or self._has_ended_receiver)
 
@@ -211,7 +213,7 @@ class Sender:
             self._has_ended_receiver |= bool(value)
 
     def _answer_request(self, number: int, make_body: MakeBody) -> None:
-        """Answer the requests of the receivers that have arrived. Never waits."""
+        """Answer the requests that have arrived from the receivers. Never waits."""
         if self._is_asked:
             self._is_asked = False
             self._out.send(self._receivers[0], AT, number, 0, 0)
@@ -224,7 +226,7 @@ class Sender:
             self._taken = -1
 
     def _ship_or_keep(self, number: int, make_body: MakeBody, is_closed: bool) -> None:
-        """Send a snapshot if the previous one has been answered everywhere, else keep it back. Collective over this
+        """Send a snapshot if all receivers have answered the previous one; otherwise keep it. Collective over this
         side."""
         assert self._agree is not None
         self._kept = None if is_closed else (number, {rank: make_body(rank) for rank in self._receivers})
@@ -255,14 +257,15 @@ class Sender:
 
 
 class ReceivedBodies(NamedTuple):
-    """What a receiver rank got of one snapshot: its number, and the body from each sender rank."""
+    """What a receiver rank received for one snapshot: the number of the snapshot, and the body from each sender
+    rank."""
 
     number: int
     bodies: dict[int, np.ndarray]
 
 
 class Header(NamedTuple):
-    """The header of a message, in the order in which it is sent."""
+    """The header of a message, with its integers in the order in which they are sent."""
 
     kind: int
     number: int
@@ -271,7 +274,7 @@ class Header(NamedTuple):
 
 
 class SnapshotChoice:
-    """The choice of snapshots by the lead, the rank that asks for them.
+    """Chooses which snapshot all sender ranks send. Used by the lead, the rank that asks for snapshots.
 
     Attributes
     ----------
@@ -284,20 +287,20 @@ class SnapshotChoice:
         self._positions: dict[int, int] | None = None
 
     def start(self) -> None:
-        """Begin to collect the snapshot numbers of the sender ranks."""
+        """Start collecting the snapshot numbers that the sender ranks have reached."""
         self._positions = {}
 
     def cancel(self) -> None:
-        """Choose no snapshot, because the stream ends."""
+        """Stop choosing a snapshot, because the stream is ending."""
         self._positions = None
 
     def add_position(self, rank: int, number: int) -> None:
-        """Note that a sender rank is at snapshot `number`."""
+        """Record that sender rank `rank` has reached snapshot `number`."""
         if self._positions is not None:
             self._positions[rank] = number
 
     def try_choose(self, senders: int) -> bool:
-        """If the positions of all sender ranks are known, set `wanted` and return True."""
+        """Return whether the snapshot numbers of all sender ranks are known, and if so, set `wanted`."""
         if self._positions is None or len(self._positions) < senders:
             return False
         self.wanted, self._positions = max(self._positions.values()) + self._margin, None
@@ -317,8 +320,8 @@ class Receiver:
     ----------
     comm : communicator of both sides
     side : communicator of this side
-    tag : tag of the data; control messages have the tag after it
-    senders : ranks that send to this rank; for the lead, if `on_request`, all ranks of the other side
+    tag : tag of the data; control messages have the next higher tag
+    senders : ranks that send to this rank; for the lead of an `on_request` stream, all ranks of the other side
     on_request : whether this side asks for snapshots
 
     Attributes
@@ -340,9 +343,9 @@ class Receiver:
         self._count = 0
 
     def receive(self, wait: bool) -> ReceivedBodies | None:
-        """Return the next snapshot, or None if the stream has ended. Without `wait`, also return None if this rank or
-        another one of this side does not have all of it yet. Collective over this side if the stream is `on_request`
-        or `wait` is false."""
+        """Return the next snapshot, or None if the stream has ended. If `wait` is False, also return None unless all of
+        the snapshot has arrived on every rank of this side. Collective over this side if the stream is `on_request` or
+        `wait` is False."""
         while not self.has_ended:
             self._ask()
             if wait:
@@ -374,14 +377,15 @@ class Receiver:
         return None
 
     def start_closing(self, is_ending: bool = False) -> None:
-        """Tell the senders that this rank takes no more snapshots. `is_ending` says that the script ends, so this rank
-        does not even receive the messages under way."""
+        """Tell the senders that this rank accepts no more snapshots. `is_ending` tells them that its script is ending,
+        so it will not even receive the messages in transit."""
         if self._choice is not None:
             self._choice.cancel()
         self._send_control(CLOSED, int(is_ending))
 
     def is_closed(self) -> bool:
-        """Discard what arrives, and return whether all senders have closed the stream."""
+        """Discard incoming messages, and return whether all senders have closed the stream and all messages of this
+        rank have been sent."""
         return self._discard_until_end() and self._out.is_complete()
 
     def _send_control(self, kind: int, value: int) -> None:
@@ -389,14 +393,14 @@ class Receiver:
             self._out.send(rank, kind, value)
 
     def _ask(self) -> None:
-        """Ask for a snapshot, if this rank is the lead and has not asked."""
+        """Ask the senders for a snapshot if this rank is the lead and has not asked already."""
         if self._choice is not None and not self._has_asked:
             self._has_asked = True
             self._choice.start()
             self._send_control(ASK, 0)
 
     def _advance(self) -> bool:
-        """Advance the messages, and return whether this rank has what each sender rank sends of this snapshot."""
+        """Process incoming messages, and return whether every sender rank's part of this snapshot has arrived."""
         self._out.is_complete()
         for rank in self._senders:
             while rank not in self._found and rank not in self._ended and self._try_advance_rank(rank):
@@ -406,7 +410,7 @@ class Receiver:
         return len(self._found.keys() | self._ended) == len(self._senders)
 
     def _try_advance_rank(self, rank: int) -> bool:
-        """Take the next message from `rank`, and return whether there was one."""
+        """Process the next message from `rank`, and return whether there was one."""
         if rank in self._arriving:
             header, body, handle = self._arriving[rank]
             if not handle.test():
@@ -433,7 +437,7 @@ class Receiver:
         return bool(self._arriving)
 
     def _discard_until_end(self) -> bool:
-        """Discard what arrives, and return whether all senders have closed the stream."""
+        """Discard incoming messages, and return whether all senders have closed the stream."""
         self._advance()
         self._found.clear()
         return len(self._ended) == len(self._senders)
