@@ -35,7 +35,7 @@ __all__ = [
 
 
 class ReLU(Layer):
-    """Rectified linear unit: max(x, 0) of each element, with gradient 0 at x = 0."""
+    """Rectified linear unit: max(x, 0) for each element, with gradient 0 at x = 0."""
 
     acts_on = "element"
     kernel_names = ("relu", "relu_backward")
@@ -49,7 +49,7 @@ class ReLU(Layer):
 
 
 class GELU(Layer):
-    """Gaussian error linear unit (Hendrycks and Gimpel 2016): x Phi(x) of each element, where Phi is the cumulative
+    """Gaussian error linear unit (Hendrycks and Gimpel 2016): x Phi(x) for each element, where Phi is the cumulative
     distribution function of the standard normal distribution.
 
     Parameters
@@ -74,7 +74,7 @@ class GELU(Layer):
 
 
 class SiLU(Layer):
-    """Sigmoid linear unit, also called swish: x sigmoid(x) of each element."""
+    """Sigmoid linear unit, also called swish: x sigmoid(x) for each element."""
 
     acts_on = "element"
     kernel_names = ("silu", "silu_backward")
@@ -223,7 +223,7 @@ class Dropout(Layer):
         return apply_dropout_mask(x, keep, self.p), keep
 
     def _get_numbers(self, env: LayerContext, x: Array) -> Any:
-        """Return a random number for each of this rank's elements of x: the number that the element has in the full
+        """Return random numbers for this rank's elements of x. Each element has the same number as in the full
         array."""
         if self.parts is None:
             return env.random.get_number_range(x.shape)
@@ -238,8 +238,8 @@ class ShardedDropout(Dropout):
     ----------
     p : probability that an element is set to 0
     dim : the sharded dim
-    total : size of `dim` in the full array; None: `dim` is the sequence dim, whose full size comes from
-        `LayerContext.sequence_offset`
+    total : size of `dim` in the full array; None: `dim` is the sequence dim, and `LayerContext.sequence_offset` returns
+        its full size
     grain : with `total`, the number of consecutive elements that stay on one rank, see `ShardSpec`
     """
 
@@ -260,8 +260,8 @@ class ShardedDropout(Dropout):
 def make_keep_mask(
     env: LayerContext, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """Return a random boolean mask of the given shape, whose elements are False with probability `drop`. Dim 0 of
-    `shape` is the sample dim.
+    """Return a random boolean mask of the given shape. Each element is False with probability `drop`. Dim 0 of `shape`
+    is the sample dim.
 
     If the array is sharded, `cuts` gives this rank's range along each sharded dim, as {dim: (first index, size of the
     full dim)}."""

@@ -22,8 +22,8 @@ class AttentionContainer(Container):
     """Base class for containers whose last two steps are an `Attention` and a Linear output projection. The container
     is one FSDP unit: its parameters are all-gathered together.
 
-    With "attention" in `env.recompute`, only the input of the `Attention` is saved, and backward runs the attention
-    again."""
+    With "attention" in `env.recompute`, only the input of the `Attention` is saved, and the backward pass runs the
+    attention again."""
 
     unit = True
 

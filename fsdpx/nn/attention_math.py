@@ -1,4 +1,4 @@
-"""Forward and backward of attention, over all heads or over the heads of one tensor rank."""
+"""Forward and backward passes of attention, for all heads or for the heads of one tensor rank."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class AttentionCore(Protocol):
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        """Return the gradient of `qkv`, given the values `kept` by `forward` and the gradient `dmerged` of its
-        result."""
+        """Return the gradient of `qkv`, given the values `kept` that `forward` returned and the gradient `dmerged` of
+        the attention output."""
         ...
 
 
@@ -42,7 +42,7 @@ class AttentionHeads:
 
     Parameters
     ----------
-    n_heads, d_head : number of query heads on all ranks together, and number of features per head
+    n_heads, d_head : total number of query heads on all ranks, and number of features per head
     causal, window : as in `Attention`; window=0 means no window
     dropout : probability that an attention weight is dropped; if it is not 0, there must be as many key heads as query
         heads
@@ -64,11 +64,11 @@ class AttentionHeads:
     def attend(
         self, env: LayerContext, q: Array, k: Array, v: Array, *, segments: Array | None = None
     ) -> tuple[Array, Any]:
-        """Return the attention output, with the heads merged to (samples, time, heads x d_head), and a tuple of
-        further values that `attend_backward` needs.
+        """Return the attention output, with the heads merged to (samples, time, heads x d_head), and a tuple of the
+        other values that `attend_backward` needs.
 
-        `q`, `k` and `v` have the shape (samples, heads, time, d_head). `segments` are integers (samples, time) that
-        separate packed documents, see `Attention`."""
+        `q`, `k` and `v` have the shape (samples, heads, time, d_head). `segments` is an integer array (samples, time)
+        that separates packed documents; see `Attention`."""
         rest: tuple[Array, ...] = ()
         if env.cache is not None:
             o = env.cache.store_and_attend(env.xp, env.random.path, q, k, v, self.scale, self.window)
@@ -91,7 +91,7 @@ class AttentionHeads:
         self, env: LayerContext, merged: Array, rest: Any, dmerged: Array, q: Array, k: Array, v: Array,
         *, segments: Array | None = None,
     ) -> Any:  # fmt: skip
-        """Return the gradients of q, k and v, stacked in one array if their shapes are equal, otherwise as a tuple of
+        """Return the gradients of q, k and v: as one stacked array if their shapes are equal, otherwise as a tuple of
         three arrays."""
         (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
         if len(rest) == 1:
@@ -136,8 +136,7 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return the attention scores scale * q k^T. With `causal`, a score is -inf where the key's position is after the
-    query's."""
+    """Return the attention scores scale * q k^T. With `causal`, the score is -inf if the key comes after the query."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)

@@ -14,7 +14,7 @@ class KeyValueCache:
     layer. Layers access it as `LayerContext.cache`.
 
     Row i of an input contains the tokens of text i from position `lengths[i]` on. The caller sets all `lengths` before
-    each forward, so a text can also be read again from an earlier position.
+    each forward pass, so a text can also be read again from an earlier position.
 
     Parameters
     ----------

@@ -52,8 +52,8 @@ Shape = tuple[int, ...]
 
 
 class PendingCollective:
-    """A collective in progress; `wait()` returns its result. The argument `sent` is the send buffer, which must stay
-    alive until `wait` has returned."""
+    """A collective in progress; `wait()` returns its result. The object holds a reference to `sent`, the send buffer,
+    because the buffer must stay alive until `wait` has returned."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -130,7 +130,7 @@ def start_reduce_scatter_dim(xp: Any, comm: AxisRanks, x: Array, dim: int, *, wh
 
 
 def take_shard(xp: Any, comm: AxisRanks, x: Array, dim: int) -> Array:
-    """Return this rank's shard of the replicated `x` along `dim`, as a view."""
+    """Return a view of this rank's shard of the replicated `x` along `dim`."""
     return slice_dim(x, dim, *shard_bounds(x.shape[dim], comm.rank, comm.size))
 
 
@@ -141,7 +141,7 @@ def all_gather_replicated(
     Collective.
 
     All ranks then have equal gradients, so the adjoint is `take_shard`, which communicates nothing. The arguments are
-    those of `all_gather_dim`."""
+    the same as for `all_gather_dim`."""
     return all_gather_dim(xp, comm, x, dim, total, what=what)
 
 
@@ -182,13 +182,13 @@ def all_to_all_rows(
 
 
 def slice_dim(x: Array, dim: int, start: int, stop: int) -> Array:
-    """Return the elements [start, stop) of `dim`, as a view."""
+    """Return a view of the elements [start, stop) along `dim`."""
     return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
 
 
 def require_divisible_dim(shape: Sequence[int], dim: int, size: int, what: str = "") -> None:
-    """Raise ShapeError unless the dim can be divided evenly among `size` ranks. The message begins with `what`, the
-    name of the call."""
+    """Raise ShapeError unless the size of the dim is a multiple of `size`, the number of ranks. The message begins with
+    `what`, the name of the call."""
     if shape[dim] % size:
         raise ShapeError(
             f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "

@@ -50,11 +50,11 @@ class ChildCall:
 
 
 class RecomputePlaceholder:
-    """Placeholder that is saved for backward instead of the result of a cheap step. When backward needs the result, it
-    recomputes it.
+    """Placeholder that is saved for the backward pass instead of the result of a cheap step. The result is recomputed
+    when the backward pass needs it.
 
-    It stands for the result of step number `step` of the container `owner`. During forward, `y` keeps the result itself
-    alive, so that no other array can get its id."""
+    It stands for the result of step number `step` of the container `owner`. During the forward pass, `y` keeps the
+    result itself alive, so that no other array can get the same id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -125,8 +125,8 @@ class Container(Layer):
         return new
 
     def with_layers(self, layers: Mapping[str, Layer]) -> Container:
-        """Return a copy of the container in which the layer of each step is replaced by the entry of `layers` under
-        the step's name. The new layers may have additional parameters. Frozen parameters stay frozen."""
+        """Return a copy of the container in which each step runs the layer that `layers` contains under the step's
+        name. The new layers may have additional parameters. Frozen parameters stay frozen."""
         new = copy(self)
         new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
         new.collective = any(step.layer.collective for step in new.steps)
@@ -170,8 +170,8 @@ class Container(Layer):
         return unwrap_single([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
-        """Call the backward of each step, in reverse order. The values that a step needs for its parameter gradients
-        are freed before the backward of the next step runs."""
+        """Run the backward pass of each step, in reverse order. The values that a step needs for its parameter
+        gradients are freed before the backward pass of the next step."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
 
         def backward_step(step: ChildCall, held: Any, dy: Any) -> Any:
@@ -181,8 +181,8 @@ class Container(Layer):
         return self._backward_steps(env, parts, backward_step, saved, dy)
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """Run backward only as far back as there are trained parameters: the steps before the first trained one are
-        skipped, and a trained step whose inputs need no gradient runs `backward_leaf`."""
+        """Run the backward pass only as far back as the first step with trained parameters. Earlier steps are skipped.
+        A step with trained parameters whose inputs need no gradient runs its own `backward_leaf`."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         constant = find_constant_values(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
@@ -222,7 +222,7 @@ class Container(Layer):
         dy: Any,
         constant: Collection[str] = (),
     ) -> Any:
-        """Run backward through the steps in reverse order, and return the gradients of the container's inputs. The
+        """Run the backward pass of the steps in reverse order, and return the gradients of the container's inputs. The
         gradient is None for an input to which no gradient flows.
 
         `parts` are the parameters, grouped by child layer. `backward_step(step, saved, dy)` returns the gradients of a
@@ -273,7 +273,7 @@ class Sequential(Container):
     """Runs layers in order, each on the result of the previous one, like `torch.nn.Sequential`.
 
     A layer that is passed twice becomes two layers with separate parameters, unless these parameters are tied. Raises
-    ConfigError for an invalid or duplicate name, for a layer with a wrong number of inputs, and for a tie or a frozen
+    ConfigError for an invalid or duplicate name, for a layer with the wrong number of inputs, and for a tie or a frozen
     pattern that matches no parameter.
 
     Parameters
@@ -327,11 +327,11 @@ class Residual(Container):
 def chain_layers(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
 ) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
-    """Connect `layers` in a chain that starts at the value `source`. Return the steps, the names of the chain's
-    inputs, and the name of the last layer's result.
+    """Connect `layers` in a chain that starts at the value `source`. Return the steps, the names of the chain's inputs,
+    and a tuple with the name of the last layer's result.
 
     `shared` names extra inputs, such as an attention mask. Every layer with several inputs takes the previous layer's
-    result as its first input, and the shared inputs as its further inputs."""
+    result as its first input, and the shared inputs as its other inputs."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
@@ -408,13 +408,13 @@ def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list
 
 
 def map_saved(held: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply `function` to each element of a layer's saved values, and return the results in tuples that are nested
-    like those of `held`."""
+    """Apply `function` to each element of `held`, a layer's saved values, and return the results in tuples nested in
+    the same way."""
     return tuple([map_saved(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def unwrap_single(values: Sequence[Any]) -> Any:
-    """Return the value itself if there is exactly one, else a tuple of all values."""
+    """Return the only element of `values` if there is exactly one, else a tuple of all elements."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -440,7 +440,7 @@ def _make_unsupported_operator(sign: str) -> Any:
 
 
 class ComposeValue:
-    """A symbolic value without data, which layers read and return in `Composite.compose`.
+    """A symbolic value without data. Inside `Composite.compose`, layers take and return such values.
 
     `a + b` means `Add()(a, b)`, and `a * b` means `Multiply()(a, b)`."""
 
@@ -489,9 +489,9 @@ class ComposeValue:
 
 
 class ComposeTrace:
-    """Records the layer calls that `Composite.compose` makes, as the steps of a container.
+    """Records the layer calls made by `Composite.compose` as the steps of a container.
 
-    `named` are the layers that are attributes of `owner`. A second call of a layer is recorded as another step, whose
+    `named` are the layers that are attributes of `owner`. A second call of a layer is recorded as another step. Its
     parameters are tied to those of the first call."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
@@ -545,7 +545,7 @@ class ComposeTrace:
 
 
 class ComposingMeta(ABCMeta):
-    """Metaclass of `Composite` that runs `compose` after the whole constructor has finished, including that of a
+    """Metaclass of `Composite` that runs `compose` after the constructor has finished, including the constructor of a
     subclass."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
@@ -566,10 +566,10 @@ class Composite(Container, metaclass=ComposingMeta):
             def compose(self, x):
                 return self.down(nn.SiLU()(self.gate(x)) * self.up(x))
 
-    `compose` runs once, when the layer is constructed. The recorded calls form a graph, whose backward follows from
-    the backward of its layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError for a layer
-    with parameters that is not an attribute, for a layer attribute that is never called, and for operations on values
-    other than layer calls, + and *."""
+    `compose` runs once, when the layer is constructed. The recorded calls form a graph, and its backward pass calls the
+    backward methods of the layers. Parameters are named after attributes (`gate.weight`). Raises ConfigError for a
+    layer with parameters that is not an attribute, for a layer attribute that is never called, and for operations on
+    values other than layer calls, + and *."""
 
     reads: tuple[str, ...] = ()
     """Names of the inputs, for a `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""

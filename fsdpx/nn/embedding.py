@@ -1,4 +1,4 @@
-"""Token embeddings, replicated or sharded by vocabulary over the tensor axis, and the cross-entropy loss of sharded
+"""Token embeddings, replicated or sharded by vocabulary over the tensor axis, and the cross-entropy loss for sharded
 logits."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Embedding(Layer):
 class TokenEmbeddingBase(Layer):
     """Base class for token embeddings with learned positions: weight[token] + position[time].
 
-    Subclasses define which shape of tokens they accept (`_require_token_shape`) and the positions of the tokens
+    Subclasses define which shapes of token arrays they accept (`_require_token_shape`) and the positions of the tokens
     (`_get_positions`). If a rank holds only a shard of `weight`, they also define how rows are looked up and how their
     gradients are added (`_look_up_rows`, `_add_row_gradients`)."""
 
@@ -223,8 +223,8 @@ class VocabParallelEmbedding(Layer):
     """`Embedding` sharded by rows over the tensor axis. Each rank gets the full input, looks up the rows that it
     holds, and uses zeros in place of all other rows. The results are summed over the ranks.
 
-    Forward all-reduces the result, and backward communicates nothing. With `sequence`, forward reduce-scatters the
-    result and backward all-gathers its gradient.
+    The forward pass all-reduces the result, and the backward pass communicates nothing. With `sequence`, the forward
+    pass reduce-scatters the result, and the backward pass all-gathers its gradient.
 
     Parameters
     ----------
@@ -304,13 +304,13 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 class VocabParallelCrossEntropyLoss(Loss):
-    """`CrossEntropyLoss` of logits that are sharded along their last dim, the classes: y is `(samples, ..., classes of
+    """`CrossEntropyLoss` for logits that are sharded along their last dim, the classes: y is `(samples, ..., classes of
     this rank)`.
 
-    Every rank has the full target `(samples, ...)`. Total and weight cover all classes, and are equal on all ranks.
-    Forward performs two all-reduces of float64 arrays with one element per position: first the maximum of the
-    position's logits, then the sum of their exponentials. The second array also carries one sum over all positions, or
-    two with label smoothing. Backward communicates nothing.
+    Every rank has the full target `(samples, ...)`. The total and the weight cover all classes, and are equal on all
+    ranks. The forward pass performs two all-reduces of float64 arrays with one element per position: first the maximum
+    of the position's logits, then the sum of their exponentials. The second array also contains one sum over all
+    positions, or two with label smoothing. The backward pass communicates nothing.
 
     Parameters
     ----------
@@ -368,7 +368,7 @@ class VocabParallelCrossEntropyLoss(Loss):
 
 def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array, Array]:
     """Convert row indices of a table with `total` rows to indices into this rank's shard. Return a mask that is True
-    where this rank holds the row, and the local indices, with 0 for rows of other ranks."""
+    where this rank holds the row, and the local indices. For rows of other ranks, the local index is 0."""
     start, stop = shard_bounds(total, env.mesh.tensor.rank, env.mesh.tensor.size)
     inside = (index >= start) & (index < stop)
     return inside, env.xp.where(inside, index - start, 0)

@@ -46,8 +46,8 @@ class BertEmbedding(Composite):
 
 
 class Bert(Container):
-    """BERT (Devlin et al. 2018): tokens, token types and an attention mask, all of them integer arrays
-    `(samples, time)` -> logits.
+    """BERT (Devlin et al. 2018): integer arrays `(samples, time)` of tokens, token types and an attention mask ->
+    logits.
 
     Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
     so their outputs differ from those of other implementations and must be ignored. Children are "embed", "blocks.0",

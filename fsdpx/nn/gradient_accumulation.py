@@ -41,8 +41,8 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """The gradient array of one parameter, with a flag that tells whether it has been written since the last reset.
-    Until it has been written, its content is undefined (`is_blank`).
+    """The gradient array of one parameter, with a flag that tells whether the array has been written since the last
+    reset. Until then, its content is undefined (`is_blank`).
 
     The flag is one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they can be
     checked and changed together."""
@@ -137,8 +137,8 @@ class Gradients(Mapping[str, Array]):
 
 
 def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
-    """Return the gradient array of a parameter, and whether the caller must add to its content (True) or overwrite it
-    (False). Return None if the parameter is frozen.
+    """Return the gradient array of a parameter, and a bool that is True if the caller must add to its content, and
+    False if it must overwrite the content. Return None if the parameter is frozen.
 
     The gradient is marked as written, so the caller must write every element."""
     if type(g) is not Gradients:
@@ -281,7 +281,7 @@ def add_sum_into(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """Add `a.sum(dim)` to `out` in place. The sum is rounded only once."""
     if (
         a.ndim > 2 and dim == (0, *range(2, a.ndim)) and get_device_of_array(a).has_sum_kernels
-    ):  # where sums use a kernel, one kernel is faster than several array operations
+    ):  # if the device has a kernel for sums, one kernel call is faster than several array operations
         out += kernels.channel_sums(xp, a)
         return
     out += xp.sum(a, axis=dim, dtype=accumulation_dtype(a.dtype))

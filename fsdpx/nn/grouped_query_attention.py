@@ -34,7 +34,7 @@ class GroupedQueryAttention(AttentionContainer, Composite):
     causal, window, segments : as in `Attention`; with `segments`, the layer has a second input
     qk_norm : `eps` of an RMSNorm that is applied to each query and key head before rotary positions (Qwen3); None: no
         norm
-    qkv_bias, out_bias : whether the Linear layers q, k and v have biases, and whether the last Linear has one
+    qkv_bias, out_bias : whether the Linear layers q, k and v have biases, and whether the last Linear has a bias
     init, out_init : initializer of the weights of q, k and v, and initializer of the weight of the last Linear; None:
         as in `Linear`
     """

@@ -64,7 +64,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class Sinusoid:
-    """Sines and cosines with decreasing frequencies along each row; rows are positions (Vaswani et al. 2017).
+    """Each row belongs to a position, and consists of sines and cosines with decreasing frequencies (Vaswani et al.
+    2017).
 
     Neighboring positions differ by a fixed rotation, which attention learns to use early in training.
 
@@ -91,7 +92,7 @@ ones = Constant(1.0)
 
 def make_initial_values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
     """Return the full initial parameters for `specs` (name -> `ParameterSpec`) as NumPy arrays. Ranks that initialize
-    only their shards get slices of exactly these arrays, whatever the sharding."""
+    only their shards get slices of exactly these arrays, regardless of the sharding."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs.items()

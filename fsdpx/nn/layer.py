@@ -108,14 +108,14 @@ Params = Mapping[str, Array]
 
 
 class Pending(Protocol):
-    """Handle of a transfer in progress. It keeps the buffers alive until `wait` returns."""
+    """Handle of a transfer in progress. It keeps the transfer's buffers alive until `wait` returns."""
 
     def wait(self) -> None: ...
 
 
 class AxisRanks(Protocol):
-    """Protocol for the ranks along one mesh axis, with the collectives that layers use; a subset of the communicator
-    interface."""
+    """Protocol for the ranks along one mesh axis, with the collectives that layers use. It is a subset of the
+    communicator interface."""
 
     @property
     def rank(self) -> int: ...
@@ -178,7 +178,7 @@ class GivenValues(Protocol):
         """Replace the values on every rank with those of rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Free the values that can be produced again, now that all ranks have taken their shards."""
+        """Free those values that can be produced again. Called after all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class ParameterSpec:
         shape
     init : initializer, see `fsdpx.nn.init`
     trainable : whether the parameter has a gradient and is updated
-    state : whether `forward` writes the parameter in training, for example running statistics; such a parameter is
+    state : whether `forward` updates the parameter in training, as it does for running statistics; such a parameter is
         never trainable
     cut : sharding over the tensor axis; None: every rank holds the full parameter
     norm : whether the parameter scales or shifts the output of a norm; `optim.no_decay` exempts it from weight decay
@@ -219,7 +219,7 @@ class ParameterSpec:
 
         Parameters
         ----------
-        rank, width : a rank on the tensor axis, and the size of the axis
+        rank, width : rank on the tensor axis, and size of the axis
 
         Returns
         -------
@@ -240,12 +240,13 @@ class LayerContext:
     mesh : the axes of the connected mesh, for layers that communicate
     random : counter-based random numbers, which depend on the layer, the step and the rows of the global batch
     training : whether dropout is active and running statistics are updated
-    recompute : names of the activations that layers recompute in backward instead of saving ("attention")
-    recomputing : whether this forward repeats an earlier one for backward and so must not update state again
+    recompute : names of the activations that layers do not save, but recompute in the backward pass ("attention")
+    recomputing : whether this forward pass repeats an earlier one for the backward pass, and so must not update state
+        again
     time : full length of the sequences that are sharded along dim 1 over the tensor axis; None: the shards of all
         ranks have equal lengths
-    cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward with a
-        cache is not followed by a backward, so containers save nothing
+    cache : keys and values of the tokens that precede the input; None: the input contains full texts. A forward pass
+        with a cache is not followed by a backward pass, so containers save nothing
     constants : dict of arrays that layers need repeatedly, such as tables of cosines. The key of an array must contain
         everything on which the array depends. All layers of a trainer share this dict, which lives as long as the
         trainer
@@ -282,7 +283,7 @@ class LayerContext:
         return child
 
     def sequence_offset(self, part: int) -> tuple[int, int]:
-        """Return where this rank's part starts in a sequence that is sharded over the tensor axis, and the length of
+        """Return the start of this rank's shard of a sequence that is sharded over the tensor axis, and the length of
         the full sequence.
 
         Parameters
@@ -323,8 +324,8 @@ class ShardedLayer:
 
 
 def require_pair(found: Any, method: str = "backward_input", wanted: str = "(dx, kept)") -> tuple[Any, Any]:
-    """Return `found`, which a layer's `method` returned. Raise ShapeError unless it is a tuple of two elements;
-    `wanted` describes these in the message."""
+    """Return `found`, the result of a layer's `method`. Raise ShapeError unless it is a tuple of two elements, which
+    the message describes as `wanted`."""
     if not isinstance(found, tuple) or len(found) != 2:
         raise ShapeError(f"{method} gives {'an array' if hasattr(found, 'dtype') else found}, not {wanted}")
     return found
@@ -458,7 +459,7 @@ class Layer(ABC):
 
         Parameters
         ----------
-        env : context whose array namespace is that of shape-only arrays
+        env : context whose array namespace is `fsdpx.core.array.shapes`
         p : shape-only parameters by name
         x : the shape-only input, or a tuple of inputs
 
@@ -488,8 +489,8 @@ class Layer(ABC):
         Returns
         -------
         (dx, kept)
-            dx is the gradient of the input, or a tuple of gradients for several inputs, with None for integer inputs,
-            which have no gradient; kept is passed to `backward_params`
+            dx is the gradient of the input, or a tuple with one gradient per input, where integer inputs have None
+            instead of a gradient; kept is passed to `backward_params`
         """
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -597,7 +598,7 @@ class Layer(ABC):
         return False
 
     def needs_full_input(self, input_index: int, mark: Any) -> bool:
-        """Return whether each rank needs the full sequence of an input, instead of a shard of it along the sequence.
+        """Return whether each rank needs the full sequence of an input, instead of only its shard of the sequence.
 
         Parameters
         ----------
@@ -652,7 +653,7 @@ def list_kernels(layer: Layer) -> tuple[str, ...]:
 
 
 def join_path(path: str, name: str) -> str:
-    """Return the dotted path "path.name", or just `name` if `path` is empty, as it is for the root."""
+    """Return the dotted path "path.name", or just `name` if `path` is empty (the root)."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -664,7 +665,7 @@ def iterate_layers(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
 
 
 def collect_specs(children: Iterable[tuple[str, Layer]]) -> dict[str, ParameterSpec]:
-    """Return the parameter specs of all child layers, with names prefixed by the child's name, such as
+    """Return the parameter specs of all child layers. Each name is prefixed with the name of the child, as in
     "head.weight"."""
     return {join_path(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
@@ -685,8 +686,8 @@ def group_arrays_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> 
     """Group arrays by child layer, the first part of their dotted names: `{"attn.qkv.weight": a}` becomes `{"attn":
     {"qkv.weight": a}}`.
 
-    `ties` maps the aliases of tied parameters to their canonical names; each array is returned under its aliases,
-    too."""
+    `ties` maps the aliases of tied parameters to their canonical names; each array is also returned under its
+    aliases."""
     if isinstance(arrays, Gradients | Parameters):
         return arrays.group_arrays_by_child(ties)
     aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}

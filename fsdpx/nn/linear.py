@@ -54,7 +54,7 @@ class Linear(Layer):
         in_features)
     bias : whether the layer has a `bias (out_features,)`
     init : initializer of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
-    bias_init : initializer of `bias`; None: U(-k, k) with the k of `init`
+    bias_init : initializer of `bias`; None: U(-k, k) with the same k
     """
 
     acts_on = "position"
@@ -187,8 +187,8 @@ class Linear(Layer):
 
 
 class ShardedLinear(Layer):
-    """Base class for ColumnParallelLinear and RowParallelLinear. It holds the options of the full Linear, and how this
-    Linear is sharded.
+    """Base class for ColumnParallelLinear and RowParallelLinear. It holds the options of the full Linear, and the
+    options that define its sharding.
 
     The two subclasses form a pair, as in Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the
     following RowParallelLinear, activations are sharded along the features, and nothing is communicated. With
@@ -227,14 +227,14 @@ class ColumnParallelLinear(ShardedLinear):
     """`Linear` whose `weight` and `bias` are sharded along dim 0: `(samples, ..., in_features)` ->
     `(samples, ..., this rank's shard of out_features)`.
 
-    Backward all-reduces the gradient of the input while it computes the gradient of the weight.
+    The backward pass all-reduces the gradient of the input while it computes the gradient of the weight.
 
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
     gather_output : whether to all-gather the result, so that every rank has it in full; requires blocks = grain = 1
-    sequence : whether the input is sharded along dim 1; it is then all-gathered for the matrix product, and again in
-        backward
+    sequence : whether the input is sharded along dim 1; it is then all-gathered for the matrix product, and once more
+        in the backward pass
     blocks, grain : sharding of `out_features`, see `ShardSpec`
     """
 
@@ -263,7 +263,7 @@ class ColumnParallelLinear(ShardedLinear):
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return this rank's features of x weight^T, without the bias. Collective if `sequence`.
+        """Return x weight^T without the bias, for this rank's shard of the features. Collective if `sequence`.
 
         Parameters
         ----------
@@ -320,7 +320,7 @@ class ColumnParallelLinear(ShardedLinear):
         return collectives.all_gather_dim(env.xp, env.mesh.tensor, x, 1, env.time, what=make_call_label(env, "input"))
 
     def _take_gradient_shard(self, env: LayerContext, dy: Array) -> Array:
-        """Return the gradient of this rank's features, given the gradient `dy` of the layer's result."""
+        """Return the gradient of this rank's shard of the features, given the gradient `dy` of the layer's result."""
         return collectives.take_shard(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
     def _start_reducing_input_gradient(self, env: LayerContext, p: Params, dy: Array) -> collectives.PendingCollective:
@@ -335,7 +335,8 @@ class RowParallelLinear(ShardedLinear):
     """`Linear` whose `weight` is sharded along dim 1: `(samples, ..., this rank's shard of in_features)` ->
     `(samples, ..., out_features)`.
 
-    Products are summed over the tensor axis. Every rank holds the full `bias`, which is added after the sum.
+    The products of the ranks are summed over the tensor axis. Every rank holds the full `bias`, which is added after
+    the sum.
 
     Parameters
     ----------
@@ -414,15 +415,15 @@ def _add_gradients(env: LayerContext, g: Params, dy: Array, x: Array) -> None:
 
 
 def make_call_label(env: LayerContext, thing: str) -> str:
-    """Return the label of a collective for error messages: the path of the layer, and `thing`, the kind of array that
-    is communicated."""
+    """Return the label of a collective for error messages. It consists of the path of the layer and of `thing`, the
+    kind of array that is communicated."""
     return f"{env.random.path} {thing}" if env.random.path else thing
 
 
 def require_known_length(env: LayerContext, x: Array, what: str) -> None:
-    """Raise ShapeError unless the full length of a sequence is known from this rank's shard `x` of it along dim 1. The
-    length is `env.time` if that is set; otherwise, the shards of all ranks must have equal lengths. `what` describes
-    the sequence in the message."""
+    """Raise ShapeError unless the full length of a sequence is known. `x` is this rank's shard of the sequence along
+    dim 1. The full length is `env.time` if that is set; otherwise, the shards of all ranks must have equal lengths.
+    `what` describes the sequence in the message."""
     if env.time is None:
         collectives.require_divisible_dim(x.shape, 1, env.mesh.tensor.size, what)
     assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -1,5 +1,5 @@
 """Converts a model to the list of leaf layers, in execution order, from which training steps are compiled. Also
-computes the shapes of all values without data."""
+computes the shapes of all values in a dry run without data."""
 
 import threading
 from collections import defaultdict
@@ -43,8 +43,8 @@ TAKES_WORDS = {"numbers", "indices", "given"}
 
 
 class OneRank:
-    """A mesh of one rank for shape-only forwards, which also serves as each axis of that mesh. An all-reduce does
-    nothing, because the arrays have no data."""
+    """A mesh of one rank for shape-only forward passes. The object also serves as each axis of this mesh. An all-reduce
+    does nothing, because the arrays have no data."""
 
     rank, size, counters = 0, 1, None
 
@@ -82,8 +82,8 @@ class Node:
 
 @dataclass(frozen=True)
 class LayerList:
-    """The leaf layers of a model in execution order. The id of a value is its index in a list: first the model's
-    inputs, then one value per node.
+    """The leaf layers of a model in execution order. The id of a value is its index in the list of all values: first
+    the model's inputs, then one value per node.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class LayerList:
     outputs : ids of the values that the model returns
     ties : alias -> canonical name of tied parameters
     frozen : canonical names of the parameters that containers freeze
-    initial : canonical parameter name -> initializer, where a container replaces the layer's own
+    initial : canonical parameter name -> initializer, for each parameter whose initializer a container replaces
     takes : for each input, the dtype that the model expects: "numbers", "indices" or "given", see `Layer.takes`
     """
 
@@ -109,7 +109,7 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     """Return the leaf layers of `model` in execution order. A container is replaced by its children, unless its class
     sets `unit`. A model that is a single layer becomes one node with the path "".
 
-    `at`, the path of `model`, prefixes all paths. With `units`, containers that set `unit` are replaced by their
+    All paths begin with `at`, the path of `model`. With `units`, containers that set `unit` are replaced by their
     children, too."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
@@ -142,8 +142,8 @@ def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
 
-    `wanted` are the sets for the layer's results. They replace the value "passed" of `Layer.takes`, which means that
-    an input is read in the dtype in which the result is read."""
+    `wanted` are the same kind of sets, for the layer's results. They are used for inputs that `Layer.takes` declares as
+    "passed", which means that the input is read in the same dtype as the result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -214,8 +214,8 @@ def _insert_casts_in_container(
 ) -> tuple[Container, list[bool]]:
     """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
-    `whole` contains the names of integer values; the function adds to it the names of integer results. `wanted` is as
-    in `resolve_input_takes`."""
+    `whole` contains the names of integer values, and the function adds the names of integer results to it. `wanted` is
+    as in `resolve_input_takes`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
@@ -261,7 +261,7 @@ def output_shapes(
     `dtype` is the dtype of the parameters. `axes` is the connected mesh of this rank, for models that are sharded over
     a tensor axis; None means one rank. Raises ShapeError if an input of a layer does not fit; the message contains the
     path of the layer, its inputs and their sources, and the shape that it needs. Raises ConfigError, with the path of
-    the layer, if a layer calls numpy directly or returns another dtype."""
+    the layer, if a layer calls numpy directly or returns a dtype in which the model does not compute."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
@@ -273,8 +273,8 @@ def value_shapes(
     training: bool = True,
     axes: LayerAxes | None = None,
 ) -> list[Any]:
-    """Return all values of a model (inputs, then the result of each node) as shape-only arrays. Arguments and errors
-    are those of `output_shapes`."""
+    """Return all values of a model (inputs, then the result of each node) as shape-only arrays. The arguments and
+    errors are the same as for `output_shapes`."""
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes, real = axes or OneRank(), parse_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -305,7 +305,7 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
             hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
             raise ShapeError(_describe_misfit(model, node, values, error) + hint) from error
         if wrong:
-            if isinstance(node.layer, Container):  # run the children singly, so that the error names the child at fault
+            if isinstance(node.layer, Container):  # run children one by one, so that the error names the failing one
                 value_shapes(linearize(node.layer, node.path, units=True), x, real, training, axes)
             raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
         if isinstance(y, xp.ShapeArray):
@@ -317,8 +317,8 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
-    """Run a layer on shape-only arrays. Return its result, a description of what is wrong with the layer ("" if
-    nothing is), and the exception that revealed this (None if there was none)."""
+    """Run a layer on shape-only arrays. Return its result, a description of the problem with the layer ("" if there is
+    none), and the exception that it raised (None if it raised none)."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:

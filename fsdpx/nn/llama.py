@@ -49,14 +49,14 @@ class Llama(Container):
         itself and all positions before it
     qk_norm : whether an RMSNorm is applied to each query and key head
     qkv_bias, bias : whether queries, keys and values have biases, and whether all Linear layers of the blocks have
-        them
+        biases
     activation : activation of the gate: "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
     eps : `eps` of the RMSNorm layers
     tie : whether `head.weight` is tied to `embed.weight`
     scale_embedding : whether rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : whether RMSNorm layers multiply by 1 + weight
     experts, active : with experts, the MLP of a block is a `MoE` with this number of experts, of which `active` are
-        used for each position; None: a single MLP
+        used for each position; None: each block has a single MLP
     balance : with experts, the weight of the load-balancing loss of each block, see `MoE`
     segments : whether there is a second input, integer segment ids (samples, time); a position then attends only to
         positions with the same id

@@ -38,7 +38,7 @@ __all__ = [
 
 class Loss(ABC):
     """Base class for losses, which compare the output `y` of a model with a target. The mean loss is total / weight,
-    where total is a sum of errors in float64, and weight the number of terms in it.
+    where total is a sum of errors in float64, and weight is the number of terms in this sum.
 
     The division happens only once, for the whole global batch. So a rank or microbatch may have weight 0, because it
     has no samples or because all of them are ignored. A subclass defines `forward`, `backward` and `validate`.
@@ -122,7 +122,7 @@ class Loss(ABC):
         """
 
     def bind_partition(self, parts: FieldPartition) -> "Loss":
-        """Return the loss to use if each rank holds one part of the output field (domain decomposition). By default,
+        """Return the loss to use if each rank holds one shard of the output field (domain decomposition). By default,
         this is the loss itself.
 
         Parameters
@@ -132,7 +132,7 @@ class Loss(ABC):
         Returns
         -------
         Loss
-            a loss that compares this rank's part of the output with this rank's part of the target
+            a loss that compares this rank's shards of the output and the target
         """
         return self
 
@@ -164,7 +164,7 @@ class CrossEntropyLoss(Loss):
 
     Parameters
     ----------
-    ignore_index : targets with this value are left out of total and weight
+    ignore_index : targets with this value are excluded from the total and the weight
     label_smoothing : the amount e of label smoothing: y is compared with the distribution (1 - e) onehot + e / classes
         (Szegedy et al. 2015)
     """
@@ -216,7 +216,7 @@ class _Elementwise(Loss):
 
 
 class CellWeights:
-    """Weights of the cells of a field, or of the nodes of a mesh. The array covers this rank's part.
+    """Weights of the cells of a field, or of the nodes of a mesh. The array covers only this rank's shard.
 
     Parameters
     ----------
@@ -242,7 +242,8 @@ class CellWeights:
 
     @cached_property
     def of_nodes(self) -> "CellWeights":
-        """The same weights, given as (nodes,), (nodes, 1) or (nodes, features), for features in dim 1."""
+        """The same weights, transposed from (nodes,), (nodes, 1) or (nodes, features) to fit an output with features in
+        dim 1."""
         found = CellWeights(self.owner, self.array.T)
         found.has_cells = False
         return found
@@ -295,8 +296,8 @@ def compute_masked_difference(
 
 
 class WeightedElementwiseLoss(_Elementwise):
-    """Base class for sums over elements of a function of y - target, with optional weights. Subclasses define
-    `compute_errors` and `compute_slopes`."""
+    """Base class for losses that sum a function of y - target over all elements, with optional weights. Subclasses
+    define `compute_errors` and `compute_slopes`."""
 
     weights: CellWeights | None = None
 
@@ -333,8 +334,8 @@ class WeightedElementwiseLoss(_Elementwise):
 
 
 class MSELoss(WeightedElementwiseLoss):
-    """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements
-    or, with the option `weights`, the sum of the weights of the elements.
+    """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements,
+    or the sum of their weights if the option `weights` is given.
 
     Parameters
     ----------
@@ -388,13 +389,13 @@ class BCEWithLogitsLoss(_Elementwise):
 class LossSum(Loss):
     """Weighted sum of losses, as created by the operators `+` and `*`: `0.5 * nn.MSELoss() + nn.L1Loss()`.
 
-    The mean loss is the sum, over all terms, of factor times mean loss. If the weight of a term is not proportional to
-    the number of samples, the term is averaged over each sample first, and then over samples. Otherwise the sum would
-    depend on how a batch is split over ranks and microbatches.
+    The mean loss is the sum of the mean losses of all terms, each multiplied by its factor. If the weight of a term is
+    not proportional to the number of samples, the term is averaged over each sample first, and then over samples.
+    Otherwise the sum would depend on how a batch is split over ranks and microbatches.
 
     Parameters
     ----------
-    terms : pairs of a factor, a finite number, and a loss
+    terms : (factor, loss) pairs; each factor is a finite number
     """
 
     def __init__(self, terms: Sequence[tuple[float, Loss]]) -> None:
@@ -451,14 +452,14 @@ def sum_means_over_samples(
     """Return a sum of losses as a mean over samples: (total, number of samples, what `backward_pieces` needs for each
     loss). Samples whose weight is 0 in all losses are not counted.
 
-    Collective over the ranks that hold parts of the same samples, if there are several.
+    Collective over the ranks that hold shards of the same samples, if there are several such ranks.
 
     Parameters
     ----------
     env : array namespace and mesh
-    terms : pairs of a factor and a loss
+    terms : (factor, loss) pairs
     pairs : output and target for each loss
-    by_sample : for each loss, whether it is computed on each sample by itself, as is needed if its weight is not
+    by_sample : for each loss, whether to compute it separately for each sample, which is necessary if its weight is not
         proportional to the number of samples
     """
     n = (pairs[0][0][0] if isinstance(pairs[0][0], tuple) else pairs[0][0]).shape[0]
@@ -510,7 +511,7 @@ def require_target_shape(loss: Loss, wanted: tuple[int, ...], target: Array, wha
 
 
 class WrappedLoss(Loss):
-    """Base class for losses that compute another loss, `loss`, on arrays in another layout."""
+    """Base class for losses that compute another loss, `loss`, after they have changed the layout of the arrays."""
 
     def __init__(self, loss: Any) -> None:
         self.loss = loss
@@ -527,8 +528,8 @@ class WrappedLoss(Loss):
 
 @dataclass(frozen=True)
 class TensorParallelModel:
-    """The result of `parallelize`: the sharded model, and the loss. All ranks of the tensor axis together run them on
-    one batch.
+    """The result of `parallelize`: the sharded model, and the loss. All ranks of the tensor axis run them together, on
+    the same batch.
 
     Parameters
     ----------

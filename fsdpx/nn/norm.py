@@ -21,7 +21,7 @@ __all__ = ["BatchNorm", "LayerNorm", "RMSNorm", "cast_channel_arrays", "make_aff
 
 class _RowNorm(Layer):
     """Base class for LayerNorm and RMSNorm, which normalize over the last dims. Their results are not saved, but
-    recomputed in backward."""
+    recomputed in the backward pass."""
 
     cheap = True
 
@@ -88,10 +88,9 @@ class RMSNorm(_RowNorm):
     Parameters
     ----------
     normalized_shape : the size of the last dim, or the sizes of several last dims
-    eps : number that is added to the mean square; None: the machine epsilon of the dtype of the computation, as in
-        PyTorch
+    eps : number that is added to the mean square; None: the machine epsilon of the compute dtype, as in PyTorch
     elementwise_affine : whether there is a `weight` of shape normalized_shape, initialized with ones
-    unit_offset : whether the factor is 1 + weight, where weight is initialized with zeros (Gemma)
+    unit_offset : whether to multiply by 1 + weight instead of weight, with `weight` initialized with zeros (Gemma)
     """
 
     kernel_names = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
@@ -165,19 +164,19 @@ class BatchNorm(Layer):
     """Batch normalization of each channel (dim 1): (x - mean) / sqrt(var + eps) * weight + bias (Ioffe and Szegedy
     2015).
 
-    The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of
-    the global batch. Forward performs two all-reduces over the data axis: first of the sums for the mean (8
-    (num_features + 1) bytes), then of the squared deviations from the mean (8 num_features bytes). Subtracting the
-    mean first avoids cancellation. Backward performs one all-reduce of 16 num_features bytes. Ranks may hold different
-    numbers of samples, or none. Evaluation uses the running statistics `running_mean` and `running_var` (unbiased). A
-    forward in training updates them, unless it is a recomputation. As in PyTorch, DataError is raised in training if
-    the global batch has only one value per channel.
+    The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the
+    global batch. The forward pass performs two all-reduces over the data axis: one of the sums for the mean (8
+    (num_features + 1) bytes), and one of the squared deviations from the mean (8 num_features bytes). Subtracting the
+    mean first avoids cancellation. The backward pass performs one all-reduce of 16 num_features bytes. Ranks may hold
+    different numbers of samples, or none. Evaluation uses the running statistics `running_mean` and `running_var`
+    (unbiased). Each forward pass in training updates them, unless it is a recomputation. As in PyTorch, DataError is
+    raised in training if the global batch has only one value per channel.
 
     Parameters
     ----------
     num_features : size of dim 1
     eps : number that is added to the variance
-    momentum : weight of the batch's statistics in the update of the running statistics
+    momentum : weight of the current batch in the update of the running statistics
     affine : whether there are a `weight`, initialized with ones, and a `bias`, initialized with zeros, both
         `(num_features,)`
     """
@@ -264,7 +263,7 @@ class BatchNorm(Layer):
 
 
 def cast_channel_arrays(x: Array, *channels: Array) -> tuple[Array, ...]:
-    """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices
-    that use kernels for sums, else the accumulation dtype of x."""
+    """Cast arrays with one value per channel to the dtype in which kernels combine them with x: float64 on devices that
+    have their own kernels for sums, else the accumulation dtype of x."""
     dtype = np.dtype(np.float64) if get_device_of_array(x).has_sum_kernels else accumulation_dtype(x.dtype)
     return tuple(a if a.dtype == dtype else a.astype(dtype) for a in channels)

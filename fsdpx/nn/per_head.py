@@ -30,17 +30,16 @@ class PerHead(Layer):
     """Base class for layers that treat each attention head separately, so that a tensor rank can run them on its own
     heads. Inputs are the concatenated features of all heads.
 
-    All heads share the parameters, so a rank that runs only some heads computes only what these heads contribute to
-    the gradient of each parameter."""
+    All heads share the parameters, so a rank that runs only some of the heads computes only the contribution of these
+    heads to the gradient of each parameter."""
 
     d_head: int
     blocks = 1
     """Number of blocks of heads that are concatenated in one input; 3 for fused queries, keys and values."""
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """Return the layer that a rank runs on its own heads, or on its part of the sequence. Raise ConfigError if the
-        inputs are sharded in such a way that a head is split, or that a rank gets different heads of one input than of
-        another."""
+        """Return the layer that a rank runs on its own heads, or on its shard of the sequence. Raise ConfigError if the
+        sharding of the inputs splits a head, or if a rank gets different heads of one input than of another."""
         kinds = request.kinds[:3]  # leave out a fourth input, the segments, which every rank has in full
         cut = [kind for kind in kinds if isinstance(kind, ShardedFeatures)]
         if request.mark is not None or not (cut or any(isinstance(kind, ShardedSequence) for kind in kinds)):
@@ -59,7 +58,7 @@ class PerHead(Layer):
         return ShardedLayer(self, ShardedFeatures(cut[0].total // self.blocks, 1, grain, cut[0].source), self.specs())
 
     def bind_sequence_shard(self, request: ShardingContext) -> Layer:
-        """Return the layer that processes all heads of this rank's part of the sequence. By default, this is the layer
+        """Return the layer that processes all heads of this rank's shard of the sequence. By default, this is the layer
         itself."""
         return self
 
@@ -119,7 +118,7 @@ class Attention(PerHead):
     window : with `causal`, number of positions to which a position attends: itself and the window - 1 positions before
         it (Beltagy et al. 2020); None: itself and all positions before it
     segments : whether there is a fourth input, integer segment ids (samples, time); a position then attends only to
-        positions with the same id. Each document in a packed sequence has its own id, and so has padding
+        positions with the same id. Each document in a packed sequence has its own id, and so does the padding
     fused : whether queries, keys and values are concatenated in one input; kv_heads is then n_heads
     dropout : with `fused`, dropout probability of attention weights. If it is not 0, the attention weights, an array
         (samples, heads, time, time), are saved for backward

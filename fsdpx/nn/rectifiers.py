@@ -38,7 +38,7 @@ class ELU(Layer):
 
     Parameters
     ----------
-    alpha : the result tends to -alpha for large negative x; default 1
+    alpha : negative of the limit of the result for x -> -inf; default 1
     """
 
     acts_on = "element"
@@ -56,12 +56,12 @@ class ELU(Layer):
 
 
 class Softplus(Layer):
-    """Smooth form of ReLU whose results are positive: log(1 + exp(beta x)) / beta of each element.
+    """Smooth form of ReLU with positive results: log(1 + exp(beta x)) / beta for each element.
 
     Parameters
     ----------
-    beta : sharpness; the larger, the closer to ReLU; default 1
-    threshold : where beta x is above it, the result is x, as in PyTorch; default 20
+    beta : sharpness; the larger beta is, the closer the result is to ReLU; default 1
+    threshold : where beta x exceeds the threshold, the result is x, as in PyTorch; default 20
     """
 
     acts_on = "element"

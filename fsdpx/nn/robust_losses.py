@@ -10,7 +10,7 @@ __all__ = ["HuberLoss", "L1Loss", "SmoothL1Loss"]
 
 
 class L1Loss(WeightedElementwiseLoss):
-    """Absolute error: the sum of |y - target| for y and target of equal shape. The weight is that of `MSELoss`.
+    """Absolute error: the sum of |y - target| for y and target of equal shape. The weight is defined as in `MSELoss`.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class L1Loss(WeightedElementwiseLoss):
 
 class HuberLoss(WeightedElementwiseLoss):
     """Squared error for small errors, absolute error for large ones (Huber 1964): with d = |y - target|, the sum of
-    d^2 / 2 where d <= delta, and delta (d - delta / 2) elsewhere. The weight is that of `MSELoss`.
+    d^2 / 2 where d <= delta, and delta (d - delta / 2) elsewhere. The weight is defined as in `MSELoss`.
 
     Parameters
     ----------
@@ -51,11 +51,11 @@ class HuberLoss(WeightedElementwiseLoss):
 
 class SmoothL1Loss(WeightedElementwiseLoss):
     """`HuberLoss` with delta = beta, divided by beta (Girshick 2015): with d = |y - target|, the sum of d^2 / (2 beta)
-    where d < beta, and d - beta / 2 elsewhere. The weight is that of `MSELoss`.
+    where d < beta, and d - beta / 2 elsewhere. The weight is defined as in `MSELoss`.
 
     Parameters
     ----------
-    beta : the error above which the loss grows linearly; 0 gives `L1Loss`; default 1
+    beta : the error above which the loss grows linearly; with 0, the loss is `L1Loss`; default 1
     weights, skipna : as in `RelativeL2`
     """
 

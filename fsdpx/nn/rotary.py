@@ -86,7 +86,7 @@ class Rotary(PerHead):
         env : array namespace, and the constants in which the table is cached
         first, count : first position, and number of positions
         total : length of the full sequence, on which "dynamic" scaling depends
-        dtype : dtype of the activations; the table has its accumulation dtype, see `accumulation_dtype`
+        dtype : dtype of the activations; the table has the dtype `accumulation_dtype(dtype)`
 
         Returns
         -------
@@ -95,7 +95,7 @@ class Rotary(PerHead):
         """
         end, kind = first + count, accumulation_dtype(dtype)
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
-            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since `total` determines it
+            cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since it depends on `total`
         else:
             # rounded up to a power of two, so that texts of many lengths share one table
             rows = 1 << max(end - 1, 0).bit_length()
@@ -131,7 +131,7 @@ def compute_frequencies(
     """Return the rotation angle per position of each pair of features, (d_head / 2,) in float64, and the factor by
     which cosines and sines are multiplied.
 
-    `time` is the length of the current sequence, on which "dynamic" scaling depends. The other arguments are those of
+    `time` is the length of the current sequence, on which "dynamic" scaling depends. The other arguments are as in
     `Rotary`."""
     checked = _parse_scaling(scaling, d_head)
     steps = np.arange(0, d_head, 2) / d_head
@@ -148,8 +148,8 @@ def compute_frequencies(
 
 
 def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    """Return frequencies scaled as in Llama 3, and 1.0 as the factor of cosines and sines. Low frequencies are divided
-    by "factor", high ones are kept, and those in between are interpolated."""
+    """Return frequencies scaled as in Llama 3, and 1.0, the factor of cosines and sines. Low frequencies are divided by
+    "factor", high ones are kept, and those in between are interpolated."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)

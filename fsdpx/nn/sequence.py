@@ -1,4 +1,4 @@
-"""Sequence parallelism: layers that shard the model's input and all-gather its output, and losses of sharded
+"""Sequence parallelism: layers that shard the model's input and all-gather its output, and losses for sharded
 outputs."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["AllGatherFeatures", "ShardedBatchLoss", "ShardedSequenceLoss", "Spli
 class SplitSequence(Layer):
     """Takes this rank's shard of a replicated array, along the sequence (dim 1) or the samples (dim 0).
 
-    Backward all-gathers the gradient: for an array of n bytes on N ranks, each rank sends n(N-1)/N bytes. Integers
-    have no gradient.
+    The backward pass all-gathers the gradient: for an array of n bytes on N ranks, each rank sends n(N-1)/N bytes.
+    Integer inputs have no gradient.
 
     Parameters
     ----------
@@ -51,8 +51,8 @@ class SplitSequence(Layer):
 
 
 class AllGatherFeatures(Layer):
-    """All-gathers an array along its last dim, whose full size is `total`, so that every rank has the full array. For
-    an array of n bytes on N ranks, each rank sends n(N-1)/N bytes."""
+    """All-gathers an array along its last dim, so that every rank has the full array. `total` is the full size of the
+    dim. For an array of n bytes on N ranks, each rank sends n(N-1)/N bytes."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -115,7 +115,7 @@ class ShardedBatchLoss(WrappedLoss):
     """Computes `loss` for an output that is sharded by samples (dim 0) over the tensor axis. All ranks have the full
     target.
 
-    Total and weight cover this rank's samples only. Nothing is communicated."""
+    The total and the weight cover only this rank's samples. Nothing is communicated."""
 
     partial = True
 
@@ -130,7 +130,7 @@ class ShardedSequenceLoss(WrappedLoss):
     """Computes `loss` for an output that is sharded by positions (dim 1) over a tensor axis of `width` ranks. All
     ranks have the full target.
 
-    Total and weight cover this rank's positions only. Nothing is communicated."""
+    The total and the weight cover only this rank's positions. Nothing is communicated."""
 
     acts_on = "position"
     partial = True

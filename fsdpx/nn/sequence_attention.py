@@ -51,8 +51,8 @@ class UlyssesAttention:
         """Redistribute an array from sequence shards to head shards: `(samples, this rank's time, count x all heads)`
         -> `(samples, time, count x this rank's heads)`. Collective.
 
-        `count` is the number of arrays that lie next to each other in the last dim (3 for queries, keys and values),
-        and `thing` names them in errors."""
+        `count` is the number of arrays that are concatenated along the last dim (3 for queries, keys and values), and
+        `thing` names them in errors."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
         y = collectives.all_to_all_dims(
             env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=make_call_label(env, thing)
@@ -75,9 +75,9 @@ class RingAttention:
     keeps its queries.
 
     An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
-    or scores of the full sequence, so the memory of a rank is O(time / N). With `causal`, a rank skips the blocks
-    after its own, so rank 0 waits while the last rank computes. Dropout masks are not saved: backward draws their
-    random numbers again. The next block is received while the current block is processed."""
+    or scores of the full sequence, so each rank needs O(time / N) memory. With `causal`, a rank skips the blocks after
+    its own, so rank 0 waits while the last rank computes. Dropout masks are not saved: the backward pass generates the
+    same random numbers again. The next block is received while the current block is processed."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads
@@ -195,7 +195,7 @@ def _start_shift(
     start receiving the array of the preceding block from the previous rank. Return the pending receive. Collective.
 
     `array` has the shape (2, samples, heads, positions of the block, d_head). `time` is the length of the full
-    sequence, `tag` the message tag, and `thing` the name of the array in errors."""
+    sequence, `tag` is the message tag, and `thing` is the name of the array in errors."""
     comm, description = env.mesh.tensor, make_call_label(env, thing)
     start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])
@@ -212,9 +212,9 @@ def _start_shift(
 
 
 def _merge_attention(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """Combine the attention over two disjoint sets of keys into the attention over all keys. The attention over a set
-    of keys is given and returned as a pair: the normalized result (`o` or `part`), and the log-sum-exp of the scores
-    (`lse` or `part_lse`)."""
+    """Combine the attention over two disjoint sets of keys into the attention over all keys. Each of these attentions
+    is represented by two arrays: the normalized result (`o` or `part`), and the log-sum-exp of the scores (`lse` or
+    `part_lse`)."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

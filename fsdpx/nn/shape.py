@@ -12,7 +12,7 @@ __all__ = ["Add", "Concat", "FirstToken", "Flatten", "Multiply", "Scale", "requi
 
 
 class Flatten(Layer):
-    """Flattens all dims from `start_dim` on into one.
+    """Flattens dim `start_dim` and all later dims into one.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class Scale(Layer):
 
 
 class FirstToken(Layer):
-    """Selects the first position of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
+    """Selects the first token of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
 
     takes = "passed"
 

@@ -1,5 +1,5 @@
-"""How parameters and values are sharded over the tensor axis, and the marks by which a tensor plan says how to shard
-layers."""
+"""Descriptions of how parameters and values are sharded over the tensor axis, and the marks with which a tensor plan
+selects the sharding of layers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ShardSpec:
         Parameters
         ----------
         shape : shape of the full array
-        rank, width : a rank on the tensor axis, and the size of the axis
+        rank, width : rank on the tensor axis, and size of the axis
 
         Returns
         -------
@@ -108,12 +108,12 @@ class ShardSpec:
         Parameters
         ----------
         shape : shape of the full array
-        rank, width : a rank on the tensor axis, and the size of the axis
+        rank, width : rank on the tensor axis, and size of the axis
 
         Returns
         -------
         tuple of int
-            `shape`, with dim `dim` replaced by the number of elements that the rank holds
+            `shape`, with the size of dim `dim` replaced by the number of elements that the rank holds
         """
         dims = list(shape)
         dims[self.dim] = sum(stop - start for start, stop in self.ranges_of_rank(shape, rank, width))
@@ -125,7 +125,7 @@ class ShardSpec:
         Parameters
         ----------
         array : the full array
-        rank, width : a rank on the tensor axis, and the size of the axis
+        rank, width : rank on the tensor axis, and size of the axis
 
         Returns
         -------
@@ -142,7 +142,7 @@ class ShardSpec:
         ----------
         full : the full array, which is written in place
         local : the rank's shard, with the shape `local_shape(full.shape, rank, width)`
-        rank, width : a rank on the tensor axis, and the size of the axis
+        rank, width : rank on the tensor axis, and size of the axis
         """
         offset = 0
         for start, stop in self.ranges_of_rank(full.shape, rank, width):
@@ -160,7 +160,7 @@ class ShardSpec:
         Parameters
         ----------
         shape : shape of the full array
-        rank, width : a rank on the tensor axis, and the size of the axis
+        rank, width : rank on the tensor axis, and size of the axis
         start, stop : range of flat indices into the rank's shard
 
         Returns
@@ -187,7 +187,7 @@ class ShardSpec:
             yield last
 
     def _clip_ranges(self, pieces: list[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the subranges of `pieces` that cover positions [start, stop) of the concatenation of all `pieces`."""
+        """Yield the subranges of `pieces` that cover positions [start, stop) of the concatenated ranges."""
         offset = 0
         for first, end in pieces:
             a, b = max(start - offset, 0), min(stop - offset, end - first)
@@ -260,8 +260,8 @@ class FieldPartition:
     ----------
     cuts : for each dim, the first cell of each rank along the dim, followed by the number of cells of the full field
         along the dim
-    ghosts : for each dim and each rank along it, the numbers of ghost cells before and after the part in the caller's
-        arrays; (): there are no ghost cells
+    ghosts : for each dim and each rank along it, the numbers of ghost cells before and after the rank's own cells in
+        the caller's arrays; (): there are no ghost cells
     periods : for each dim, whether it is periodic, which determines how ghost cells are filled; (): unknown
     letters : names of the dims in the caller's layout, one letter each; "": not given
     """
@@ -294,7 +294,7 @@ class FieldPartition:
 
     @cached_property
     def largest_part_cells(self) -> int:
-        """Number of cells that the rank with the largest part holds."""
+        """Number of cells of the largest shard."""
         return math.prod(max(b - a for a, b in zip(cuts, cuts[1:], strict=False)) for cuts in self.cuts)
 
     def with_cuts(self, cuts: tuple[Cuts, ...]) -> FieldPartition:
@@ -302,8 +302,8 @@ class FieldPartition:
         return FieldPartition(cuts, letters=self.letters)
 
     def join_on_one_rank(self) -> FieldPartition:
-        """Return the partition of the same field on one rank. Only the ghost cells beyond the ends of the field are
-        kept."""
+        """Return the trivial partition of the same field on one rank. Of the ghost cells, only those beyond the ends of
+        the field are kept."""
         ghosts = []
         for cuts, sides in zip(self.cuts, self.ghosts, strict=False):
             rows = list(zip(cuts, cuts[1:], sides, strict=False))
@@ -316,11 +316,11 @@ class FieldPartition:
         return replace(self, ghosts=(), periods=())
 
     def can_run_unchanged(self, layer: Any) -> bool:
-        """Return whether each rank may run a layer unchanged on its part."""
+        """Return whether each rank may run a layer unchanged on its shard of the field."""
         return layer.acts_on == "element" or bool(layer.fields)
 
     def explain_refusal(self, layer: Any) -> str:
-        """Return why a layer cannot run on a part, and what to do instead."""
+        """Return a message that explains why a layer cannot run on a shard of the field, and what to do instead."""
         what = "field" if self.has_cells else "mesh"
         return (
             f"acts on each {layer.acts_on} as a whole (Layer.acts_on): it must see the whole {what}; put it into a "
@@ -333,12 +333,12 @@ class FieldPartition:
 
     @classmethod
     def to_channels_first(cls, array: Any) -> Any:
-        """Return an array of the field as a view with channels in dim 1, or convert such a view back to the field's
+        """Return a view of an array of the field with channels in dim 1, or convert such a view back to the field's
         layout. Both are the same operation."""
         return array
 
     def bind_loss(self, loss: Any) -> Any:
-        """Return the loss for an output of which each rank holds a part."""
+        """Return the loss to use if each rank holds a shard of the output."""
         return loss.bind_partition(self)
 
     def locate_shard(self, lines: Sequence[Any]) -> dict[int, tuple[int, int]]:
@@ -349,8 +349,8 @@ class FieldPartition:
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
-        """Return the random numbers of `random`, a `core.array.random.Random`, for this rank's part of an array of the
-        field. Each cell gets the numbers that it has in the full field. `lines` is as in `locate_shard`."""
+        """Return the random numbers of `random`, a `core.array.random.Random`, for this rank's shard of an array of the
+        field. Each cell gets the same numbers as in the full field. `lines` is as in `locate_shard`."""
         cuts = self.locate_shard(lines)
         return random.get_number_subarray(shape, cuts) if cuts else random.get_number_range(shape)
 
@@ -360,14 +360,14 @@ class FieldPartition:
         return f"dim {self.letters[dim]}" if self.letters else f"dim {dim + 2}"
 
     def get_ghosts_along(self, dim: int) -> tuple[GhostWidths, ...]:
-        """Return, for each rank along a dim, the numbers of ghost cells before and after its part. Return () if no
+        """Return, for each rank along a dim, the numbers of ghost cells before and after its own cells. Return () if no
         rank has ghost cells."""
         ghosts = self.ghosts[dim] if self.ghosts else ()
         return ghosts if any(map(any, ghosts)) else ()
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Return the number of cells along each dim that the rank with grid coordinates `place` holds, without ghost
-        cells."""
+        """Return the number of cells along each dim, without ghost cells, of the shard of the rank with grid
+        coordinates `place`."""
         return tuple(cuts[r + 1] - cuts[r] for cuts, r in zip(self.cuts, place, strict=True))
 
 
@@ -377,7 +377,7 @@ def _make_partition_on_one_rank(cls: type[FieldPartition], shape: tuple[int, ...
 
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:
-    """Return a copy of a layer or loss that runs on this rank's part of a partitioned field. The partition is stored
+    """Return a copy of a layer or loss that runs on this rank's shard of a partitioned field. The partition is stored
     in the attribute `parts` of the copy."""
     clone = copy(owner)
     clone.parts = parts

@@ -1,4 +1,5 @@
-"""Tensor parallelism: replaces the layers of a model, and its loss, by versions sharded over the tensor axis."""
+"""Tensor parallelism: replaces the layers and the loss of a model with versions that are sharded over the tensor
+axis."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Redistribution(NamedTuple):
     ----------
     name : prefix of the name of the inserted step
     layer : the layer that changes the sharding
-    kind : sharding of its result
+    kind : sharding of the layer's result
     """
 
     name: str
@@ -94,7 +95,7 @@ class ShardingWalk:
     def shard_container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
         """Return the container with sharded steps, and the sharding of each of its results.
 
-        A `SplitSequence` is inserted before steps that must read only a part of the sequence or only some of the
+        A `SplitSequence` is inserted before steps that must read only this rank's shard of the sequence or of the
         samples."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
@@ -146,7 +147,7 @@ class ShardingWalk:
 
     def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
         """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container needs it
-        if any of its steps that read the input needs it."""
+        if at least one of the steps that read this input does."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(input_index, self.marks.get(path))
         name = layer.inputs[input_index]
@@ -184,7 +185,7 @@ def parallelize(
     Parameters
     ----------
     model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have built-in plans (`Layer.plan`)
-    loss : needs `acts_on = "position"` if the model's output is sharded along dim 1 by `sequence`
+    loss : the loss; it must have `acts_on = "position"` if the model's output is sharded along dim 1 by `sequence`
     width : number of ranks on the tensor axis
     plan : name pattern (fnmatch) -> `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`; None: the
         layers' built-in plans
@@ -278,8 +279,8 @@ def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
 
 
 def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]:
-    """Return {path of a layer: its mark} for a tensor plan. Marks come from the first pattern that matches the path,
-    and from the built-in plans of layers that are marked as `LayerDefault`.
+    """Return the marks of a tensor plan as {path of a layer: mark}. Marks come from the first pattern that matches the
+    path, and from the built-in plans of layers that are marked as `LayerDefault`.
 
     `plan` maps patterns to marks, which are classes or instances. Patterns are matched by fnmatch against dotted
     paths, where `*` also matches dots. If `plan` is None, all layers follow their built-in plans."""
@@ -302,7 +303,7 @@ def match_marks(model: Layer, plan: Mapping[str, Any] | None) -> dict[str, Mark]
 
 def _add_marks_of_layer_plans(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> None:
     """Add to `marks`, in place, the marks that the built-in plans of `layer` and of the layers inside it define.
-    `inside` says whether an enclosing layer follows its built-in plan."""
+    `inside` is true if an enclosing layer follows its built-in plan."""
     if isinstance(marks.get(path), LayerDefault):
         if not inside and not any(found.plan for _, found in iterate_layers(layer)):
             raise ConfigError(

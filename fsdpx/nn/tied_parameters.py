@@ -10,7 +10,7 @@ __all__ = ["get_canonical_name", "resolve_ties"]
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
     """Return `ties` with every alias mapped to its canonical name, even if it is an alias of an alias. Raise
-    ConfigError unless both names of each tie exist and have the same shape."""
+    ConfigError unless both names of each tie exist and belong to parameters of the same shape."""
     for name in [*ties, *ties.values()]:
         if name not in specs:
             raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")

@@ -24,8 +24,8 @@ GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_py
 
 
 class GatedActivation(Layer):
-    """Gated activation of two inputs of equal shape: activation(a) * b. The result is not saved, but recomputed in
-    backward.
+    """Gated activation of two inputs of equal shape: activation(a) * b. The result is not saved, but recomputed in the
+    backward pass.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class MLP(Container):
     `(samples, ..., d_model)`.
 
     The parameters are those of two Linear layers, `up.*` and `down.*`. The result of a GELU is not saved, but
-    recomputed in backward.
+    recomputed in the backward pass.
 
     Parameters
     ----------
@@ -173,8 +173,8 @@ class MLP(Container):
             up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
 
     def _backward_to_up(self, env: LayerContext, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
-        """Run backward from the result of the MLP to the output of `up`. Return the gradient of that output, and add
-        the parameter gradients of `down` to `into`, which is grouped by child layer."""
+        """Run the backward pass from the result of the MLP to the output of `up`. Return the gradient of that output,
+        and add the parameter gradients of `down` to `into`, which is grouped by child layer."""
         dh, kept_down = self._compute_gelu_input_gradient(env, parts["down"], saved, dy)
         if "down" in into:
             self._get_up_activation_down()[2].backward_params(env, into["down"], kept_down)
@@ -254,7 +254,7 @@ class TransformerBlock(Container):
 
 
 def _make_residual_branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
-    """Return the container steps that run `layers` in order on `source`, and add `source` to the result; the sum is
-    named `name`."""
+    """Return container steps that run `layers` in order on the value `source`, add `source` to the result, and name the
+    sum `name`."""
     steps, _, (end,) = chain_layers(layers, source)
     return [*steps, ChildCall(name, Add(), (source, end), (name,))]
