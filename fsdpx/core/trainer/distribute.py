@@ -92,12 +92,13 @@ def distribute(
         "async" or `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the
         fastest strategy that a plan finds ("auto" needs `batch` and also takes `memory` and `machine`; docs: planning)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
-    comm : an mpi4py communicator (duplicated) or a `Communicator` (default: that of `fsdpx.init()`)
-    microbatches : number of parts into which each rank's batch is split (default: 1; in a pipeline 4 per pipeline
-        rank: Huang et al. 2019)
-    seed : seed of initialization and dropout; the random numbers do not depend on mesh or strategy
-    precision : "float64", "float32", "bf16" or "bfloat16" (layers in 16 bits, parameter shards in float32), "bf16-true"
-        (everything in 16 bits except sums of gradients), "fp16" ("float16") or `fsdpx.Precision(...)`
+    comm : an mpi4py communicator, which is duplicated, or a `Communicator` (default: the one that `fsdpx.init()`
+        opened)
+    microbatches : number of parts into which each rank's batch is split (default: 1, or 4 per pipeline rank in a
+        pipeline, as in Huang et al. 2019)
+    seed : seed for initialization and dropout; the random numbers do not depend on mesh or strategy
+    precision : "float64", "float32", "bf16" or "bfloat16" (16-bit layers, float32 parameter shards), "bf16-true"
+        (everything 16-bit except gradient sums), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : maximum global gradient norm; larger gradients are scaled down to it (default: no clipping)
     compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
         `fsdpx.HierarchicalCompression(codec)`, to compress only between replicas; or a dict from name pattern to one
@@ -108,18 +109,18 @@ def distribute(
     schedule : pipeline schedule: {schedules}, a function, or the path of a text file
     stages : how the pipeline splits the model: the path of the first layer of each stage, or the number of layers of
         each stage; or a dict from path pattern to pipeline rank, `{"0": 0, "blocks.*": 1}` (docs: schedules)
-    recompute : units whose forward is recomputed in backward (activation checkpointing): "all"; a number k, for every
-        k-th unit; a limit on activation memory such as "512MiB", for as many units as it requires; or "attention", for
-        attention only
+    recompute : units (groups of layers) whose forward pass is recomputed in the backward pass (activation
+        checkpointing): "all"; a number k, for every k-th unit; a limit on activation memory such as "512MiB", for as
+        many units as the limit requires; or "attention", for attention only
     tensor_plan : dict from path pattern to how a layer is sharded over the tensor axis (default: the model's own plan)
     sequence : what the tensor axis shards besides weights: "parallel": the sequence in norms and dropout; "ulysses" or
         "ring": the sequence in all layers; "samples": the samples, and no weights except those of experts (docs:
         tensor)
     elastic : True or `fsdpx.ElasticConfig(...)`: training continues when ranks die, leave or join (docs: elastic)
-    average : average of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for
-        `evaluate(weights="average")`
-    offload : what to keep on disk instead of in memory, `fsdpx.OffloadConfig("/local/disk", what="optimizer")` (docs:
-        offload)
+    average : how to average the parameters over time, for `evaluate(weights="average")`: `fsdpx.EMA(0.999)` or
+        `fsdpx.SWA(...)`
+    offload : what to keep on disk instead of in memory, such as `fsdpx.OffloadConfig("/local/disk", what="optimizer")`
+        (docs: offload)
     domain : a `fsdpx.Grid`, or a `fsdpx.Partition` of a mesh: each rank holds a part of every field, as in a solver;
         batches and predictions consist of these parts (docs: fields, meshes)
     runtime : `fsdpx.RuntimeOptions(...)`, with rarely set options: device, checks, traces, and values to use instead
@@ -134,7 +135,7 @@ def distribute(
 
     Raises
     ------
-    ConfigError : on all ranks, for choices that do not fit together or differ between ranks
+    ConfigError : on all ranks, if options are invalid, cannot be combined, or differ between ranks
     """
     options, others = dict(locals()), dict[str, Any](rarely)
     comm = getattr(domain, "comm", None) if comm is None else comm
@@ -192,8 +193,8 @@ def _find_planner(strategy: Any) -> Callable[..., Recipe] | None:
 def _apply_plan(
     recipe: Recipe, world: Communicator, plan: Callable[..., Recipe] | None, plan_options: Mapping[str, Any]
 ) -> Recipe:
-    """Return the recipe with the options that the planner chose. Without a planner, return it unchanged, and raise
-    ConfigError if there are options for a planner. Collective."""
+    """Return the recipe with the options that the planner chose. Without a planner, return it unchanged, but raise
+    ConfigError if planner options were given. Collective."""
     if plan is not None:
         return plan(recipe, world, **plan_options)
     for name, value in plan_options.items():
@@ -202,7 +203,8 @@ def _apply_plan(
 
 
 def _make_trainer(recipe: Recipe, world: Any, choice: CallRunnerChoice | None) -> Trainer:
-    """Return a trainer. Without a `choice`, its ranks stay the same during the whole run. Collective."""
+    """Return the trainer for a recipe. If `choice` is None, its ranks stay the same during the whole run.
+    Collective."""
     if choice is not None:
         require_compatible_options(choice.excluded, ChoiceContext(recipe))
         return _end_all_ranks_on_exception(Trainer(choice.make_call_runner(recipe, world)), world)
@@ -252,8 +254,8 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
 
 
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:
-    """For as long as the trainer exists, let an uncaught exception on this rank end all ranks, if the ranks are
-    processes. Return the trainer."""
+    """If ranks are processes, make an uncaught exception on this rank end all ranks, for as long as the trainer exists.
+    Return the trainer."""
     if (carrier := find_message_backend(world)) is not None:
         hooks.install_process_hooks_while_alive(trainer, carrier, beyond_scope=True)
     return trainer

@@ -76,29 +76,30 @@ def fit(
     Parameters
     ----------
     trainer : result of `fsdpx.distribute`; omitted in `trainer.fit(...)`
-    loader : yields the batches of this data rank, such as a `DataLoader(comm=trainer.data_group)`; if the loader has a
+    loader : iterable over the batches of this data rank, such as `DataLoader(comm=trainer.data_group)`; if it has a
         method `set_epoch`, that method is called before each epoch
     epochs, steps : number of epochs and of steps after which training ends, whichever comes first; with epochs=None,
         only `steps` counts
     validation : batches whose mean loss is computed every `every` steps and at the end
-    metrics : dict from name to a function of (output, target), NumPy arrays with this rank's samples of a validation
-        batch. The function returns an array with one value per sample, or (sum, count); the mean over the samples of
-        all ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
+    metrics : dict from name to function(output, target), whose arguments are NumPy arrays with this rank's samples of a
+        validation batch. The function returns an array with one value per sample, or (sum, count); the mean over the
+        samples of all ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
     every : number of steps between two validations
     patience : end training after this many validations without a new best loss
-    restore_best : at the end, restore the weights of the best validation (default: only with patience)
-    stop : function of the history, called after each validation, or every `every` steps if there is no validation; if
-        it returns true on any rank, all ranks end together
-    callbacks : a function (trainer, history) to call after each step; or an object with some of the methods
+    restore_best : at the end, restore the weights that had the best validation loss (default: only with `patience`)
+    stop : function(history), called after each validation, or every `every` steps if there is no validation; if it
+        returns true on any rank, all ranks end together
+    callbacks : function(trainer, history) to call after each step; or an object with some of the methods
         on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; or a list of these. They
         are called on all ranks, but not if a finished run is started again
     log : folder for metrics.csv, metrics.jsonl, log.txt (the printed messages) and TensorBoard events
     tensorboard : True: write TensorBoard events, and raise an error if tensorboardX is missing; False: write none
         (default: write them if it is installed)
     progress : show progress on rank 0: a bar on a terminal, otherwise a line every few seconds
-    count : function of the inputs x of a batch that returns what to count for rates and `history.samples_seen`, such
-        as the number of tokens; the result is multiplied by the number of data ranks (default: the number of samples)
-    unit : name for what `count` returns, such as "tokens"
+    count : function(x) that returns, for the inputs of a batch, the number to use in rates and `history.samples_seen`,
+        such as the number of tokens; the result is multiplied by the number of data ranks (default: the number of
+        samples)
+    unit : name of what `count` counts, such as "tokens"
     checkpoints : `fsdpx.CheckpointConfig(...)`, or only the folder in which to save. If started again, an interrupted
         run resumes, and a finished run does nothing
     preempt : `fsdpx.Preemption(...)`: save and end on a signal; False: ignore signals (default: `fsdpx.Preemption` if
@@ -106,14 +107,14 @@ def fit(
 
     Returns
     -------
-    FitHistory : losses, validations and metrics of the steps, and why training ended
+    FitHistory : losses, validation losses and metrics by step, and the reason why training ended
 
     Raises
     ------
     ConfigError : on all ranks, for arguments that are invalid or differ between ranks, or if the validation loader is
         empty
-    DataError : on all ranks, if `loader` yields no batch in an epoch or fewer batches on some ranks, or if a batch is
-        not (x, y)
+    DataError : on all ranks, if `loader` yields no batch in an epoch, fewer batches on some ranks than on others, or a
+        batch that is not a pair (x, y)
     CheckpointError : on all ranks, if a checkpoint cannot be written, or training cannot resume from it
     NumericsError : if the loss is NaN or Inf
     """
@@ -232,7 +233,7 @@ class _FitLoop:
     def _was_last_batch(self, epoch: int, count: int) -> bool:
         """Return whether the last batch trained on, number `count` of this pass over the loader, ends the epoch. Return
         False if the loader cannot tell without reading another batch."""
-        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):  # a resumed pass may cover part of it
+        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):  # a resumed pass may be partial
             return bool(self.loader.state_dict().get("epoch", epoch) > epoch)
         return hasattr(self.loader, "__len__") and len(self.loader) == count
 
@@ -301,8 +302,8 @@ class _Validation:
 
     def run_validation(self) -> bool:
         """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
-        including the load of experts. Return False if there are no validation batches or this step has already been
-        validated."""
+        including metrics of the load of experts. Return False if there are no validation batches or this step has
+        already been validated."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -329,8 +330,8 @@ class _Validation:
 
 
 def _require_xy_pair(which: str, batch: Any) -> Any:
-    """Return the batch. Raise DataError unless it is a pair (x, y). `which` is "validation " or "", to name the batch
-    in the error."""
+    """Return the batch. Raise DataError unless it is a pair (x, y). `which`, "validation " or "", tells the reader of
+    the error which loader gave the batch."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
@@ -345,8 +346,8 @@ def _has_experts(placement: Placement) -> bool:
 
 
 def _count_total_steps(loader: Any, limits: FitLimits) -> int | None:
-    """Return the number of steps after which the run ends, counted from the start of the first run; None if it is not
-    known beforehand."""
+    """Return the number of steps after which the run ends, counted from the start of the first run; None if this is not
+    known in advance."""
     totals = [] if limits.steps is None else [limits.steps]
     if limits.epochs is not None and hasattr(loader, "__len__"):
         totals.append(limits.epochs * len(loader))

@@ -34,8 +34,8 @@ class FitHistory:
     losses : training loss of each step of this run
     validation : (step, loss) pairs
     metrics : maps metric names to (step, value) pairs
-    epochs : number of complete epochs, counted from the start of the first run: 3 if training ends within the fourth
-        epoch
+    epochs : number of complete epochs, counted from the start of the first run, for example 3 if training ends during
+        the fourth epoch
     reason : why training ended; "" while training is running
     seconds : time spent on training steps and on loading their data, excluding validation
     samples_seen : number of samples of all ranks in this run, or the sum of what `count` returned
@@ -123,7 +123,7 @@ class CheckpointConfig:
     keep : number of newest checkpoints to keep; None keeps all. With `restore_best` the best one is kept as well
     resume : True: continue from the newest checkpoint, if there is one; epochs and steps are counted from the start of
         the first run. False: raise an error if the folder already has checkpoints
-    background : write while training continues, which needs memory for a copy of this rank's shard
+    background : write while training continues; this needs memory for a copy of this rank's shard
     dtype, shard_bytes : see `Trainer.save`
     """
 
@@ -167,8 +167,8 @@ class CheckpointConfig:
         return folders[-1][1] if folders else None
 
     def require_writable_and_find_latest(self) -> Path | None:
-        """Return `find_latest()`. Raise CheckpointError if the folder cannot be written, so that a run fails at its
-        start and not at its first checkpoint."""
+        """Return `find_latest()`. Raise CheckpointError if the folder cannot be written, so that a run fails at the
+        start rather than at its first checkpoint."""
         if not can_write_folder(folder := expanduser(self.folder)):
             raise CheckpointError(f"{folder}: no checkpoints can be saved there: it is read-only, or no folder")
         return self.find_latest()
@@ -225,7 +225,7 @@ class CheckpointConfig:
         loader : a `data.DataLoader`, whose position is saved
         fit : state that `fit` needs to resume; `fit["done"]` is the number of steps
         background : copy the state, and write the copy in a thread
-        best : path of a checkpoint to keep even if it is old, or None
+        best : path of a checkpoint that is kept even if it is old; None if there is no such checkpoint
         """
         path = self.path_of(fit["done"])
         choices = SaveChoices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
@@ -242,8 +242,8 @@ class FitCheckpointer:
     loader : loader of the training batches; must be a `data.DataLoader` if checkpoints are saved
     checkpoints : settings; None: save no checkpoints
     history : history of this run
-    best : True: keep the weights of the best validation: as a checkpoint or, if `fit` saves no checkpoints, as a copy
-        in RAM (`CallRunner.copy_weights_and_get_restorer`)
+    best : True: keep the weights that had the best validation loss, as a checkpoint or, if `fit` saves no checkpoints,
+        as a copy in RAM (`CallRunner.copy_weights_and_get_restorer`)
 
     Attributes
     ----------
@@ -306,8 +306,8 @@ class FitCheckpointer:
         return new
 
     def restore_best_weights(self) -> None:
-        """Restore the weights of the best validation, if they were kept, and print which weights the trainer has now.
-        Collective."""
+        """Restore the weights that had the best validation loss, if they were kept, and print which weights the trainer
+        has now. Collective."""
         step = self.history.best_step
         if not self.best or step is None or step == self.history.steps:
             return

@@ -1,6 +1,6 @@
 """The functional API: collectives on arrays of any shape over the default communicator.
 
-Results are new arrays, and arguments are not modified, except for `out`, which receives the result."""
+Functions return new arrays and do not modify their arguments, except that an argument `out` receives the result."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def broadcast(x: Any, root: int = 0) -> np.ndarray:
 
     Parameters
     ----------
-    x : array, of the same shape and dtype on every rank; values are used on rank `root` only
+    x : array, of the same shape and dtype on every rank; only the values on rank `root` are used
     root : rank that sends
 
     Returns
@@ -279,7 +279,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
     ----------
     out : contiguous array, of the size and dtype of the message
     source : rank that sends the message with `send`
-    tag : number of the message, as the sender passes it, 0 to 16383
+    tag : number of the message, 0 to 16383; must be the number that the sender passes
 
     Returns
     -------
@@ -287,7 +287,7 @@ def recv(out: Array, source: int, tag: int = 0) -> np.ndarray:
 
     Raises
     ------
-    DesyncError : if the size or dtype of the message differs from that of `out`; the message is consumed all the same
+    DesyncError : if the message does not have the size and dtype of `out`; the message is then discarded
     """
     comm, into = default_communicator(), _as_flat_output(out)
     get_dtype_kind(into.dtype)
@@ -323,7 +323,8 @@ def _record_call_and_get_communicator(verb: str) -> defaults.DefaultCommunicator
 
 
 NO_ROOT: Any = object()
-"""Stands for a call without a root. None cannot stand for it, because a caller may pass None by mistake."""
+"""Default for `root` that means that the collective has no root. None would not do, because a caller may pass None by
+mistake."""
 
 
 def _agree_on_call_and_get_comm(
@@ -347,9 +348,9 @@ def _agree_on_signature(
 
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
-    """Start an asynchronous collective on a communicator of its own, because ranks may start it in a different order
-    relative to their other collectives. A backend of an extension may have only one communicator; with it, ranks first
-    compare their calls."""
+    """Start an asynchronous collective on a separate communicator, because ranks may start it in a different order
+    relative to their other collectives. If the backend comes from an extension, it may have only one communicator, so
+    ranks first compare their calls."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)

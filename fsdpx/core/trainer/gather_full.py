@@ -103,8 +103,8 @@ def _broadcast_last_stage_output(
     placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch
 ) -> Any:
     """Broadcast an output from the rank of the last pipeline stage, and return it on every pipeline rank. `whole` is
-    the output on that rank, and None on all others; `value` is its number among the model's activations. Collective
-    over the pipeline."""
+    the output on that rank, and None on all others; `value` is the number of the output among the model's activations.
+    Collective over the pipeline."""
     xp = placement.xp
     dtype = placement.value_shapes.shape_of(value, batch).dtype
     flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
@@ -181,7 +181,7 @@ def copy_weights_and_get_restorer(state: TrainState) -> Callable[[], None]:
 
 
 def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
-    """Replace the parameters by their averages over time, and return a function that restores the parameters. Raise
+    """Replace the parameters with their averages over time, and return a function that restores the parameters. Raise
     ConfigError if the optimizer keeps no averages. The caller must synchronize all ranks before the replacement and
     before the restore."""
     place = state.placement
@@ -208,8 +208,8 @@ def _all_gather_full_arrays(
     Parameters
     ----------
     state : train state of this rank
-    gather_page : function that returns all elements of a page (flat parameter buffer) of this tensor rank; called for
-        the pages of this pipeline rank
+    gather_page : function that returns all elements of a page (flat parameter buffer) of this tensor rank; called only
+        for the pages of this pipeline rank
     gradients : True: gather the gradients of trainable pages, summed over tied copies; False: gather parameters
     names : names of the parameters to return; pages that hold none of them are not sent (default: all)
     """

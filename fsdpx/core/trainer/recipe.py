@@ -1,5 +1,5 @@
-"""The recipe of a trainer: the model and all options of `distribute`. A session can be made from it on any
-communicator, and again on another one when the ranks change.
+"""The recipe of a trainer: the model and all options of `distribute`. A session can be made from a recipe on any
+communicator, and a new session is made from it when the set of ranks changes.
 
 If no loss or no optimizer was given, a stand-in takes its place: the trainer can predict but not train."""
 
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class NoLoss(Loss):
-    """Stand-in for a loss that was not given."""
+    """Stand-in that is used if no loss was given."""
 
     acts_on = "position"  # without a loss, the output may be sharded in any way
 
@@ -77,7 +77,7 @@ class NoLoss(Loss):
 
 @dataclass(frozen=True, repr=False)
 class NoOptimizer:
-    """Stand-in for an optimizer that was not given. All parameters are frozen, and there is no optimizer state."""
+    """Stand-in that is used if no optimizer was given. All parameters are frozen, and there is no optimizer state."""
 
     lr: float = 0.0
     slots: tuple[str, ...] = ()
@@ -136,7 +136,7 @@ class TrainingChoices(StepChoices):
 @dataclass(frozen=True)
 class DistributionChoices:
     """The options that define how the model and its state are distributed over the ranks, and what ranks send to each
-    other. With strategy="auto", the field `planned` is a text that says what the planner chose and why."""
+    other. With strategy="auto", the field `planned` is a text that explains what the planner chose and why."""
 
     strategy: Strategy | Sharding | SyncChoice = "fsdp"
     mesh: Mesh | None = None
@@ -180,8 +180,8 @@ class DistributionChoices:
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:
-        """Return the sharding strategy of the ranks that train synchronously. These are the ranks of one replica in
-        local training, and otherwise all `ranks`."""
+        """Return the sharding strategy for the ranks that train synchronously: in local training the ranks of one
+        replica, otherwise all ranks. `ranks` is the total number of ranks."""
         return self.sync_choice.strategy_within_replica(self.mesh, ranks) or self.strategy  # type: ignore[return-value]
 
 
@@ -199,14 +199,14 @@ class RuntimeOptions:
         ranks)
     backend : open a new communicator of this backend: "node", "mpi", "nccl", "gloo" or "local" (default: use the open
         communicator)
-    group_bytes : group small layers until a unit (layers gathered together) has this many bytes, such as "1MiB"
-        (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
-    prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: that of the strategy)
-    costs : dict from path pattern to cost of a layer, for the automatic split into pipeline stages
+    group_bytes : minimum size, such as "1MiB", of a unit (layers gathered together): small layers are grouped to reach
+        it (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
+    prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: the strategy's number)
+    costs : dict from path pattern to the cost of each matching layer, for the automatic split into pipeline stages
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
-    check_finite : check the results of every unit for NaN and Inf
-    tune : measure good values for options that were not given (in about 100 ms); the result is stored on disk (default:
-        yes, unless FSDPX_TUNE=0)
+    check_finite : True: check the results of every unit for NaN and Inf
+    tune : True: find good values for options that were not given, by measurements of about 100 ms, and store them on
+        disk (default: True unless FSDPX_TUNE=0)
     trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
         default: FSDPX_TRACE)
     """
@@ -246,8 +246,8 @@ OPTIONS = [
 
 
 def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
-    """Convert a model and a loss of another library, such as PyTorch, to fsdpx. A model or loss of fsdpx is returned
-    unchanged."""
+    """Convert a model and a loss from another library, such as PyTorch, to fsdpx. A model or loss that is already from
+    fsdpx is returned unchanged."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:

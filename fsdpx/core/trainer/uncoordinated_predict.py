@@ -1,13 +1,13 @@
 """Predictions inside a solver that start without waiting for all ranks. As long as batches keep their shapes and
-dtypes, ranks do not compare them, and yet an error on one rank reaches all ranks.
+dtypes, ranks do not compare them. An error on one rank still reaches all ranks.
 
 Each rank counts its calls of `predict` in a window (shared memory) that other ranks can read at any time. A rank whose
 batch is invalid, or differs in shape or dtype from the previous one, waits until all other ranks have begun the same
 call. If the batches of all ranks differ from the previous ones, the ranks compare them as in the first call. If only
-some do, the lowest of these ranks writes an error into the windows of all ranks, together with the number of calls
-that have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message remains
-unreceived and no rank waits for another. Because some ranks learn of the error only in their next call, all ranks
-raise it in every call up to that one. Ranks that continue after the error are then in the same call again."""
+some do, the lowest of these ranks writes an error into the windows of all ranks, together with the number of calls that
+have begun. Each rank then runs the calls that it has missed on a batch of zeros, so that no message remains unreceived
+and no rank waits for another. Because some ranks learn of the error only in their next call, all ranks raise it in
+every call up to and including that one. Ranks that continue after the error are then in the same call again."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fsdpx.errors import CommTimeout, ConfigError, FsdpxError
 __all__ = ["UncoordinatedPrediction"]
 
 CALL, STOP, READY, BEGUN, FAILS = range(5)
-"""Indices of the 64-bit words in a rank's part of the window: its call; the epoch in which it has to stop; the epoch of
-the error in the window; the last call that any rank has begun in that epoch; and the last call that fails."""
+"""Indices of the 64-bit words in a rank's part of the window: the number and state of its call; the epoch in which it
+has to stop; the epoch of the error in the window; the last call that any rank has begun in that epoch; and the last
+call that fails."""
 STARTED, WAITING, RETURNED = range(3)
-"""States of a rank in its call: it has started to run, it waits for the other ranks to begin the call, or it has
-returned."""
+"""States of a rank's call: the rank runs the call, waits for the other ranks to begin it, or has returned from it."""
 HEAD, TEXT = 64, 1024  # sizes in bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
@@ -44,7 +44,7 @@ class UncoordinatedPrediction:
 
     Parameters
     ----------
-    comm : communicator of the ranks that each hold a part of the field
+    comm : communicator of the ranks, each of which holds a part of the field
     run_on_zeros : function that runs a prediction on zeros, given the shapes and dtypes of the inputs
     """
 
@@ -160,7 +160,8 @@ class UncoordinatedPrediction:
         raise self._run_missed_calls_and_get_error(1)
 
     def _write_error_to_all_ranks(self, window: Window, differing: Sequence[int]) -> None:
-        """Write the error about the ranks in `differing` into the window of every rank, which makes all ranks stop."""
+        """Write an error about the ranks in `differing`, whose batches differ from the previous ones, into the window
+        of every rank. This makes all ranks stop."""
         begun = fails = self._count
         for rank in self._others:
             with window.open_locked_part(rank, 0, HEAD) as head:
@@ -199,7 +200,7 @@ class UncoordinatedPrediction:
 
 
 def _describe_batch(batch_kind: tuple[str, int]) -> str:
-    """Return a phrase that gives the number of samples and the description of a batch."""
+    """Return a phrase that states the number of samples of a batch and its description."""
     features, rows = batch_kind
     return f"{rows} sample{'s' * (rows != 1)} of {features}"
 
