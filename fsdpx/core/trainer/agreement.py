@@ -42,7 +42,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # before the mesh: another strategy also changes the mesh
+        "strategy": placement.sharding,  # before the mesh, because another strategy also changes the mesh
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),
@@ -70,8 +70,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
 
 
 def _describe_array_checksums(layer_or_loss: Any) -> str:
-    """Return a line of text for each layer or loss that has array attributes, such as masks. The line has a checksum
-    of these arrays, because their values do not appear in the repr."""
+    """Return one line of text for each layer or loss that has array attributes, such as masks. The line contains a
+    checksum of these arrays, because their values do not appear in the repr."""
     held = [getattr(value, "array", value) for value in getattr(layer_or_loss, "__dict__", {}).values()]
     held = [one for one in held if isinstance(one, np.ndarray) and one.dtype.kind != "O"]
     lines = [f"{layer_or_loss!r} with arrays of sum {checksum_arrays(held):08x}"] if held else []

@@ -68,8 +68,8 @@ from fsdpx.optim import no_decay
 __all__ = ["assemble_placement_and_model", "assemble_session"]
 
 Watch = Callable[[MeshAxes], Observer | None]
-"""Function that starts the watchdog of this rank on its mesh axes. It returns the observer that the engine notifies;
-None without a watchdog. Collective."""
+"""Function that starts the watchdog of this rank on its mesh axes. It returns the observer that the engine notifies, or
+None if there is no watchdog. Collective."""
 
 
 def assemble_session(
@@ -90,8 +90,7 @@ def assemble_session(
     world : communicator of all ranks of the trainer
     tuning : machine-dependent choices made earlier (default: measure them, or read them from disk)
     initial : True: initialize the parameters; False: the caller sets them
-    commit : function to call before each update, with the mean loss and the update scale of the step; None: call
-        nothing
+    commit : function called before each update with the step's mean loss and update scale; None: no function is called
     watch : function that starts the watchdog of this rank and returns its observer (default: no watchdog)
     """
     place, model, microbatches = assemble_placement_and_model(recipe, world, tuning)
@@ -403,8 +402,8 @@ def _make_step_options(
 
 
 def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
-    """Return the optimizer, wrapped as the options require: with rounding for parameters in a narrow dtype, and with
-    averaging of the parameters over time."""
+    """Return the optimizer. If parameters have a narrow dtype, wrap it so that updates are rounded to that dtype; if
+    `average` is set, wrap it to average the parameters over time."""
     optimizer, narrow = training.optimizer, formats.master_dtype != formats.gradient_dtype
     if narrow:
         optimizer = load_extension("half", "optimizer")(optimizer, formats.rounding == "kahan")
@@ -418,7 +417,7 @@ def _wrap_optimizer(training: TrainingChoices, formats: Precision) -> Any:
 def _make_pipeline_stages(
     layout: ModelLayout, reducing: ReductionChoices, ranks: TrainingRanks, optimizer: Any, storage: StorageLevelChoice
 ) -> tuple[Stage, ...]:
-    """Return the pipeline stages of all pipeline ranks, in the order of the ranks."""
+    """Return the pipeline stages of all pipeline ranks, in rank order."""
     sizes, alone = dict.fromkeys(ranks.axes.reduction_axes, 1), ranks.axes.data.size == 1
     trained = [page for page in layout.pages if page.trainable]
     coded = [

@@ -25,8 +25,8 @@ from fsdpx.nn.losses import Loss
 __all__ = ["EVENTS", "CallbackList", "FitLimits", "Metric", "MetricSums", "to_host_output"]
 
 Metric = Callable[[Any, Any], Any] | Loss
-"""A loss; or a function of (output, target), both NumPy arrays of this rank's samples. The function returns either an
-array with one value per sample, which is averaged, or (sum, count)."""
+"""A loss, or a function(output, target) whose arguments are NumPy arrays with this rank's samples. The function returns
+either (sum, count) or an array with one value per sample, of which the mean is taken."""
 
 
 class MetricSums:
@@ -87,8 +87,8 @@ class MetricSums:
         return loss.forward(LayerContext(placement.xp, placement.axes, Random(0), training=False), y, t)[:2]
 
     def _to_model_outputs(self, values: Any, batched: bool) -> Any:
-        """Return outputs or targets of the caller, an array or a tuple of arrays, in the layout of the model's outputs.
-        """
+        """Convert the caller's outputs or targets (an array or a tuple of arrays) to the layout of the model's
+        outputs."""
         several = isinstance(values, tuple)
         arrays = [to_device_array(self._placement, one) for one in (values if several else (values,))]
         found = [self._layout.to_model_output(one, "the target", i, batched) for i, one in enumerate(arrays)]
@@ -100,7 +100,7 @@ class MetricSums:
 
         Parameters
         ----------
-        data : communicator of the ranks with different samples
+        data : communicator of the ranks that hold different samples
 
         Raises
         ------
@@ -125,9 +125,8 @@ def to_host_output(output: Any) -> Any:
 
 
 def _convert_to_sum_and_count(value: Any, is_sharded: bool) -> tuple[float, float]:
-    """Return (sum, count) for the `value` that a metric function returned: an array with one value per sample, or
-    (sum, count) itself. Only (sum, count) is allowed if `is_sharded`, which means that fields are partitioned over
-    ranks."""
+    """Return (sum, count) for the `value` that a metric function returned: an array with one value per sample, or (sum,
+    count) itself. If fields are partitioned over ranks (`is_sharded`), only (sum, count) is allowed."""
     if isinstance(value, tuple) and len(value) == 2:
         return float(value[0]), float(value[1])
     if is_sharded:
@@ -233,7 +232,7 @@ class FitLimits:
         """Return why a resumed run ends without another step, or "" if training continues.
 
         `history` is the history of the earlier run, `epochs` the number of epochs that it completed, and
-        `earlier_reason` why it ended. An `earlier_reason` of "" means that the run was interrupted; its last
+        `earlier_reason` the reason why it ended. An `earlier_reason` of "" means that the run was interrupted; its last
         validation may then be missing."""
         if self.steps is not None and history.steps >= self.steps:
             return STEPS
@@ -251,7 +250,7 @@ class FitLimits:
     def agree_on_end_reason(self, call_runner: CallRunner, history: FitHistory) -> str:
         """Return why the run ends after this validation step, or "" if the run continues. All ranks get the same
         result. Collective, except in asynchronous training if neither `patience` nor `stop` is given."""
-        # if neither `patience` nor `stop` is given, all ranks end after equally many steps, so no message is needed
+        # if neither `patience` nor `stop` is given, all ranks end after the same step, so no message is needed
         if call_runner.has_own_speed and self.patience is None and self.stop is None:
             return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
@@ -263,7 +262,7 @@ class FitLimits:
         return STEPS if history.steps == self.steps else ""
 
     def describe_end_reason(self, end: str) -> str:
-        """Return a sentence that says why the run ended, for messages and `FitHistory.reason`."""
+        """Return a phrase that tells why the run ended, for messages and `FitHistory.reason`."""
         return {
             STEPS: f"{self.steps} steps done",
             EPOCHS: "all epochs done",

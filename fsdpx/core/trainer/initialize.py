@@ -33,8 +33,8 @@ def init(
     """Open the default communicator and return it. If it is already open, `init()` without arguments returns the open
     one. Collective.
 
-    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; if the block raises, the job
-    is aborted instead.
+    `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; if the block raises an error,
+    the job is aborted instead.
 
     With FSDPX_CHECK=1 ranks compare every collective before it begins.
 
@@ -80,7 +80,7 @@ def _open_default_communicator(
     launcher = environment.read_environment().launcher
     hosts = base.all_gather_data((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _find_local_rank(base.rank, hosts)
-    # do not extend timeouts, because a rank reports no progress while it runs no program
+    # do not extend timeouts while ranks make progress: outside of programs, ranks do not report progress
     start_watching(base, extend_waits=False)
     if not environment.read_environment().check or base.size == 1:
         return defaults.DefaultCommunicator(base, local_rank, opened, agreement=_make_call_agreement(base))
@@ -140,8 +140,8 @@ def default_communicator() -> Communicator:
 
 
 def rank() -> int:
-    """Return the rank of this process among the ranks of `init()`, or, before `init()`, among all ranks of MPI or the
-    launcher.
+    """Return the rank of this process among the ranks of `init()`, or, before `init()`, among all ranks that MPI or the
+    launcher started.
 
     Like `world_size` and `local_rank`, this function never communicates. If a trainer uses another communicator, the
     rank there is `trainer.call_runner.rank`."""
@@ -149,7 +149,8 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks of `init()`, or, before `init()`, of all ranks of MPI or the launcher."""
+    """Return the number of ranks of `init()`, or, before `init()`, the number of ranks that MPI or the launcher
+    started."""
     return _get_rank_info_and_warn("world_size").size
 
 

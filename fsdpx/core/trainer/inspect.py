@@ -22,8 +22,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class Inspection:
-    """Read access to a trainer's internals through `trainer.inspect`: its engine and placement, its last update, and
-    measurements."""
+    """Read-only access to a trainer's internals through `trainer.inspect`: its engine and placement, its last update,
+    and measurements."""
 
     __slots__ = ("_call_runner", "_parameters", "_step")
 
@@ -125,8 +125,8 @@ class Inspection:
         )
 
     def save_trace(self) -> None:
-        """Write a timeline of the last steps into the folder of `distribute(trace=...)`, one file per rank; do nothing
-        without `trace`. `fit` and `close` also call this method. Collective."""
+        """Write a timeline of the last steps into the folder of `distribute(trace=...)`, one file per rank. Do nothing
+        if no trace was requested. `fit` and `close` also call this method. Collective."""
         self._call_runner.require_open("save_trace")
         if self.engine.hooks.write_files:
             self._call_runner.agree_on_call("save_trace")

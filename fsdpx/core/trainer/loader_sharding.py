@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError, warn
 __all__ = ["ShardingLoader", "agree_on_loader_sharding"]
 
 NOT_KNOWN = -(2**62)
-"""Stands for an unknown value. It is smaller than every value that ranks compare."""
+"""Placeholder for an unknown value. It is smaller than every value that ranks compare."""
 
 
 @runtime_checkable
@@ -74,14 +74,14 @@ def agree_on_loader_sharding(call_runner: CallRunner, *loaders: Any) -> None:
 
 def _encode_min_and_max(value: int | None) -> list[int]:
     """Return `[value, -value]`. The elementwise maximum over all ranks then holds the maximum and the negated minimum
-    of the value. A rank whose value is None does not affect it."""
+    of the value. A rank whose value is None does not affect the result."""
     return [NOT_KNOWN, NOT_KNOWN] if value is None else [value, -value]
 
 
 def _encode_sample_or_batch_count(loader: Any, size: int) -> int | None:
     """Return a number that must be equal on all ranks: twice the number of samples if the loader shards a common
-    dataset, or twice the number of batches plus 1 if each rank brings its own part of the data. Return None for a
-    loader of any other kind. `size` is the number of data ranks."""
+    dataset, or twice the number of batches plus 1 if each rank has its own part of the data. Return None for a loader
+    of any other kind. `size` is the number of data ranks."""
     if not isinstance(loader, ShardingLoader):
         return None
     return 2 * len(loader) + 1 if loader.sampler.presharded and size > 1 else 2 * len(loader.dataset)
@@ -95,8 +95,7 @@ def _get_first_sample_hash(loader: Any) -> int | None:
 
 def _hash_sample_order(loader: Any, size: int) -> int | None:
     """Return a hash of the settings that determine the order of samples, such as seed and batch size. The hash must be
-    the same on all ranks. Return None if each rank brings its own part of the data. `size` is the number of data
-    ranks."""
+    the same on all ranks. Return None if each rank has its own part of the data. `size` is the number of data ranks."""
     if not isinstance(loader, ShardingLoader) or (loader.sampler.presharded and size > 1):
         return None
     s = loader.sampler

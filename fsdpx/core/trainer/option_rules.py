@@ -112,8 +112,8 @@ def make_given_option_finder(name: str, end: str = ": ") -> Callable[[ChoiceCont
 
 
 def make_wide_axis_finder(axis: str, text: str) -> Callable[[ChoiceContext], str]:
-    """Return a function for `ExcludedPair.found` that detects whether a mesh axis has more than one rank, and
-    describes it with `text`, in which {width} and {mesh} are replaced."""
+    """Return a function for `ExcludedPair.found` that detects whether a mesh axis has more than one rank, and describes
+    it with `text`, in which {width} and {mesh} are replaced by their values."""
 
     def find_wide(c: ChoiceContext) -> str:
         return text.format(width=c.mesh.width_of(axis), mesh=c.mesh) if c.mesh.width_of(axis) > 1 else ""
@@ -133,7 +133,7 @@ def has_dynamic_loss_scale(c: ChoiceContext) -> bool:
 
 def make_collective_layer_finder(text: str) -> Callable[[ChoiceContext], str]:
     """Return a function for `ExcludedPair.found` that detects a layer that communicates in each step, and describes it
-    with `text`, in which {path} and {layer} are replaced."""
+    with `text`, in which {path} and {layer} are replaced by their values."""
     return lambda c: (
         "" if c.collective_layer is None else text.format(path=c.collective_layer.path, layer=c.collective_layer.layer)
     )
@@ -174,8 +174,8 @@ def is_collective_layer(layer: Layer) -> bool:
 
 
 def format_exclusion_lists() -> str:
-    """Return, as Markdown, the pairs of options that cannot be combined, with one list per option and including the
-    pairs that extensions add. Leave out a remedy if it only says not to use an option."""
+    """Return the pairs of options that cannot be combined, including the pairs that extensions add, as one Markdown
+    list per option. Omit a remedy that only says not to use an option."""
     for kind in ("strategy", "ranks"):
         for name in list_extensions(kind):
             load_extension(kind, name)
@@ -191,7 +191,7 @@ def format_exclusion_lists() -> str:
 
 
 def require_mesh_for_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """Raise ConfigError if an option that needs a mesh axis is set but no mesh is given. If a mesh is given and the
+    """Raise ConfigError if an option that needs a mesh axis is set but no mesh is given. If a mesh is given but the
     axis has only one rank, such an option is allowed and has no effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),

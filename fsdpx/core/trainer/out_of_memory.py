@@ -26,7 +26,7 @@ from fsdpx.nn.container import unwrap_single
 __all__ = ["FITTING_SHARE", "explain_memory_error", "format_cheaper_options", "iterate_cheaper_options"]
 
 FITTING_SHARE = 0.99
-"""An option is listed only if it reduces the bytes to less than this share."""
+"""An option is listed only if it reduces the memory needed to less than this fraction of the previous row's."""
 
 
 def format_cheaper_options(
@@ -38,7 +38,7 @@ def format_cheaper_options(
     Parameters
     ----------
     options : the current options; `strategy`, `recompute`, `microbatches` and `precision` are used
-    count_bytes : function from a dict of changed options to the planned bytes
+    count_bytes : function that returns the planned bytes for a dict of changed options
     limit : bytes that fit into memory; None if unknown
     rows : number of samples per rank; 0 if unknown
     """
@@ -81,7 +81,7 @@ def iterate_cheaper_options(options: Mapping[str, Any], rows: int) -> Iterator[t
 def explain_memory_error(
     recipe: Recipe, world: Communicator, session: Session | None, error: MemoryError, feed: StepInputs | None
 ) -> OutOfMemory:
-    """Make an OutOfMemory error that shows the planned memory and options that need less memory.
+    """Return an OutOfMemory error that shows the planned memory and lists options that need less memory.
 
     Parameters
     ----------

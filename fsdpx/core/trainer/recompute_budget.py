@@ -1,5 +1,5 @@
-"""Activation checkpointing within a memory budget: choose the units (groups of layers) whose forward is recomputed in
-backward."""
+"""Activation checkpointing within a memory budget: choose the units (groups of layers) whose forward pass is recomputed
+in the backward pass."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ __all__ = ["choose_recomputed_units"]
 def choose_recomputed_units(
     placement: Placement, orders: Sequence[Sequence[Action]], batch: Microbatch | None
 ) -> frozenset[int]:
-    """Return the units (groups of layers) whose forward is recomputed in backward, as their indices in the full model.
+    """Return the indices, in the full model, of the units (groups of layers) whose forward pass is recomputed in the
+    backward pass.
 
     Parameters
     ----------
     placement : placement of this rank
-    orders : order of the actions (forward or backward of a unit) in a step, for each pipeline rank
+    orders : for each pipeline rank, the order of the actions (forward or backward of a unit) in a step
     batch : a microbatch as large as the largest of any rank, so that all ranks make the same choice; None if no batch
         is known
     """
@@ -119,8 +120,8 @@ def count_unit_activation_bytes(placement: Placement, stage: Stage, unit: int, b
 def _count_kept_bytes_on_tensor_rank(
     placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int
 ) -> UnitBytes:
-    """Return the bytes of activations that a unit (group of layers) keeps on the tensor rank `tensor`, found by
-    running forward and the input-gradient half of backward on arrays that have shapes but no data."""
+    """Return the bytes of activations that a unit (group of layers) keeps on the tensor rank `tensor`, found by running
+    the forward pass and the input-gradient half of the backward pass on arrays that have shapes but no data."""
     recomputed_unit, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: xp.ShapeArray(*placement.value_shapes.shape_of(v, batch, tensor)) for v in (*row.takes, *row.reads)}
