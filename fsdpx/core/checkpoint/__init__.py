@@ -1,1 +1,1 @@
-"""Checkpoints: folders of standard safetensors files, which all ranks write and read in parallel."""
+"""Checkpoints: folders of standard safetensors files that all ranks write and read in parallel."""

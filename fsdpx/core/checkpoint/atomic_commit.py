@@ -1,5 +1,5 @@
-"""Atomic commit of a checkpoint: ranks write into a temporary folder, and rank 0 renames it once all ranks have
-succeeded."""
+"""Atomic commit of a checkpoint: all ranks write into a temporary folder, and rank 0 gives the folder its final name
+once all ranks have succeeded."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ HOST = "host"
 
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """Call `body()` on every rank, and return the results of all ranks in rank order. If the call raises an error on
-    any rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, the error of the
-    lowest rank), so that no rank waits for another. Error messages begin with `where`. Collective."""
+    """Call `body()` on every rank, and return the results of all ranks in rank order. If `body` raises an error on any
+    rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, that of the lowest one),
+    so that no rank is left waiting. Error messages begin with `where`. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
@@ -78,14 +78,14 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
 
 
 def run_on_rank0(world: Communicator, where: str, body: Callable[[], T]) -> T:
-    """Call `body()` on rank 0 and return its result on every rank. If the call raises an error, all ranks raise
+    """Call `body()` on rank 0 and return its result on every rank. If `body` raises an error, all ranks raise
     CheckpointError. Error messages begin with `where`. Collective."""
     return run_on_all_ranks(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 def agree_on_equal_choices(world: Communicator, where: str, **choices: str) -> None:
-    """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error names two ranks that
-    differ. Error messages begin with `where`. Collective."""
+    """Raise CheckpointError on all ranks unless they all pass the same `choices`. The error message begins with `where`
+    and names two ranks that passed different values. Collective."""
     _require_same_choices(where, world.all_gather_data(choices))
 
 
@@ -101,14 +101,14 @@ def agree_on_path(world: Communicator, call: str, path: Any, **choices: str) -> 
 
 
 def get_path_and_working_folder(path: Path) -> dict[str, str]:
-    """Return what ranks compare to check that they pass the same path: its text, and for a relative path also the host
-    and the working folder."""
+    """Return a dict that ranks compare to check that they all pass the same path: the path as text and, for a relative
+    path, the host and the working folder."""
     return {"path": str(path)} | ({} if path.is_absolute() else {HOST: platform.node(), "working folder": os.getcwd()})
 
 
 def agree_on_choices(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-    """Return the result of `choices()`, after checking that it is the same on all ranks. If it is not, or if the call
-    fails on some rank, raise CheckpointError on all ranks. Error messages begin with `where`. Collective."""
+    """Call `choices()` on every rank, check that all ranks get the same result, and return it. If results differ, or if
+    the call fails on some rank, raise CheckpointError on all ranks. Error messages begin with `where`. Collective."""
     everyone = run_on_all_ranks(world, where, choices)
     _require_same_choices(where, everyone)
     return everyone[0]
@@ -118,7 +118,7 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # do not compare: the same folder may have different paths on different hosts
+                continue  # don't compare working folders: one folder may have different paths on different hosts
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
@@ -138,12 +138,12 @@ except ImportError:  # on Windows, nothing detects that two jobs save to the sam
 
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = "previous", "partial-", "lock", "removed"
-"""Kinds of temporary files and folders that a save makes next to a checkpoint, and leaves behind if it is killed.
-`make_sibling_path` returns their paths. Their names begin with `.fsdpx-`, so that `step-*` matches only checkpoints."""
+"""Kinds of temporary files and folders that a save creates next to a checkpoint. They are left behind if the save is
+killed. `make_sibling_path` returns their paths. Their names begin with `.fsdpx-`, so `step-*` never matches them."""
 _RESERVED_PREFIX = ".fsdpx-"
 _SIBLING_PATTERN = re.compile(rf"\.fsdpx-({PREVIOUS}|{PARTIAL}[0-9a-f]{{8}}|{LOCK}|{REMOVED})-(.+)", re.DOTALL)
 MAX_LINKS = 40
-"""Maximum length of a chain of symbolic links that is followed. Linux has the same limit."""
+"""Maximum number of symbolic links that are followed in a row. Linux has the same limit."""
 IN_PLACE = (
     "this folder cannot be renamed, so no checkpoint can take its place (it is a mount, or a lower layer of an "
     "overlay): name a folder in it"
@@ -152,12 +152,12 @@ IN_PLACE = (
 
 @dataclass
 class SaveTarget:
-    """The folders of a checkpoint that is being written.
+    """The folders and the lock of a checkpoint that is being written.
 
     Attributes
     ----------
     path : final folder of the checkpoint
-    partial : temporary folder into which ranks write
+    partial : temporary folder into which all ranks write
     lock : file descriptor of the lock that keeps other jobs from saving to `path`; None once it is released
     """
 
@@ -167,8 +167,8 @@ class SaveTarget:
 
     @classmethod
     def lock_and_create_files(cls, path: Path, token: str, layout: FileLayout) -> SaveTarget:
-        """Lock the folder `path` against other jobs, and remove temporary folders that killed saves to this path have
-        left behind. Then create a new temporary folder with the files of `layout`, filled with zeros."""
+        """Lock the folder `path` against other jobs, and remove temporary folders left behind by saves to this path
+        that were killed. Then create a new temporary folder with the files of `layout`, filled with zeros."""
         path = resolve_replaceable_folder(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, make_sibling_path(path, PARTIAL + token), _lock_checkpoint(path))
@@ -186,9 +186,10 @@ class SaveTarget:
         return target
 
     def commit(self, layout: FileLayout, manifest: Manifest) -> None:
-        """Write headers and manifest, and rename the temporary folder to `path`. All tensors must already be on disk.
+        """Write the headers and the manifest, and rename the temporary folder to `path`. All tensors must already be on
+        disk.
 
-        Until the last rename, `resolve_checkpoint` finds the old checkpoint; after it, the new one."""
+        `resolve_checkpoint` finds the old checkpoint until the temporary folder is renamed, and then the new one."""
         for name, contents in layout.files.items():
             write_header_and_sync(self.partial / name, contents.header)
         note = {} if layout.note is None else {NOTE_FILE_NAME: layout.note}
@@ -228,14 +229,14 @@ class SaveTarget:
 
 
 def make_sibling_path(path: Path, kind: str) -> Path:
-    """Return the path of a temporary file or folder that a save creates next to the checkpoint `path`. `kind` is its
-    purpose, such as "lock"."""
+    """Return the path of the temporary file or folder of this `kind` (such as "lock") that a save creates next to the
+    checkpoint `path`."""
     return path.with_name(f"{_RESERVED_PREFIX}{kind}-{path.name}")
 
 
 def _parse_sibling_name(name: str) -> tuple[str, str] | None:
-    """Split the name of a save's temporary file or folder into (kind, name of the checkpoint). Return None for any
-    other name."""
+    """Split the name of a temporary file or folder of a save into (kind, name of the checkpoint). Return None if `name`
+    is not such a name."""
     match = _SIBLING_PATTERN.fullmatch(name)
     return match and (match[1], match[2])
 
@@ -248,7 +249,7 @@ def _iterate_sibling_folders(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def resolve_checkpoint_name(name: str) -> str | None:
-    """Return the name of the checkpoint that is stored in a folder named `name`. For a permanent folder, this is `name`
+    """Return the name of the checkpoint that a folder named `name` contains. For a permanent folder, this is `name`
     itself. For a temporary folder that keeps the previous version of a checkpoint, it is the name of that checkpoint.
     For other temporary folders, return None."""
     kind, of = _parse_sibling_name(name) or (PREVIOUS, name)
@@ -256,8 +257,8 @@ def resolve_checkpoint_name(name: str) -> str | None:
 
 
 def expand_checkpoint_path(path: Any) -> Path:
-    """Return `path` as a Path with `~` expanded. Its last part is a name (not `..`), so that files can be created next
-    to it. Raise CheckpointError if `path` is not a valid str or PathLike, or has no such name."""
+    """Return `path` as a Path with `~` expanded. The last part of the result is a name (not `..`), so that files can be
+    created next to it. Raise CheckpointError if `path` is not a valid str or PathLike, or has no such name."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
@@ -278,7 +279,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def follow_link(path: Path) -> Path:
-    """If the last part of `path` is a symbolic link, return the target, which need not exist. Otherwise return `path`.
+    """Return the target of `path` if its last part is a symbolic link, and `path` otherwise. The target need not exist.
 
     Links in the parent folders are not resolved, since they may differ between hosts. Raise CheckpointError for
     circular links."""
@@ -291,8 +292,8 @@ def follow_link(path: Path) -> Path:
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
-    """Return the folder that `path` names, after following a symbolic link. Raise CheckpointError if the folder cannot
-    be replaced by a rename because it is the current folder or a mount point, or if its name is reserved."""
+    """Return the folder that `path` names, or the target if `path` is a symbolic link. Raise CheckpointError if another
+    folder cannot be renamed to it, because it is the current folder or a mount point, or if its name is reserved."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(
@@ -308,8 +309,8 @@ def resolve_replaceable_folder(path: Path) -> Path:
 
 @contextmanager
 def explaining_rename_errors(path: Path) -> Iterator[None]:
-    """Return a context manager that raises CheckpointError with an explanation if the system refuses to rename or
-    remove this folder (EBUSY, EXDEV)."""
+    """Context manager that raises CheckpointError with an explanation if the operating system refuses to rename or
+    remove the folder `path` (EBUSY, EXDEV)."""
     try:
         yield
     except OSError as error:
@@ -319,15 +320,15 @@ def explaining_rename_errors(path: Path) -> Iterator[None]:
 
 
 def resolve_checkpoint(path: Path) -> Path:
-    """Return the folder that holds the checkpoint `path`. If a job was killed between the two renames of a commit,
-    this is the folder that keeps the previous version."""
+    """Return the folder that holds the checkpoint `path`. Normally this is `path` itself. If a job was killed between
+    the two renames of a commit, it is the temporary folder that keeps the previous version."""
     path = follow_link(path)
     previous = make_sibling_path(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Delete the files of a complete or partial checkpoint, and then its folder unless that contains other files.
+    """Delete the files of a complete or partial checkpoint, and also the folder unless it contains other files.
 
     The manifest is deleted first, since a folder without it does not count as a checkpoint. If `folder` is a symbolic
     link, only the link is deleted."""
@@ -354,11 +355,11 @@ def iterate_checkpoints(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]
 
 
 def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> None:
-    """Delete old checkpoints so that the newest `keep` are left, including `path`.
+    """Delete old checkpoints, so that only the newest `keep` remain, including `path`.
 
-    Only checkpoints with the same prefix and a lower number than `path` are deleted, because higher numbers must come
-    from another run. The checkpoint named `keep_also`, symbolic links, and checkpoints to which a link in the same
-    folder points are never deleted."""
+    Only checkpoints that have the same prefix as `path` and a lower number are deleted; those with higher numbers must
+    come from another run. Never deleted are the checkpoint named `keep_also`, symbolic links, and checkpoints to which
+    a symbolic link in the same folder points."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}
@@ -385,7 +386,7 @@ def strip_trailing_number(path: Path) -> str:
 
 
 def _require_no_foreign_files(path: Path) -> None:
-    """Raise CheckpointError if `path` is a file, or a folder with files that are not part of a checkpoint."""
+    """Raise CheckpointError if `path` is a file, or a folder that contains files that don't belong to a checkpoint."""
     if not path.exists():
         return
     if not path.is_dir():
@@ -408,16 +409,17 @@ def _format_first_names(names: list[str]) -> str:
 
 
 def _lock_checkpoint(path: Path) -> int:
-    """Lock the checkpoint `path` against other jobs. Return a file descriptor that holds the lock until it is closed
-    or the process ends. Raise CheckpointError if another job has the lock."""
+    """Lock the checkpoint `path` against other jobs. Return a file descriptor that holds the lock until the descriptor
+    is closed or the process ends. Raise CheckpointError if another job has the lock."""
     return lock_file(make_sibling_path(path, LOCK), f"{path}: another job is saving there")
 
 
 def lock_file(path: Path, busy_text: str) -> int:
-    """Create and lock a file. Return its file descriptor, which holds the lock until it is closed or the process ends.
+    """Create and lock a file. Return a file descriptor that holds the lock until the descriptor is closed or the
+    process ends.
 
-    If another process holds the lock, raise CheckpointError. The error has the text `busy_text`, the other process's
-    host and id, and the time when it took the lock."""
+    If another process holds the lock, raise CheckpointError. The error message begins with `busy_text` and gives the
+    host and the id of the other process, and the time at which it took the lock."""
     while True:
         try:
             fd = safe_files.open_lock_file(path)
@@ -437,7 +439,7 @@ def lock_file(path: Path, busy_text: str) -> int:
                 with suppress(OSError):  # the text is only informative; if the disk is full, the save itself will fail
                     safe_files.write_lock_text(fd, json.dumps(text))
                 return fd
-        except BaseException:  # also after Ctrl-C, because the process may continue and would never release the lock
+        except BaseException:  # also on Ctrl-C: if the process then continued, it would never release the lock
             os.close(fd)
             raise
         os.close(fd)  # try again: the previous owner of the lock deleted the file after we opened it
@@ -451,7 +453,7 @@ def _is_same_file(fd: int, name: Path) -> bool:
 
 
 def write_header_and_sync(path: Path, data: Any) -> None:
-    """Write `data` to the start of an existing file, and flush the file to disk."""
+    """Write `data` at the start of an existing file, and flush the file to disk."""
     with open_regular_file(path, writing=True) as fd:
         write_at(fd, data, 0)
         sync_file(fd)

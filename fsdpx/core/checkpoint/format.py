@@ -65,10 +65,11 @@ def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
-    """Convert float64 to float32 by rounding to odd: an inexact value becomes the neighbor whose last bit is 1.
+    """Convert a float64 array to float32 by rounding to odd: a value that float32 cannot represent becomes the neighbor
+    whose last bit is 1.
 
-    Rounding the result to bfloat16 then gives the same bits as rounding float64 directly (Boldo and Melquiond, 2008,
-    "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
+    Rounding the result to bfloat16 then gives the same bits as rounding the float64 values directly (Boldo and
+    Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
     near = array.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
@@ -81,12 +82,12 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
 
 ONES = 0xFFFFFFFF
 POLYNOMIAL = 0xEDB88320  # CRC-32 polynomial with reflected bits: the highest bit is the coefficient of x**0
-PAGE_OF_ZEROS = memoryview(bytes(4096))  # up to this many zeros, zlib is faster than _multiply_polynomials
+PAGE_OF_ZEROS = memoryview(bytes(4096))  # for at most this many zeros, zlib is faster than _multiply_polynomials
 
 
 class PartialCrc:
-    """This rank's contribution to the CRC-32 of a tensor whose bytes are read or written by several ranks. Bytes must
-    be added in ascending order."""
+    """This rank's contribution to the CRC-32 of a tensor whose bytes several ranks read or write. Bytes must be added
+    in ascending order of their position in the tensor."""
 
     __slots__ = ("at", "value")
 
@@ -94,26 +95,26 @@ class PartialCrc:
         self.at, self.value = 0, 0
 
     def add_bytes(self, start: int, data: Any) -> None:
-        """Add bytes of the tensor, beginning at byte `start`."""
+        """Add `data`, the bytes of the tensor from byte `start` on."""
         assert start >= self.at, "parts of a tensor ascend"
         state = _append_zeros_to_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES
         self.at = start + len(data)
 
     def get_crc_share(self, nbytes: int) -> int:
-        """Return what the added bytes contribute to the CRC-32 of a tensor of `nbytes` bytes, for use in
-        `compute_crc_from_xor`."""
+        """Return the contribution of the added bytes to the CRC-32 of a tensor of `nbytes` bytes. The xor of all ranks'
+        contributions is passed to `compute_crc_from_xor`."""
         return _append_zeros_to_crc(self.value, nbytes - self.at)
 
 
 def compute_crc_from_xor(sums: int, nbytes: int) -> int:
-    """Return the CRC-32 of a tensor of `nbytes` bytes. `sums` is the xor of what `PartialCrc.get_crc_share` returned
-    on all ranks."""
+    """Return the CRC-32 of a tensor of `nbytes` bytes. `sums` is the xor of the values that `PartialCrc.get_crc_share`
+    returned on all ranks."""
     return sums ^ _append_zeros_to_crc(ONES, nbytes) ^ ONES
 
 
 def _append_zeros_to_crc(state: int, zeros: int) -> int:
-    """Return the CRC state after `zeros` more bytes, all of them zero."""
+    """Return the CRC state after appending `zeros` zero bytes."""
     if state == 0 or zeros == 0:
         return state
     if zeros <= len(PAGE_OF_ZEROS):
@@ -145,20 +146,20 @@ def _multiply_polynomials(a: int, b: int) -> int:
 
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a header in bytes; the reference reader has the same limit."""
+"""Maximum size of a header in bytes. The reference implementation of safetensors has the same limit."""
 
 LENGTH_BYTES = 8
-"""Size in bytes of the field before the JSON header. The field holds the length of the header in bytes, little
-endian."""
+"""Size in bytes of the field before the JSON header. The field holds the length of the header in bytes, as a
+little-endian integer."""
 
 MAX_DIMS = 64
-"""Maximum number of dimensions of a tensor; NumPy has the same limit."""
+"""Maximum number of dimensions of a tensor. NumPy has the same limit."""
 
 ITEM_SIZES = {
     "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
     "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Bytes per element by dtype code, in the order in which the reference writer sorts tensors."""
+"""Number of bytes per element for each dtype code, in the order in which the `safetensors` library sorts tensors."""
 
 DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf16", "I64": "int64", "I32": "int32",
@@ -168,7 +169,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Dtype code and shape of a tensor in a file, and its byte range [start, stop), counted from the start of the
+    """A tensor in a file: its dtype code, its shape, and its byte range [start, stop), counted from the start of the
     file."""
 
     code: str
@@ -208,8 +209,7 @@ class FileHeader:
 
 
 def dtype_to_code(dtype: np.dtype) -> str:
-    """Return the safetensors code of a dtype, such as "F32" for float32. Raise CheckpointError if the dtype has no
-    code."""
+    """Return the safetensors code for a dtype, such as "F32" for float32. Raise CheckpointError if there is none."""
     for code, name in DTYPE_NAMES.items():
         if dtype.name == ("bfloat16" if name == "bf16" else name):
             return code
@@ -217,8 +217,7 @@ def dtype_to_code(dtype: np.dtype) -> str:
 
 
 def code_to_dtype(code: str) -> np.dtype:
-    """Return the dtype of a safetensors code, such as float32 for "F32". Raise CheckpointError if NumPy has no such
-    dtype."""
+    """Return the dtype for a safetensors code, such as float32 for "F32". Raise CheckpointError if there is none."""
     if code not in DTYPE_NAMES:
         raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(DTYPE_NAMES)} can")
     return parse_dtype(DTYPE_NAMES[code])
@@ -227,8 +226,8 @@ def code_to_dtype(code: str) -> np.dtype:
 def make_file_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
-    """Make the header of a file with these tensors, byte for byte as the `safetensors` library would write it.
-    `tensors` maps a name to (dtype code, shape).
+    """Make the header of a file that contains these tensors. It has the same bytes as one that the `safetensors`
+    library would write. `tensors` maps each name to (dtype code, shape).
 
     Tensors are sorted by dtype (wide dtypes first, so that all tensors are aligned), then by name. The header is JSON
     without spaces, padded at the end with spaces to a multiple of 8 bytes. Metadata entries are sorted by name."""
@@ -259,11 +258,11 @@ _OTHER_FORMATS = {
     **{bytes([0x80, protocol]): f"a pickle, as torch.save writes: {_FROM_PYTORCH}" for protocol in range(2, 6)},
     b"\x89HDF\r\n\x1a\n": "an HDF5 file: read its arrays with h5py, and pass them to load_parameters as a dict",
 }  # fmt: skip
-"""First bytes of files that are not safetensors files -> which format they have, and how to convert them."""
+"""First bytes of a file that is not a safetensors file -> name of its format, and how to convert it."""
 
 
 def identify_other_format(start: bytes) -> str:
-    """Return text that names the format of a file that begins with the bytes `start`, and says how to convert it.
+    """Return the name of the format of a file that begins with the bytes `start`, with advice on how to convert it.
     Return "" if the format is unknown."""
     return next((text for first, text in _OTHER_FORMATS.items() if start.startswith(first)), "")
 
@@ -272,8 +271,8 @@ def parse_header(read: Any, size: int, where: str) -> FileHeader:
     """Parse and check the header of a file of `size` bytes. `read(n)` returns the first n bytes of the file, and
     `where` names the file in error messages.
 
-    Raise CheckpointError unless the header is well-formed and every byte of the file belongs either to the header or
-    to exactly one tensor."""
+    Raise CheckpointError unless the header is well-formed and each remaining byte of the file belongs to exactly one
+    tensor."""
 
     def make_error(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")
@@ -344,12 +343,12 @@ def _require_no_gaps_or_overlaps(entries: Mapping[str, TensorEntry], base: int, 
 
 BINARY = getattr(os, "O_BINARY", 0)
 NON_BLOCKING_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-"""Flags that keep `os.open` from blocking. Without them, opening a named pipe would wait for a process at its other
-end."""
+"""Flags that keep `os.open` from blocking. Without them, opening a named pipe would wait until another process opens
+the other end."""
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
-    """Write all of `data` to the file, starting at byte `offset`."""
+    """Write all of `data` to the file, starting at byte `offset` of the file."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _write_once(fd, view, offset)
@@ -357,8 +356,8 @@ def write_at(fd: int, data: Any, offset: int) -> None:
 
 
 def read_at(fd: int, data: Any, offset: int) -> None:
-    """Fill the buffer `data` with bytes of the file, starting at byte `offset`. Raise CheckpointError if the file is
-    too short."""
+    """Fill the buffer `data` with bytes from the file, starting at byte `offset` of the file. Raise CheckpointError if
+    the file is too short."""
     view = memoryview(data).cast("B")
     while len(view):
         done = _read_once(fd, view, offset)
@@ -368,8 +367,8 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read_ahead(fd: int, offset: int, count: int) -> None:
-    """Ask the system to start reading `count` bytes at byte `offset`, because they will be needed soon. Do nothing on
-    systems without `posix_fadvise`."""
+    """Tell the operating system that the `count` bytes from byte `offset` will be needed soon, so that it starts to
+    read them. Do nothing on systems without `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
@@ -410,7 +409,7 @@ def _require_regular_file(path: Path, status: os.stat_result) -> None:
 
 
 def create_file(path: Path, size: int) -> None:
-    """Create a file of `size` zero bytes. Raise FileExistsError if the file exists."""
+    """Create a file of `size` zero bytes. Raise FileExistsError if the file already exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
     try:
         os.ftruncate(fd, size)
@@ -443,7 +442,7 @@ STATE_KEY = "fsdpx"
 """Metadata key of `STATE_FILE_NAME` under which `RunScalars` are stored, as JSON."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""The dtype code and shape of each tensor, by name."""
+"""Tensor name -> (dtype code, shape)."""
 
 
 @dataclass(frozen=True)
@@ -454,8 +453,8 @@ class FileLayout:
     ----------
     files : name of a safetensors file -> header
     texts : name of a text file -> contents
-    note : description of the run that writes the files (contents of `NOTE_FILE_NAME`). No checksum covers it, so it may
-        differ between otherwise equal checkpoints
+    note : contents of `NOTE_FILE_NAME`, which describes the run that writes the files; no checksum covers it, because
+        it may differ between otherwise equal checkpoints
     """
 
     files: dict[str, FileHeader]
@@ -468,7 +467,8 @@ class FileLayout:
         return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
     def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
-        """Yield (file name, tensor name, entry). Arrays of checksums have one element per tensor, in this order."""
+        """Yield (file name, tensor name, entry) for each tensor. Arrays of checksums have one element per tensor, in
+        this order."""
         for file, contents in self.files.items():
             for name, entry in contents.tensors.items():
                 yield file, name, entry
@@ -477,10 +477,10 @@ class FileLayout:
 def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
     """Return the layout of the files of a checkpoint.
 
-    `weights` holds the tensors of the model, in the order in which they are split into files. `slots` (optimizer
-    tensors) and `state` (a `RunScalars` as JSON) go into another file (`STATE_FILE_NAME`), which is written only if
-    `state` is not None. `shard_bytes` is the maximum number of tensor bytes in one file of weights (a larger tensor
-    gets its own file); None: put all weights into one file."""
+    `weights` holds the tensors of the model, in the order in which they are distributed over files. `slots` (optimizer
+    tensors) and `state` (a `RunScalars` as JSON) go into a separate file (`STATE_FILE_NAME`), which is written only if
+    `state` is not None. `shard_bytes` is the maximum number of tensor bytes in one weights file (a larger tensor gets
+    a file of its own). If it is None, all weights go into one file."""
     groups = [weights] if shard_bytes is None else split_into_files(weights, shard_bytes)
     count = len(groups)
     numbered = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -493,8 +493,8 @@ def lay_out_files(weights: Tensors, slots: Tensors | None, state: str | None, sh
 
 
 def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
-    """Group consecutive tensors into files, so that each group has at most `max_bytes` bytes or consists of a single
-    tensor."""
+    """Group consecutive tensors into files, so that each file has at most `max_bytes` bytes of tensors or contains only
+    one tensor."""
     groups: list[Tensors] = [{}]
     left = max_bytes
     for name, (code, shape) in tensors.items():
@@ -508,7 +508,7 @@ def split_into_files(tensors: Tensors, max_bytes: int) -> list[Tensors]:
 
 
 def make_index_json(files: Mapping[str, FileHeader]) -> bytes:
-    """Return the index of several safetensors files as JSON bytes, in the format of Hugging Face."""
+    """Return an index of several safetensors files in the format used by Hugging Face, as JSON bytes."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}
     table = {"metadata": {"total_size": total}, "weight_map": weights}

@@ -1,5 +1,5 @@
 """Load checkpoints on any number of ranks. Everything is checked before the trainer is changed. Weights from other
-sources are matched to the model by name, and differences are reported."""
+sources are matched to the model by name, and tensors that have no match are reported."""
 
 from __future__ import annotations
 
@@ -72,15 +72,17 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool, count: ByteCounter) -> RunScalars:
     """Load the full training state from a checkpoint: weights, optimizer state and scalars. Return the scalars. If the
-    checkpoint does not fit or cannot be read, raise CheckpointError on all ranks before anything changes. Collective.
+    checkpoint does not fit the trainer or cannot be read, raise CheckpointError on all ranks before anything changes.
+    Collective.
 
     Parameters
     ----------
     state : train state to fill
     path : folder of the checkpoint
     loader : data loader whose position is restored with `load_state_dict`; None: ignore the saved position
-    convert : whether to accept weights and optimizer state of another dtype, and convert them
-    verify : whether to check the checksums of all bytes before anything is loaded
+    convert : whether to accept weights and optimizer state whose dtype differs from that in the trainer, and convert
+        them
+    verify : whether to check the checksums of all tensors before anything is loaded
     count : counter to which the bytes that this rank reads are added
     """
     world = state.placement.axes.world
@@ -125,8 +127,8 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool,
 
 
 def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> list[str]:
-    """Read all tensors on this rank, and return the names of the tensors whose checksum differs from that in the
-    manifest. `count` is a progress callback (done, total)."""
+    """Read all tensors on this rank, and return the names of those whose checksum differs from the one in the manifest.
+    `count` is a progress callback (done, total)."""
     assert source.manifest is not None
     return source.manifest.list_damaged_tensors(source.files, compute_partial_crcs(source, 0, 1, count).tolist())
 
@@ -134,8 +136,8 @@ def list_damaged_tensors(source: CheckpointSource, count: ProgressCallback) -> l
 def verify_checksums_on_all_ranks(
     world: Communicator, source: CheckpointSource, where: str, count: ByteCounter
 ) -> None:
-    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. Each rank
-    reads an equal number of bytes, which are added to `count`. Error messages begin with `where`. Collective."""
+    """Raise CheckpointError on all ranks unless the checksums of all tensors match the checkpoint's manifest. All ranks
+    read about the same number of bytes, and add it to `count`. Error messages begin with `where`. Collective."""
     parts: list[np.ndarray] = []
     compute = partial(compute_partial_crcs, source, world.rank, world.size, count=count)
     run_on_all_ranks(world, where, lambda: parts.append(compute()))
@@ -153,13 +155,12 @@ def verify_checksums_on_all_ranks(
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """Fill the arrays of the train state by calling `read`. This is the point at which loading begins to change the
-    trainer. Collective.
+    """Fill the arrays of the train state by calling `read(shards)`, which must fill the arrays of these shards. Loading
+    changes nothing in the trainer before this call. Collective.
 
-    `read` is a function that fills the arrays of the shards that are passed to it. `replicas` is explained in
-    `iterate_local_shards`."""
+    For `replicas`, see `iterate_local_shards`."""
     world = state.placement.axes.world
-    # wait, because other ranks may still be reading this rank's shared memory
+    # before any array changes, wait for ranks that may still be reading this rank's shared memory
     world.barrier(what=where).wait()
     run_on_all_ranks(world, where, lambda: read(iterate_local_shards(state, replicas)))
     state.invalidate_full_parameters()
@@ -206,16 +207,16 @@ def _format_slots(slots: tuple[str, ...]) -> str:
 
 def _require_same_tensors(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
     """Raise CheckpointError unless the tensors of the checkpoint (`found`) are exactly those in `wanted`, with the same
-    shapes and dtypes. With `convert`, float dtypes may differ. Error messages begin with `where`."""
+    shapes and dtypes. If `convert` is true, float dtypes may differ. Error messages begin with `where`."""
     _require_no_names(where, "missing", wanted.keys() - found.keys())
     _require_no_names(where, "not in the model", found.keys() - wanted.keys())
     require_shapes_and_dtypes(wanted, found, where, convert)
 
 
 def require_shapes_and_dtypes(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
-    """Raise CheckpointError unless the tensors in `found` have the shapes and dtypes given in `wanted`. With
-    `convert`, float dtypes may differ. `found` must have all names in `wanted`. `remedy` is advice that is appended to
-    the error about a wrong shape."""
+    """Raise CheckpointError unless the tensors in `found` have the shapes and dtypes given in `wanted`. If `convert` is
+    true, float dtypes may differ. `found` must have all names in `wanted`. `remedy` is advice that is appended to
+    error messages about wrong shapes."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
     _require_no_names(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
@@ -241,20 +242,20 @@ def format_first_names(names: Sequence[str]) -> str:
 RENAME_HINT = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
 
 LEAVE_OUT_HINT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
-"""Advice in errors if the source may have tensors that the model lacks (strict=False)."""
+"""Advice in error messages if strict=False, that is, if the source may have tensors that the model lacks."""
 
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """Names of the tensors that were and were not loaded; `print` shows them.
+    """Names of the tensors that were loaded, and of those that were not. `print(report)` lists them.
 
     Parameters
     ----------
     taken : parameters and statistics of the model that were loaded
-    missing : parameters and statistics of the model that the source lacks; they are unchanged
+    missing : parameters and statistics of the model that the source lacks; they keep their previous values
     extra : tensors of the source that the model lacks; they were ignored
     renamed : dict from name in the source to name in the model, for tensors whose names differ
-    unused : tensors of the source that are known to be useless here, such as `num_batches_tracked` of PyTorch's
+    unused : tensors of the source that the model is known not to need, such as `num_batches_tracked` of PyTorch's
         BatchNorm
     """
 
@@ -281,7 +282,8 @@ class WeightsSource:
     ----------
     where : name of the source, for error messages
     tensors : tensor name -> (dtype code, shape)
-    read : function (shards, array module) that fills shards; their names are those of the source
+    read : function (shards, array module) that fills the arrays of shards; the names of the shards must be names of
+        tensors in the source
     verify_checksums_on_all_ranks : collective function that raises CheckpointError if checksums do not match; it does
         nothing if the source has no checksums
     """
@@ -303,8 +305,8 @@ def load_parameters(
     count: ByteCounter | None = None,
 ) -> WeightsReport:
     """Load only weights: from a checkpoint, from safetensors files, or from a dict of full arrays that is the same on
-    all ranks. Return a report. If the weights do not fit or cannot be read, raise CheckpointError on all ranks before
-    anything changes. Collective.
+    all ranks. Return a report. If the weights do not fit the model or cannot be read, raise CheckpointError on all
+    ranks before anything changes. Collective.
 
     Parameters
     ----------
@@ -313,7 +315,7 @@ def load_parameters(
     call : name of the public method, for error messages
     strict : whether to raise an error if a parameter is missing, or if the source has a tensor that the model lacks
     rename : dict from a name pattern in the source to the name in the model; see `_RenameRules`
-    convert : whether to accept weights of another dtype, and convert them
+    convert : whether to accept weights whose dtype differs from that in the trainer, and convert them
     count : counter to which the bytes that this rank reads from files are added
     """
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
@@ -358,10 +360,10 @@ def _open_file_source(world: Communicator, call: str, given: Any, options: str, 
 
 
 def _open_dict_source(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> WeightsSource:
-    """Wrap a dict of full arrays as a source of weights. Raise CheckpointError on all ranks unless all ranks pass the
-    same arrays and the same `options` (the other arguments of the call, as text).
+    """Wrap a dict of full arrays as a source of weights. Raise CheckpointError on all ranks unless they all pass the
+    same arrays and the same `options` (the other arguments of the call, as text). Collective.
 
-    Ranks compare two CRC-32s: one of names, shapes and dtypes, and one of the contents. Collective."""
+    Ranks compare two CRC-32 values: one of the names, shapes and dtypes, and one of the array contents."""
     arrays: dict[str, np.ndarray] = {}
     tensors: Tensors = {}
 
@@ -396,8 +398,8 @@ def _to_host_array(name: Any, value: Any) -> np.ndarray:
 def _match_names(
     placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
 ) -> tuple[dict[str, str], WeightsReport]:
-    """Match the tensor names of a source (`theirs`) to the parameters of the model. Return a dict from the name in the
-    model to the name in the source, and a report.
+    """Match the tensor names of a source (`theirs`) to the parameters of the model. Return a report, and before it a
+    dict that maps names in the model to names in the source.
 
     The source may store a tied parameter under any of its names."""
     layout, known, rules = placement.layout, _map_known_aliases(placement), _RenameRules(rename)
@@ -427,8 +429,8 @@ def _match_names(
 
 
 class _RenameRules:
-    """Rules that rename tensors by pattern. Each * in a pattern matches any text, which is inserted for the
-    corresponding * of the new name."""
+    """Rules that rename tensors by pattern. Each * in a pattern matches any text, and this text replaces the
+    corresponding * in the new name."""
 
     def __init__(self, rename: Mapping[str, str]) -> None:
         self._rules: list[tuple[str, re.Pattern[str], str]] = []
@@ -439,7 +441,7 @@ class _RenameRules:
         self._unused_patterns, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
-        """Rename `name` by the first pattern that matches it. If no pattern matches, return `name` unchanged."""
+        """Return `name`, renamed using the first pattern that matches it, or unchanged if none does."""
         self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
@@ -455,8 +457,8 @@ class _RenameRules:
 
 
 def _map_known_aliases(placement: Placement) -> dict[str, str | None]:
-    """Return a dict from the names that other libraries use for parameters of this model to their names in this model.
-    A tensor that the model does not need is mapped to None."""
+    """Return a dict that maps names that other libraries use for parameters to the names in this model. A tensor that
+    the model does not need is mapped to None."""
     return dict(pair for node in placement.model.nodes for pair in _iterate_aliases(node.path, node.layer))
 
 
@@ -468,8 +470,8 @@ def _iterate_aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]
 
 
 def _require_complete_match(state: TrainState, report: WeightsReport, where: str, call: str) -> None:
-    """Raise CheckpointError if the source lacks a parameter of the model, or has a tensor that the model lacks.
-    Running statistics may be missing. The error names the source by `where` and the public method by `call`."""
+    """Raise CheckpointError if the source lacks a parameter of the model, or has a tensor that the model lacks. Running
+    statistics may be missing. Error messages begin with `where`."""
     missing = [name for name in report.missing if name not in state.placement.layout.statistic_specs]
     problems = (("missing", missing), ("not in the model", report.extra))
     texts = [f"{what}: {format_first_names(sorted(names))}" for what, names in problems if names]

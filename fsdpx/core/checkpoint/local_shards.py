@@ -1,4 +1,4 @@
-"""The shards of tensors that a rank saves and loads. Among them are the arrays that compression codecs keep between
+"""The tensor shards that a rank saves and loads. They include shards of the arrays that compression codecs keep between
 steps ("codec memory"), such as error-feedback residuals."""
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ __all__ = [
 ]  # fmt: skip
 
 BLOCK_BYTES = 4 << 20
-"""Number of bytes that are read or written at a time. Saving and loading need a few blocks of this size as extra
-memory."""
+"""Number of bytes that are read or written at a time. Saving and loading need extra memory for a few blocks of this
+size."""
 
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """A block of consecutive elements of this rank's shard. `runs` are the ranges of the full flat tensor to which
-    these elements belong."""
+    """A block of consecutive elements of this rank's shard. `runs` are the positions of these elements in the full flat
+    tensor, as ranges [start, stop)."""
 
     array: Any
     runs: tuple[Interval, ...]
 
 
 class ByteCounter:
-    """Counts the bytes of tensors that a rank writes to files in a save, or reads from files in a load. Reads include
-    bytes for verification and the gaps between the ranges of its shards."""
+    """Counts the tensor bytes that a rank writes to files during a save, or reads from files during a load. Bytes that
+    are read only for verification count too, as do bytes between the ranges of the rank's shards."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def iterate_and_count(self, parts: Iterable[LocalShard]) -> Iterator[LocalShard]:
-        """Yield the shards in `parts` unchanged, and add the bytes of each to `nbytes`."""
+        """Yield the shards in `parts` unchanged, and add the size of each to `nbytes`."""
         for part in parts:
             self.nbytes += int(part.array.size) * int(part.array.dtype.itemsize)
             yield part
@@ -70,10 +70,10 @@ class LocalShard:
     ----------
     name : name of the tensor
     array : flat array of n elements
-    start : `array` holds elements [start, start + n) of this tensor rank's part of the tensor
+    start : `array` holds elements [start, start + n) of the part of the tensor that this tensor rank owns
     spec : specification of the full tensor
-    rank, width : this rank's index on the tensor axis, and the number of tensor ranks; 0 and 1 if the tensor axis does
-        not shard the tensor
+    rank, width : this rank's index on the tensor axis, and the number of tensor ranks; 0 and 1 if the tensor is not
+        sharded over the tensor axis
     """
 
     name: str
@@ -112,17 +112,17 @@ class TensorPiece(Protocol):
 
 
 def iterate_blocks(piece: TensorPiece, itemsize: int) -> Iterator[ShardBlock]:
-    """Yield consecutive blocks that have at most `BLOCK_BYTES` bytes in memory and also in the file. `itemsize` is the
+    """Yield consecutive blocks, each of at most `BLOCK_BYTES` bytes both in memory and in the file. `itemsize` is the
     number of bytes per element in the file."""
     return piece.iterate_blocks(BLOCK_BYTES // max(itemsize, piece.array.dtype.itemsize))
 
 
 def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iterator[LocalShard]:
-    """Yield all shards of the training state on this rank. Arrays of compression codecs are not included, because they
-    differ between ranks (see `iterate_codec_memory`).
+    """Yield all shards of the training state on this rank, except arrays of compression codecs (for these, see
+    `iterate_codec_memory`).
 
     If each replica has its own state, `replicas` is the number of replicas whose state is in the checkpoint. Replica r
-    of this run then takes the state of replica r modulo `replicas`."""
+    of this run then loads the state of replica r modulo `replicas`."""
     for row, array in state.ledger.iterate_saved_rows():
         if row.key.kind != "memory":
             yield from _iterate_shards_of_row(state.placement, row, array, replicas=replicas)
@@ -131,10 +131,10 @@ def iterate_local_shards(state: TrainState, replicas: int | None = None) -> Iter
 def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
     """Yield the shards that this rank writes. Each element of each tensor is written by exactly one rank.
 
-    If replicas have equal states, each writes an equal part; otherwise each writes its own state. Parameters that the
-    tensor axis does not shard are written by the first tensor rank only, because other tensor ranks may divide them
-    into shards at other elements. A tied parameter is written by the ranks that hold its first copy, and running
-    statistics by one of the ranks that update them."""
+    If all replicas have the same state, each writes an equal part of it; otherwise each writes its own state. A
+    parameter that is not sharded over the tensor axis is written by the first tensor rank only, because the boundaries
+    of its shards may differ between tensor ranks. A tied parameter is written by the ranks that hold its first copy,
+    and running statistics are written by one of the ranks that update them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.iterate_saved_rows():
@@ -150,8 +150,8 @@ def iterate_shards_to_write(state: TrainState) -> Iterator[LocalShard]:
 def _iterate_shards_of_row(
     placement: Placement, row: LedgerRow, array: Any, replicas: int | None = None
 ) -> Iterator[LocalShard]:
-    """Yield the shards in one array of the ledger (table of a rank's arrays). The array holds either the parameters of
-    a page (flat buffer), or a single tensor that is in no page."""
+    """Yield the shards in one array of the ledger (table of a rank's arrays). The array holds either a shard of a page
+    (flat buffer of parameters), or a single tensor that does not belong to a page."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield LocalShard(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
@@ -176,7 +176,7 @@ class CodecMemoryName(NamedTuple):
     memory : the codec's name for the array
     rank_number : index of the rank among all ranks that have such an array; if all ranks along the axis have the same
         array, they form one group, and this is the index of the group among all groups
-    tensor : name of the parameter; if the array does not have one element per parameter element, name of the page
+    tensor : name of the parameter, or name of the page if the array does not have one element per parameter element
     """
 
     axis: str
@@ -189,15 +189,15 @@ class CodecMemoryName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> CodecMemoryName | None:
-        """Parse the checkpoint name of a tensor. Return None if the tensor does not belong to a codec."""
+        """Parse a tensor name from a checkpoint. Return None if the tensor does not belong to a codec."""
         match = CODEC_NAME_PATTERN.fullmatch(text)
         return None if match is None else cls(match[1], match[2], int(match[3]), match[4])
 
 
 @dataclass(frozen=True)
 class SavedPart:
-    """This rank's part of an array that a compression codec keeps. `writes` says whether this rank writes the part to
-    checkpoints; it is False if another rank writes the same values."""
+    """This rank's part of an array that a compression codec keeps between steps. `writes` is False if another rank
+    writes the same values to checkpoints, and True if this rank must write them."""
 
     name: CodecMemoryName
     held: LocalShard
@@ -205,21 +205,21 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps the key of a ledger row
-    to an array that replaces the one in the ledger."""
+    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps keys of ledger rows to
+    arrays that are used in place of those in the ledger."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
 def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
-    """Yield the shards of codec arrays that this rank writes. If several ranks have the same array, the first of them
-    writes it."""
+    """Yield the shards of codec arrays that this rank writes. An array that several ranks share is written by the first
+    of them."""
     return (part.held for one in _iterate_codec_rows(state, {}) for part in one.iterate_saved_parts() if part.writes)
 
 
 def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """Yield the shards to read from a checkpoint for this rank's codec arrays, as (shard, target). `target` is the
-    array to which the shard must be added after it was read, or None if it is read directly into its final array.
-    Arrays that the checkpoint lacks are set to zero.
+    """Yield, as (shard, target), the shards that must be read from a checkpoint to fill this rank's codec arrays.
+    `target` is the array to which the caller must add the shard after reading it, or None if the shard is read directly
+    into its final array. Arrays that the checkpoint lacks are set to zero.
 
     `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
     ignored."""
@@ -240,8 +240,8 @@ def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[
 
 
 def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
-    """Yield the shards to read. The caller must fill each shard before it asks for the next one; the shard is then
-    added to its target array, if it has one."""
+    """Yield the shards to read. The caller must fill each shard before it asks for the next one. A shard that has a
+    target array is then added to that array."""
     for piece, target in arriving:
         yield piece
         if target is not None:
@@ -256,7 +256,7 @@ def _iterate_codec_rows(state: TrainState, instead: Mapping[LedgerKey, Any]) -> 
 
 @dataclass(frozen=True)
 class CodecMemory:
-    """An array of the ledger that a compression codec keeps between steps, such as an error-feedback residual."""
+    """A ledger array that a compression codec keeps between steps, such as an error-feedback residual."""
 
     placement: Placement
     row: LedgerRow
@@ -293,9 +293,9 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def find_saved_summands(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
-        """Return the names of the saved tensors that must be added to get `part`; usually there is only one. `names`
-        holds the saved tensors that belong to the same codec array and the same parameter (or page) as `part`, and
-        have its shape."""
+        """Return the names of the saved tensors whose sum is `part`; usually there is only one. `names` holds the saved
+        tensors that belong to the same codec array and the same parameter (or page) as `part` and have the same shape
+        as its full tensor."""
         if not self.is_summed:
             return [part.name] if part.name in names else list(names[:1])
         place, name = self.placement, part.name
@@ -311,11 +311,11 @@ class CodecMemory:
         return axis, memory
 
     def _get_saved_index_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """Return the index of the saved tensor that this rank uses for a parameter, and how many saved tensors there
-        are for that parameter.
+        """Return the index of the saved tensor that this rank uses for a parameter, and the number of saved tensors
+        for that parameter.
 
-        For an unsharded parameter, tensor ranks share one saved tensor, unless each tensor rank computes only a
-        summand of the gradient. In that case each tensor rank has its own saved tensor."""
+        If the parameter is not sharded over the tensor axis, all tensor ranks share one saved tensor. If, however, each
+        of them computes only a partial sum of its gradient, each has its own saved tensor."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

@@ -15,10 +15,11 @@ __all__ = ["find_newest_checkpoint"]
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the path of the newest complete checkpoint in a folder, to pass to `load`; None if there is none.
+    """Return the path of the newest complete checkpoint in a folder, or None if there is none. The path can be passed
+    to `load`.
 
-    The newest checkpoint is the one with the largest numbers in its name. If numbers are equal or absent, it is the
-    one written last. A checkpoint is complete if its manifest is intact and each of its files exists with the right
+    The newest checkpoint is the one with the largest numbers in its name. If names have equal numbers or none, it is
+    the one written last. A checkpoint is complete if its manifest is intact and all its files exist and have the right
     size. An incomplete checkpoint is skipped with a warning. A checkpoint that has only weights is skipped silently."""
     entries = folder.iterdir() if folder.exists() else ()
     names = {name for path in entries if (name := resolve_checkpoint_name(path.name))}
@@ -29,7 +30,7 @@ def find_newest_checkpoint(folder: Path) -> Path | None:
 
 
 def _get_recency_key(name: str, folder: Path) -> tuple[tuple[int, ...], int]:
-    """Return a sort key that is larger for newer checkpoints: first the numbers in `name`, then the time of writing."""
+    """Return a sort key that is larger for newer checkpoints: (numbers in `name`, time of writing)."""
     return tuple(map(int, re.findall("[0-9]+", name))), (folder / MANIFEST_NAME).stat().st_mtime_ns
 
 
