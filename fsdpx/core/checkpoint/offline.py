@@ -51,7 +51,7 @@ class TensorDifference:
 
     Attributes
     ----------
-    what : the difference as text
+    what : description of the difference
     largest : largest absolute difference of corresponding elements; nan if an element is NaN in only one of the
         tensors; None if the tensors cannot be compared
     """
@@ -62,27 +62,28 @@ class TensorDifference:
 
 
 def open_checkpoint_source(path: Path) -> CheckpointSource:
-    """Open a checkpoint with its training state, or safetensors files from elsewhere, which have only weights. Check
-    the headers of all files."""
+    """Open a checkpoint (weights and training state) or safetensors files from elsewhere (only weights). Check the
+    headers of all files."""
     source = open_weights(path)
     return source if source.manifest is None else open_checkpoint(path)
 
 
 def read_state_text(source: CheckpointSource) -> str | None:
-    """Return the scalar training state (steps, seed, ...) of a checkpoint as JSON; None if there are only weights."""
+    """Return the scalar training state (steps, seed, ...) of a checkpoint as JSON, or None if there are only
+    weights."""
     return source.files[STATE_FILE_NAME].metadata.get(STATE_KEY) if STATE_FILE_NAME in source.files else None
 
 
 def read_state(source: CheckpointSource) -> dict[str, Any]:
-    """Return the scalar training state as a dict of the fields of `RunScalars`; empty if there are only weights. Raise
-    CheckpointError if the state cannot be parsed."""
+    """Return the scalar training state as a dict of the fields of `RunScalars`, or an empty dict if there are only
+    weights. Raise CheckpointError if the state cannot be parsed."""
     text = read_state_text(source)
     return {} if text is None else vars(RunScalars.parse(text, str(source.folder / STATE_FILE_NAME)))
 
 
 def open_and_list_damaged_tensors(path: Path) -> tuple[CheckpointSource, list[str]]:
-    """Open a checkpoint or other safetensors files. Return the opened files, and the names of the tensors whose
-    checksums do not match. Files without a manifest have no checksums; the list is then empty."""
+    """Open a checkpoint or other safetensors files. Return the opened files, and a list of the names of the tensors
+    whose checksums do not match. The list is empty for files without a manifest, because they have no checksums."""
     source = open_checkpoint_source(path)
     if source.manifest is None:
         return source, []
@@ -114,12 +115,13 @@ def compare_sources(a: CheckpointSource, b: CheckpointSource) -> Iterator[Tensor
 
 
 def convert_weights(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
-    """Write the weights of `source` into the folder `target` with another dtype or file size. Return the layout of the
-    new files.
+    """Write the weights in `source` into the folder `target`, with another dtype or other file sizes. Return the layout
+    of the new files.
 
-    Optimizer state and scalars of a checkpoint are copied unchanged. `dtype` is the name of the new dtype; None: keep
-    it. `shard_bytes` is the maximum number of bytes of one file; None: one file. Raise CheckpointError if a checksum
-    of the source does not match, or if `target` is the source itself, because the original weights would be lost."""
+    Optimizer state and scalars of a checkpoint are copied unchanged. `dtype` is the name of the new dtype; None keeps
+    the old one. `shard_bytes` is the maximum number of bytes per weights file; None means one file. Raise
+    CheckpointError if a checksum of the source does not match. Also raise it if `target` is the source itself, because
+    the original weights would be lost."""
     verified, wrong = open_and_list_damaged_tensors(source)
     if target.exists() and any(
         os.path.samefile(target, place) for place in (source, verified.folder) if place.exists()
@@ -158,7 +160,7 @@ def _iterate_shards(source: CheckpointSource, count: ProgressCallback) -> Iterat
 
 
 def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
-    """Return a tensor as a flat memory-mapped array, which is read from disk only where it is accessed."""
+    """Return a tensor as a flat memory-mapped array. Only elements that are accessed are read from disk."""
     file, entry = source.locations[name]
     dtype = code_to_dtype(entry.code)
     if entry.elements == 0:
@@ -168,8 +170,8 @@ def _memory_map_tensor(source: CheckpointSource, name: str) -> np.ndarray:
 
 
 def _compute_largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest absolute difference of corresponding elements, computed in float64. Two NaNs count as equal.
-    If an element is NaN in only one of the arrays, return nan."""
+    """Return the largest absolute difference between corresponding elements, computed in float64. Two NaNs count as
+    equal. If an element is NaN in only one of the arrays, return nan."""
     largest = 0.0
     for x, y in _iterate_block_pairs(a, b):
         x64, y64 = x.astype(np.float64), y.astype(np.float64)

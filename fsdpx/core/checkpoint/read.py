@@ -58,13 +58,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The opened safetensors files of a folder, with checked headers.
+    """Safetensors files in a folder, whose headers have been read and checked.
 
     Attributes
     ----------
     folder : the folder
     files : file name -> header
-    manifest : list of files with sizes and checksums; None if the files are not a checkpoint of fsdpx
+    manifest : list of files with sizes and checksums; None if the files were not written by fsdpx as a checkpoint
     """
 
     folder: Path
@@ -78,18 +78,19 @@ class CheckpointSource:
 
     @property
     def tensors(self) -> Tensors:
-        """Tensor name -> (dtype code, shape), in the order of the files."""
+        """Tensor name -> (dtype code, shape), in the order in which the tensors are stored."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def select_state_or_weights(self, state: bool) -> CheckpointSource:
-        """Return a source with only the training state (`state=True`) or only the weights (`state=False`)."""
+        """Return a source that has only the training state (`state=True`) or only the weights (`state=False`)."""
         return CheckpointSource(
             self.folder, {n: c for n, c in self.files.items() if (n == STATE_FILE_NAME) is state}, self.manifest
         )
 
 
 def open_checkpoint(path: Path) -> CheckpointSource:
-    """Open the checkpoint `path`. If a job was killed between the two renames of a commit, open the previous version.
+    """Open the checkpoint `path`. If a job was killed between the two renames of a commit, open the checkpoint's
+    previous version.
 
     Only headers and text files are read. Raise CheckpointError if there is no checkpoint, or if its files do not match
     its manifest."""
@@ -120,8 +121,8 @@ def open_checkpoint(path: Path) -> CheckpointSource:
 
 
 def open_weights(path: Path) -> CheckpointSource:
-    """Open the weights at `path`: a checkpoint, a safetensors file, an index file that lists several of them, or a
-    folder with an index file or a `model.safetensors`.
+    """Open the weights at `path`: a checkpoint, a safetensors file, an index of several safetensors files, or a folder
+    that contains such an index or a `model.safetensors`.
 
     Raise CheckpointError if there are no weights, or if a header or the index is invalid."""
     folder = resolve_checkpoint(path)
@@ -162,8 +163,8 @@ def read_header(path: Path) -> FileHeader:
 
 
 def _open_indexed_files(path: Path) -> CheckpointSource:
-    """Open the safetensors files that an index file lists. Raise CheckpointError unless the files and the index have
-    exactly the same tensors."""
+    """Open the safetensors files that an index file lists. Raise CheckpointError unless the index lists exactly the
+    tensors that the files contain."""
     try:
         table = parse_json(_read_small_file(path))
         names = table["weight_map"]
@@ -205,15 +206,15 @@ def _read_small_file(path: Path) -> bytes:
 
 
 def _describe_nearest_folder(path: Path) -> str:
-    """Return a phrase to append to the error about a missing path. It names the newest checkpoint in the nearest
-    parent folder that exists, or else the contents of that folder."""
+    """Return a phrase to append to the error message about a missing path. It names the newest checkpoint in the
+    nearest parent folder that exists or, if there is none, lists that folder's contents."""
     folder = next(folder for folder in path.absolute().parents if folder.is_dir())
     return _describe_newest_checkpoint(folder) or f"; in {folder} there is {_join_file_names(folder)}"
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return a phrase that names the newest checkpoint in a folder, to append to an error. Return "" if there is no
-    checkpoint, or if its name has no number."""
+    """Return a phrase to append to an error message, which names the newest checkpoint in a folder. Return "" if there
+    is no checkpoint, or if the name of the newest one contains no number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -228,8 +229,8 @@ def _join_file_names(folder: Path) -> str:
 
 
 def _describe_file_of_other_format(folder: Path) -> str:
-    """Return a phrase that describes the first file of another known format in a folder, to append to an error. Return
-    "" if there is no such file."""
+    """Return a phrase to append to an error message, which describes the first file in a folder that has another known
+    format. Return "" if there is no such file."""
     for path in sorted(folder.iterdir()):
         if path.is_file():
             with open_regular_file(path) as fd:
@@ -239,16 +240,16 @@ def _describe_file_of_other_format(folder: Path) -> str:
 
 
 MAX_GAP_FACTOR = 8
-"""Several runs are read in one operation, together with the gaps between them, if the full range is at most this many
-times as long as the runs alone."""
+"""Several runs (ranges of elements in a file) are read in one operation, together with the gaps between them, if the
+full range is at most this many times as long as the runs alone."""
 
 
 def iterate_byte_ranges_of_rank(sizes: Sequence[int], rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Split the bytes of all tensors evenly over the ranks, and yield this rank's byte ranges as (index of the tensor,
-    first byte, number of bytes).
+    """Split the bytes of all tensors evenly among `ranks` ranks, and yield the byte ranges of rank `rank` as (index of
+    the tensor, first byte, number of bytes).
 
-    `sizes` holds the number of bytes of each tensor. A range has at most `BLOCK_BYTES` bytes, so that it can be read
-    at once."""
+    `sizes` holds the number of bytes of each tensor. No range is longer than `BLOCK_BYTES`, so that each can be read
+    in one operation."""
     ends = np.cumsum([0, *sizes]).tolist()
     everything = [ElementRange(a, b) for a, b in zip(ends, ends[1:], strict=False)]
     own_range = ElementRange(ends[-1] * rank // ranks, ends[-1] * (rank + 1) // ranks)
@@ -264,11 +265,11 @@ def compute_partial_crcs(
     progress: ProgressCallback = lambda done, total: None,
     count: ByteCounter | None = None,
 ) -> np.ndarray:
-    """Read this rank's part of all bytes, and return its contribution to the CRC-32 of each tensor.
+    """Read this rank's share of the bytes of all tensors, and return what it contributes to the CRC-32 of each tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
-    all ranks is what `compute_crc_from_xor` needs. `progress` is a callback (done, total); the bytes that are read are
-    added to `count`."""
+    all ranks is the input of `compute_crc_from_xor`. `progress` is a callback (done, total). The number of bytes read
+    is added to `count`."""
     tensors = list(FileLayout(source.files).iterate_tensors())
     totals: dict[int, PartialCrc] = defaultdict(PartialCrc)
     buffer = memoryview(bytearray(BLOCK_BYTES))
@@ -277,7 +278,7 @@ def compute_partial_crcs(
         for done, (number, first, size) in enumerate(ranges):
             progress(done, len(ranges))
             (file, _, entry), part = tensors[number], buffer[:size]
-            # let the system read the next block while the CRC of this block is computed
+            # ask the operating system to read the next blocks while the CRC of this block is computed
             advise_read_ahead(files[file], entry.start + first + size, 2 * BLOCK_BYTES)
             files.read_at(file, part, entry.start + first)
             totals[number].add_bytes(first, part)
@@ -286,8 +287,8 @@ def compute_partial_crcs(
 
 
 def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple[ShardBlock, Iterator[list[Interval]]]]:
-    """Yield (block, groups of runs) for each block of a shard. A run is a range of elements in the file; all runs of a
-    group are read in one operation, together with the gaps between them."""
+    """Yield (block, groups of runs) for each block of a shard. A run is a range of elements in the file. All runs in
+    one group are read in one operation, together with the gaps between them."""
     for block in iterate_blocks(piece, entry.itemsize):
         yield block, coalesce_runs(block.runs, BLOCK_BYTES // entry.itemsize, MAX_GAP_FACTOR)
 
@@ -295,8 +296,8 @@ def iterate_block_reads(piece: LocalShard, entry: TensorEntry) -> Iterator[tuple
 def read_shards(
     source: CheckpointSource, pieces: Iterable[LocalShard], xp: Any, count: ByteCounter | None = None
 ) -> None:
-    """Fill each shard in `pieces` from the tensor of the same name, converted to the dtype of the shard's array. `xp`
-    is the array module of the shards. The bytes that are read are added to `count`."""
+    """Fill each shard in `pieces` with elements of the tensor of the same name, converted to the dtype of the shard's
+    array. `xp` is the array module of the shards. The number of bytes read is added to `count`."""
     with SourceFiles(source, count) as files:
         for piece in pieces:
             file, entry = source.locations[piece.name]
@@ -312,8 +313,8 @@ def read_shards(
 
 
 def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval]) -> np.ndarray:
-    """Read the elements in `runs`, which are (start, stop) ranges of a tensor, and return them concatenated in the
-    dtype of the file. Gaps between runs are not read."""
+    """Read the elements of a tensor that lie in `runs`, a series of (start, stop) ranges. Return them concatenated, in
+    the dtype of the file. Gaps between runs are not read."""
     file, entry = source.locations[name]
     chosen, dtype = list(runs), code_to_dtype(entry.code)
     host = np.empty(sum(stop - start for start, stop in chosen), dtype)
@@ -325,8 +326,8 @@ def read_elements(source: CheckpointSource, name: str, runs: Iterable[Interval])
 
 
 def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[LocalShard], xp: Any) -> None:
-    """Fill each shard in `pieces` from the full array of the same name, converted to the dtype of the shard's array.
-    `xp` is the array module of the shards."""
+    """Fill each shard in `pieces` with elements of the full array of the same name, converted to the dtype of the
+    shard's array. `xp` is the array module of the shards."""
     for piece in pieces:
         whole = arrays[piece.name].reshape(-1)
         for block in iterate_blocks(piece, whole.itemsize):
@@ -335,8 +336,8 @@ def fill_shards_from_arrays(arrays: Mapping[str, np.ndarray], pieces: Iterable[L
 
 
 def _get_read_buffer(array: Any, dtype: np.dtype) -> np.ndarray:
-    """Return a host array of dtype `dtype` into which a file can be read: `array` itself if it is contiguous and has
-    that dtype, otherwise a new array of the same size."""
+    """Return a NumPy array of dtype `dtype` into which a file can be read: `array` itself if it is a contiguous NumPy
+    array of that dtype, and otherwise a new array of the same size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     return np.empty(array.size, dtype)
@@ -361,8 +362,9 @@ def _read_runs_into(files: SourceFiles, file: str, entry: TensorEntry, runs: lis
 
 
 class SourceFiles(ExitStack):
-    """Context manager that holds the file descriptors of a checkpoint. Each file is opened on first use; this raises
-    CheckpointError if its size has changed since its header was read. `count` counts the bytes that are read."""
+    """Context manager that opens each file of a checkpoint on first use, and closes all of them at the end. Opening a
+    file raises CheckpointError if its size has changed since its header was read. The number of bytes read is added to
+    `count`."""
 
     def __init__(self, source: CheckpointSource, count: ByteCounter | None = None) -> None:
         super().__init__()
@@ -378,8 +380,8 @@ class SourceFiles(ExitStack):
         return self._open[name]
 
     def read_at(self, file: str, data: memoryview, offset: int) -> None:
-        """Fill `data` with the bytes of `file` from byte `offset` on. Raise CheckpointError if the file is too
-        short."""
+        """Fill `data` with bytes from `file`, starting at byte `offset` of the file. Raise CheckpointError if the file
+        is too short."""
         try:
             read_at(self[file], data, offset)
         except CheckpointError as error:

@@ -1,5 +1,5 @@
-"""Save checkpoints: the options of a save, the description of the run, the collective save, and the background save,
-in which each rank has a thread that writes while training continues."""
+"""Save checkpoints: the options of a save, the description of the run, the collective save, and the background save
+(each rank has a thread that writes while training continues)."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def make_run_description(placement: Placement) -> bytes:
 
 
 def read_run_description(source: CheckpointSource) -> bytes | None:
-    """Return the description of the run (file `NOTE_FILE_NAME`) from a checkpoint; None if `source` is not a
-    checkpoint or the file cannot be read."""
+    """Return the contents of `NOTE_FILE_NAME`, which describes the run that wrote a checkpoint. Return None if `source`
+    is not a checkpoint or if the file cannot be read."""
     if source.manifest is None:
         return None
     try:
@@ -125,8 +125,8 @@ def format_run_description(note: bytes | None) -> str:
 
 
 def _find_strategy_name(sharding: Sharding) -> str:
-    """Return the name of the strategy with this sharding, such as "fsdp". If there is none, return the sharding as
-    text."""
+    """Return the name of the strategy that has this sharding, such as "fsdp". If no strategy has it, return the
+    sharding as text."""
     ranks = (sharding.replica or 1) * (sharding.shard or 1)
     for name in (*PRESETS_BY_MEMORY, *PRESETS):
         if replace(sharding_of(PRESETS[name], ranks), prefetch=sharding.prefetch) == sharding:
@@ -135,7 +135,7 @@ def _find_strategy_name(sharding: Sharding) -> str:
 
 
 def _get_mpi_library_version() -> str | None:
-    """Return the first line of the MPI library's version text; None if this process has not loaded MPI."""
+    """Return the first line of the MPI library's version text, or None if this process has not loaded MPI."""
     loaded: Any = sys.modules.get("mpi4py.MPI")
     return None if loaded is None else " ".join(loaded.Get_library_version().strip("\0\n ").split("\n")[0].split())
 
@@ -149,10 +149,10 @@ class SaveChoices:
 
     Attributes
     ----------
-    dtype : dtype of the weights in the file; None: that of the trainer
-    shard_bytes : maximum bytes of one file of weights; None: one file
-    keep : number of numbered checkpoints to keep; None: all
-    keep_also : name of one more checkpoint to keep
+    dtype : dtype of the weights in the files; None: the same as in the trainer
+    shard_bytes : maximum number of bytes per weights file; None: one file
+    keep : how many checkpoints with numbered names to keep; None: all
+    keep_also : name of another checkpoint that is kept
     weights : "parameters", or "average" to save only the averaged weights, without training state
     """
 
@@ -180,9 +180,9 @@ class PreparedSave:
     Attributes
     ----------
     where : name of the call and path, for error messages
-    layout : the files of the checkpoint
-    folder : temporary folder into which ranks write
-    target : the locked target on rank 0; None on other ranks
+    layout : layout of the checkpoint's files
+    folder : temporary folder into which all ranks write
+    target : on rank 0, the folders and the lock of the checkpoint; None on other ranks
     """
 
     where: str
@@ -201,9 +201,9 @@ class PreparedSave:
         )
 
     def commit_and_prune(self, sums: np.ndarray) -> None:
-        """Commit the checkpoint and delete old ones. Only rank 0 calls this, after the data of all ranks are on disk.
+        """Commit the checkpoint and delete old ones. Only rank 0 calls this, once the data of all ranks are on disk.
 
-        `sums` is the xor of the partial CRCs of all ranks, as `gather_xor_of_checksums` returns it."""
+        `sums` is the xor of the partial CRCs of all ranks, as returned by `gather_xor_of_checksums`."""
         assert self.target is not None
         self.target.commit(self.layout, Manifest.from_layout(self.layout, sums.tolist()))
         if self.choices.keep is not None:
@@ -217,10 +217,10 @@ class PreparedSave:
 def save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None, count: ByteCounter
 ) -> None:
-    """Write the checkpoint `path`, and return when it is complete on disk. If that fails on any rank, all ranks raise
-    the same error. Collective.
+    """Write the checkpoint `path`, and return when it is complete on disk. If the save fails on any rank, all ranks
+    raise the same error. Collective.
 
-    `loader` and `fit` are explained in `collect_scalars`. The bytes that this rank writes are added to `count`."""
+    For `loader` and `fit`, see `collect_scalars`. The number of bytes that this rank writes is added to `count`."""
     world = state.placement.axes.world
     prepared = prepare_save(state, path, choices, loader, fit)
     try:
@@ -239,10 +239,10 @@ def save(
 def prepare_save(
     state: TrainState, path: Any, choices: SaveChoices, loader: Any, fit: Mapping[str, Any] | None
 ) -> PreparedSave:
-    """Check that path and options are the same on all ranks, and create the files of a checkpoint without writing
-    data. Collective.
+    """Check that all ranks pass the same path and options, and create the files of a checkpoint without writing data
+    to them. Collective.
 
-    Raise CheckpointError on all ranks if path or options differ, or if some rank cannot save."""
+    Raise CheckpointError on all ranks if paths or options differ between ranks, or if some rank cannot save."""
     world = state.placement.axes.world
     path = agree_on_path(world, "save", path, options=repr(choices))
     where, local = f"save to {path}", state.placement.sync_policy.gather_checkpoint_counters(state)
@@ -281,8 +281,8 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of a checkpoint's files; it is the same on every rank. `memory` maps names to shapes, for the
-    arrays that compression codecs keep on any rank."""
+    """Return the layout of a checkpoint's files, which is the same on all ranks. `memory` maps names to shapes for all
+    arrays that compression codecs keep between steps, including those on other ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {
         n: (dtype_to_code(get_state_dtype(placement, n)), s.shape) for n, s in list_saved_tensors(placement).items()
@@ -296,8 +296,8 @@ def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunSca
 
 
 def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray:
-    """On rank 0, return the elementwise xor of the uint64 arrays `sums` of all ranks. Other ranks get back their own
-    `sums`. Collective."""
+    """On rank 0, return the elementwise xor of the uint64 arrays `sums` of all ranks. On other ranks, return `sums`
+    unchanged. Collective."""
     if world.size == 1 or sums.size == 0:
         return sums
     everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
@@ -305,22 +305,23 @@ def gather_xor_of_checksums(world: Communicator, sums: np.ndarray) -> np.ndarray
     return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))
 
 
-POLL_SECONDS = 0.01  # how often rank 0 looks for the checksum files of other ranks
-GRACE_SECONDS = 10.0  # how long rank 0 waits for checksum files after the main program has ended
+POLL_SECONDS = 0.01  # time between two checks by rank 0 for the checksum files of other ranks
+GRACE_SECONDS = 10.0  # time for which rank 0 waits for checksum files after the main program has ended
 
 
 class BackgroundSave:
     """A save in which each rank has a thread that writes while training continues.
 
-    The constructor copies the shards that this rank writes, and starts the thread. The thread writes the copies, and
-    then a file with this rank's checksums in the temporary folder. Once the checksum files of all ranks exist, the
-    thread of rank 0 commits the checkpoint. The trainer need not be called for this."""
+    The constructor copies the shards that this rank must write, and starts the thread. The thread writes the copies
+    and then, on ranks other than 0, a file with the rank's checksums to the temporary folder. Once all these files
+    exist, rank 0's thread commits the checkpoint. No call of the trainer is needed for this."""
 
     def __init__(self, state: TrainState, prepared: PreparedSave, count: ByteCounter) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
         self._problem: str | None = None  # error message, if writing or committing has failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
-        # wait by a lock, not Thread.join: in Python 3.11, Ctrl-C during join marks a running thread as ended
+        # `abandon` and `wait` acquire this lock instead of calling Thread.join, because in Python 3.11 Ctrl-C during
+        # join marks a running thread as ended
         self._running = threading.Lock()
         try:
             pieces = count.iterate_and_count(prepared.iterate_shards(state))
@@ -341,7 +342,8 @@ class BackgroundSave:
             raise
 
     def abandon(self) -> None:
-        """Stop the save, for example because another rank has died. The previous checkpoint at this path is kept."""
+        """Stop the save, for example because another rank has died. The old checkpoint at this path is kept, if there
+        is one."""
         self._stopped.set()
         with self._running:
             self.prepared.abandon()
@@ -376,9 +378,9 @@ class BackgroundSave:
             prepared.commit_and_prune(total)
 
     def _wait_for_and_combine_checksums(self, sums: np.ndarray) -> np.ndarray | None:
-        """Wait for the checksum files of all ranks, and return the xor of their checksums with `sums`.
+        """Wait for the checksum files of all other ranks, and return the elementwise xor of `sums` and their checksums.
 
-        Return None if the save is abandoned, or if files are still missing `GRACE_SECONDS` after the main program has
+        Return None if the save is abandoned, or if a file is still missing `GRACE_SECONDS` after the main program has
         ended."""
         end = math.inf
         for rank in range(1, self.world.size):
@@ -396,7 +398,7 @@ class BackgroundSave:
 
 def _write_checksum_file(folder: Path, rank: int, sums: np.ndarray) -> None:
     """Write this rank's checksums to the file for which rank 0 waits. The file gets its final name only when it is
-    complete, so that rank 0 never reads a part of it."""
+    complete, so that rank 0 never reads an incomplete file."""
     place = _get_checksum_path(folder, rank)
     unseen: Any = place.with_name(place.name + "-unseen")
     unseen.touch()

@@ -1,5 +1,5 @@
-"""The scalar part of the training state, such as the number of steps, the loss scale, the seed and the position in the
-data. It is stored as JSON."""
+"""The scalar part of the training state, such as the number of steps, the loss scale, the seed, and the position in the
+data. Checkpoints store it as JSON."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class RunScalars:
     steps : number of updates
     rows : number of samples since the last update
     seed : seed of all random numbers, which depend only on the seed and on the position in training
-    scale, good, dynamic : loss scale, number of steps since it last changed, and whether it is dynamic
+    scale, good, dynamic : loss scale, number of steps since its last change, and whether it is dynamic
     slots : names of the optimizer's state arrays, such as "m"
     optimizer : name of the optimizer's class
-    data : `state_dict` of the data loader; None without a loader
-    fit : progress of the training loop `fit`; None without it
-    local : if replicas train independently, their progress since the last synchronization; otherwise None
+    data : `state_dict` of the data loader; None if there is no loader
+    fit : progress of the training loop `fit`; None if it is not used
+    local : in local training, the progress of the replicas since they were last synchronized; otherwise None
     missed : parameter name -> number of steps that did not update the parameter because it was frozen; None if every
         step updated all parameters
     """
@@ -68,12 +68,12 @@ class RunScalars:
         return None if self.local is None else len(self.local["weights"])
 
     def to_json(self) -> str:
-        """Return the scalars as JSON. Raise CheckpointError if the loader's state has values that JSON cannot
+        """Return the scalars as JSON. Raise CheckpointError if the loader's state contains values that JSON cannot
         represent."""
         try:
             known = {n: value for n, value in vars(self).items() if value is not None or n not in ("local", "missed")}
             text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-            # encoding raises an error for text that is invalid in UTF-8, such as half of a surrogate pair
+            # `encode` raises an error for text that UTF-8 cannot represent, such as half of a surrogate pair
             return text.encode().decode()
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
@@ -96,7 +96,7 @@ def collect_scalars(
     """Collect the scalars of a train state.
 
     `loader` is an object with a method `state_dict`, or None. `fit` is the progress of the training loop, or None.
-    `local` is what `gather_checkpoint_counters` of the synchronization policy returned."""
+    `local` is the result of the synchronization policy's `gather_checkpoint_counters`."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return RunScalars(
         steps=state.steps,
@@ -115,8 +115,8 @@ def collect_scalars(
 
 
 def restore_scalars(state: TrainState, scalars: RunScalars) -> None:
-    """Set the counters and the seed of `state` to those of a checkpoint, and also the loss scale if it is dynamic. A
-    fixed loss scale stays unchanged."""
+    """Set the counters and the seed of `state` to the values in a checkpoint, and also the loss scale if it is dynamic
+    in the checkpoint. A fixed loss scale is not restored."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
     state.resume_from(scalars.steps, scalars.rows, scalars.seed, scale, scalars.local, scalars.missed)
 

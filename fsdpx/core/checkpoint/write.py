@@ -1,4 +1,4 @@
-"""Write checkpoints: the manifest with the checksums, and threads that write and flush shards."""
+"""Write checkpoints: the manifest, which contains the checksums, and the threads that write and flush shards."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ FORMAT_VERSION = 1
 OWN_FILE_PATTERN = re.compile(
     r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest|written)\.json"
 )
-"""Pattern of the names of the files that a checkpoint can have."""
+"""Pattern that matches the names of all files that a checkpoint can contain."""
 
 CHECKSUM_PREFIX = ".sums-"
-"""Prefix of the name of the file in the partial folder to which a rank writes its checksums (`BackgroundSave`). The
-number of the rank follows the prefix."""
+"""In a background save (`BackgroundSave`), each rank except rank 0 writes its checksums to a file in the temporary
+folder. The name of this file is the prefix, followed by the rank number."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The entry of a file in the manifest of a checkpoint.
+    """A file's entry in the manifest of a checkpoint.
 
     Attributes
     ----------
@@ -87,8 +87,8 @@ class Manifest:
 
     @classmethod
     def from_layout(cls, layout: FileLayout, sums: Sequence[int]) -> Manifest:
-        """Make the manifest of a checkpoint with these files. `sums` is the elementwise xor of the partial CRCs of all
-        ranks, in the order of `layout.iterate_tensors()`."""
+        """Make the manifest of a checkpoint that has these files. `sums` is the elementwise xor of the partial CRCs of
+        all ranks, in the order of `layout.iterate_tensors()`."""
         records = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in layout.files.items()}
         for (file, name, entry), value in zip(layout.iterate_tensors(), sums, strict=True):
             records[file].tensors[name] = format.compute_crc_from_xor(int(value), entry.nbytes)
@@ -96,7 +96,7 @@ class Manifest:
         return cls(records)
 
     def to_json(self) -> bytes:
-        """Return the manifest as canonical JSON, whose last entry is the CRC-32 of everything before it."""
+        """Return the manifest as canonical JSON. Its last entry is the CRC-32 of the JSON text of the other entries."""
         files = {
             name: {"bytes": r.size, "head": r.header_crc, "tensors": dict(sorted(r.tensors.items()))}
             for name, r in sorted(self.files.items())
@@ -168,11 +168,11 @@ Task = Callable[[], object]
 
 
 class Worker:
-    """A thread that runs one task at a time: `begin_task(task)` starts a task, and `wait_for_task()` waits for it and
-    raises its error. The thread lives as long as the `with` block.
+    """A thread that runs one task at a time. `begin_task(task)` starts a task; `wait_for_task()` waits until it ends,
+    and raises its error if it failed. Use a `Worker` in a `with` block, which starts and ends the thread.
 
-    It is used instead of an executor of `concurrent.futures`, because a background save may continue after the main
-    program has ended, and an executor then refuses tasks."""
+    An executor of `concurrent.futures` would not do, because it refuses tasks after the main program has ended, when a
+    background save may still be running."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -182,11 +182,11 @@ class Worker:
 
     @property
     def is_free(self) -> bool:
-        """True if no task is running, so that `begin_task` would return at once."""
+        """True if no task is running, so that `begin_task` would not have to wait."""
         return not self._begun or not self._ends.empty()
 
     def begin_task(self, task: Task) -> None:
-        """Wait for the previous task. If it failed, raise its error; otherwise start `task`."""
+        """Wait for the previous task to end. If it failed, raise its error; otherwise start `task`."""
         self.wait_for_task()
         self._begun = True
         self._tasks.put(task)
@@ -215,25 +215,25 @@ class Worker:
                 self._ends.put(None)
             except BaseException as error:
                 self._ends.put(error)
-            del task  # free the arrays that the task refers to
+            del task  # free the arrays that the task refers to, instead of keeping them until the next task
 
 
 FLUSH_BYTES = 64 << 20
-"""Written data are flushed to disk whenever this many bytes have been written, while more data are being written.
-Operating systems would begin to flush much later."""
+"""Data are flushed to disk each time this many bytes have been written, while writing continues. The operating system
+alone would begin to flush much later."""
 
 INLINE_WRITE_BYTES = 1 << 16
-"""Blocks of up to this many bytes are not written by a separate thread, because writing a block of that size and
-computing its CRC takes less time than waking a thread."""
+"""Blocks of at most this many bytes are not written by a separate thread, because waking the thread takes longer than
+writing such a block and computing its CRC."""
 
 
 def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
-    """Write the shards in `pieces` into the existing files of `layout` in `folder`, and flush them to disk. Return
-    this rank's contribution to the CRC-32 of each tensor as a uint64 array, in the order of
+    """Write the shards in `pieces` to the files of `layout`, which must already exist in `folder`, and flush them to
+    disk. Return this rank's contribution to the CRC-32 of each tensor as a uint64 array, in the order of
     `layout.iterate_tensors()`.
 
-    This needs two blocks of extra memory: while the CRC of a block is computed, one thread writes the block and
-    another flushes earlier blocks."""
+    This needs extra memory for two blocks. While this thread computes the CRC of a block, a second thread writes that
+    block and a third one flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
             f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"
@@ -262,14 +262,14 @@ def _sync_files(files: Iterable[int]) -> None:
 
 
 def _write_tensor_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
-    """Write a shard into an open file, and return its contribution to the CRC-32 of the tensor.
+    """Write a shard to an open file, and return its contribution to the CRC-32 of the tensor.
 
-    Each block is converted in one operation. Each run of elements that are consecutive in the file is written in one
-    operation."""
+    Each block of the shard is converted in one operation. Within a block, each run of elements that are consecutive in
+    the file is written in one operation."""
     total, size = PartialCrc(), entry.itemsize
     for block in iterate_blocks(piece, size):
         data, offset = _to_bytes(block.array, entry), 0
-        # do small writes in this thread, because switching threads would take longer
+        # this thread does small writes itself, because handing them to another thread would take longer
         aside = len(block.runs) == 1 and len(data) > INLINE_WRITE_BYTES
         for start, stop in block.runs:
             part = data[offset : offset + (stop - start) * size]

@@ -1,2 +1,2 @@
-"""The training state of one rank: placement, parameters, gradients and optimizer state, and a table of all its arrays.
-"""
+"""The training state of one rank: placement, parameters, gradients and optimizer state, and a table of the rank's
+arrays."""

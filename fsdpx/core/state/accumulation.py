@@ -1,9 +1,9 @@
-"""Gradient accumulation over microbatches and ranks: either in the order in which gradients arrive, or along a fixed
+"""Gradient accumulation over microbatches and ranks, either in the order in which gradients arrive, or along a fixed
 binary tree over chunks of the batch. The tree gives bitwise identical results on any number of ranks.
 
 The `Accumulation` of a placement decides everything that depends on this choice: how a batch is split, how many
-partial sums are alive at once, which buffers and transfers a gradient reduction needs, and whether sums may depend on
-how parameters are sharded."""
+partial sums are kept at the same time, which buffers and transfers a gradient reduction needs, and whether sums may
+depend on how parameters are sharded."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 
 MAX_MICROBATCHES = 1 << 16
-"""Largest number of microbatches or chunks. Programs grow with this number."""
+"""Largest allowed number of microbatches or chunks. The length of programs grows with this number."""
 
 
 def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
@@ -57,13 +57,13 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Adds gradients in the order in which they arrive: microbatches in the order in which they run, and ranks in
-    whatever order the collective adds them."""
+    """Adds gradients in the order in which they arrive: those of microbatches in the order in which the microbatches
+    run, and those of ranks in whatever order the collective adds them."""
 
     bitwise = False
-    """True if results must not depend on the number of ranks and on how pages are sharded."""
+    """True if results must not depend on the number of ranks or on how pages (flat parameter buffers) are sharded."""
     times = 1
-    """Number of partial gradients of a page that are alive at once."""
+    """Maximum number of partial gradients of a page that are kept at the same time."""
 
     def __init__(self, axes: MeshAxes) -> None:
         self.axes, self.ranks = axes, axes.data.size
@@ -72,12 +72,12 @@ class SequentialAccumulation:
         return "in order"
 
     def count_microbatches(self, wanted: int) -> int:
-        """Return the number of microbatches that each rank runs per step. `wanted` is the configured number."""
+        """Return the number of microbatches that each rank runs per step. `wanted` is the number in the options."""
         return wanted
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
-        """Return the index of the first sample of each microbatch of a rank, followed by the rank's number of samples.
-        `rows` holds the number of samples of each data rank."""
+        """Return the index of the first sample in each microbatch of a rank, followed by the rank's total number of
+        samples. `rows` holds the number of samples of each data rank."""
         return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
 
     def count_samples_of_largest_microbatch(self, rows: Sequence[int], microbatches: int) -> int:
@@ -91,7 +91,7 @@ class SequentialAccumulation:
         return True
 
     def estimate_sample_counts(self, rows: int) -> tuple[int, ...]:
-        """Estimate the number of samples of each data rank from this rank's number of samples."""
+        """Estimate the number of samples of each data rank, given this rank's number of samples `rows`."""
         return (rows,) * self.ranks
 
     def get_sample_indices_of_rank(self, rows: int, rank: int) -> range:
@@ -99,38 +99,37 @@ class SequentialAccumulation:
         return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
 
     def require_partial_batch_support(self, what: str, why: str) -> None:
-        """Raise ConfigError if ranks cannot train on less than a full global batch. The error begins with `what`, the
+        """Raise ConfigError if ranks cannot train on part of a global batch. The error message begins with `what`, the
         name of the call, and gives `why` as the reason."""
 
     def create_gradient(self, buffer: Any, split: Callable[[Any], list[Any]], keep_offset: bool) -> Gradient:
         """Return an empty gradient accumulator that stores its values in `buffer`. `split` is a function that divides
-        the buffer into one block for each partial sum, and `keep_offset` is explained in `FullGradient`."""
+        the buffer into one block for each partial sum. For `keep_offset`, see `FullGradient`."""
         return FullGradient(buffer, keep_offset)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Add `total`, the result of a reduce-scatter, to `part`, this rank's shard of the accumulated gradient, and
-        return `part`. If `total` and `part` are the same memory, nothing is added, because the collective has already
-        added the result."""
+        """Add `total` (the result of a reduce-scatter) to `part` (this rank's shard of the accumulated gradient), and
+        return `part`. If both are the same memory, add nothing, because the collective has already added its result."""
         if not has_same_address(total, part):
             part += total
         return part
 
     @property
     def needs_join(self) -> bool:
-        """True if gradient shards must also be summed over replicas, after all reduce-scatters of a step."""
+        """True if gradient shards must also be summed over replicas after all the reduce-scatters of a step."""
         return self.axes.replica.size > 1
 
     def start_all_reduce_over_replicas(self, part: Any, reduction: Reduction) -> TimedTransfer:
-        """Start to sum a gradient shard over the replica axis, in place."""
+        """Start an in-place all-reduce of a gradient shard over the replica axis."""
         handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # wait here: the scratch memory is reused as soon as this function returns
+            handle.wait()  # wait already here, because the scratch memory is reused as soon as this function returns
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of temporary memory for reducing the gradient of a page (flat parameter buffer). `kind`
-        says what the memory is for: "carry" for the codec of a reduce-scatter, "trade" for the partial sums of a
-        reduce-scatter, and "join" for an all-reduce over replicas."""
+        """Return how many bytes of temporary memory are needed to reduce the gradient of a page. `kind` is the purpose
+        of the memory: "carry" for the codec of a reduce-scatter, "trade" for partial sums in a reduce-scatter, and
+        "join" for an all-reduce over replicas."""
         if kind == "trade":
             return 0
         shard, replica = self.axes.shard.size, self.axes.replica.size
@@ -141,9 +140,9 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two lists of pairs (collective, bytes that this rank sends in it): one list for the reduce-scatter of
-        a gradient, and one for its all-reduce over replicas. `own` is the number of elements that this rank sums in
-        the all-reduce."""
+        """Return two series of pairs (collective, bytes that this rank sends in it). The first series reduce-scatters
+        the gradient of a page, and the second one all-reduces it over replicas. `own` is the number of elements that
+        this rank sums in the all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -153,8 +152,9 @@ class SequentialAccumulation:
 
 class TreeAccumulation:
     """Adds the gradients of equal chunks of the global batch along one binary tree over chunk numbers, so that results
-    are bitwise identical on any number of ranks. Each rank first adds its own chunks as far as the tree allows. It then
-    sends all its partial sums in one reduction, which takes fewer bytes than one reduction per chunk."""
+    are bitwise identical on any number of ranks. Each rank first adds the gradients of its own chunks, as far as the
+    tree allows. All its remaining partial sums are then part of one reduction, which sends fewer bytes than one
+    reduction per chunk would."""
 
     bitwise = True
 
@@ -216,7 +216,7 @@ class TreeAccumulation:
         return ChunkGradients(split(buffer), self.mine, self.total, self._nodes_of_shard_ranks)
 
     def add_reduced_sum(self, total: Any, part: Any) -> Any:
-        """Return the partial sums in `total` unchanged, because they are added only once all of them have arrived."""
+        """Return `total` unchanged. Its partial sums are added later, once all of them have arrived."""
         return total
 
     def start_all_reduce_over_replicas(self, part: PartialSums, reduction: Reduction) -> TimedTransfer:
@@ -225,8 +225,8 @@ class TreeAccumulation:
         return TimedTransfer(COMPLETED, lambda: total)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return the bytes of memory for the partial sums that this rank receives. Partial sums received over the
-        shard axis are kept until the exchange between replicas is complete."""
+        """Return how many bytes of memory are needed for the partial sums that this rank receives. Those received over
+        the shard axis are kept until the exchange between replicas is complete."""
         if kind != "trade":
             return 0
         own_elements = page.own_range.size
@@ -240,9 +240,9 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return the exchanges of partial sums, first over the shard axis and then over replicas, with the bytes that
-        this rank sends in each. There are as many exchanges as the rank with the most partial sums needs; other ranks
-        send nothing in the last ones."""
+        """Return two series of pairs (collective, bytes that this rank sends in it). The first series exchanges partial
+        sums over the shard axis, and the second one over replicas. The number of exchanges is the number that the rank
+        with the most partial sums needs; other ranks send nothing in the last exchanges."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))
@@ -254,14 +254,14 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank on this rank's shard axis, the tree nodes that together sum the rank's chunks (parts of the
-        batch)."""
+        """For each rank along this rank's shard axis, the tree nodes whose sums together make up the sum over that
+        rank's chunks."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the tree nodes that together sum the replica's chunks (parts of the batch)."""
+        """For each replica, the tree nodes whose sums together make up the sum over that replica's chunks."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
@@ -278,8 +278,8 @@ def make_accumulation(chunks: int | None, axes: MeshAxes) -> Accumulation:
 
 
 def choose_microbatch_count(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
-    """Return `wanted`, the number of microbatches per step that the user asked for, or a default: 4 per pipeline rank
-    in a pipeline without `reproducible_chunks`, and otherwise 1."""
+    """Return the number of microbatches per step: `wanted` if it is not None, and otherwise a default. The default is 4
+    per pipeline rank in a pipeline without `reproducible_chunks`, and 1 in all other cases."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width_of("pipe") == 1 or chunks is not None else 4 * mesh.width_of("pipe")
