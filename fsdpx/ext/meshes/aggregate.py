@@ -1,4 +1,4 @@
-"""Layers that gather node values to edges, return edge features, or aggregate edge values at nodes."""
+"""Layers that gather node values to edges, return edge features, or aggregate values at nodes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Aggregate", "AggregateSenders", "EdgeFeatures", "GatherNodes"]
 
 
 class GatherNodes(GraphLayer):
-    """Gathers to each edge the value of its sender or receiver: (samples, nodes, features) -> (samples, edges,
+    """Copies the value of its sender or receiver to each edge: (samples, nodes, features) -> (samples, edges,
     features).
 
     Parameters
     ----------
-    end : "sender" or "receiver"
+    end : which node of an edge is read, "sender" or "receiver"
     """
 
     gives = "edges"
@@ -51,12 +51,12 @@ class GatherNodes(GraphLayer):
 
 
 class EdgeFeatures(GraphLayer):
-    """Returns the edge features that the `Partition` was given or has computed from positions: (samples, nodes, n) ->
-    (samples, edges, features). Only the number of samples of the input is used.
+    """Returns the edge features of the `Partition`, including those computed from positions: (samples, nodes, n) ->
+    (samples, edges, features). Of the input, only the number of samples is used.
 
     Parameters
     ----------
-    features : expected number of features; a `Partition` with a different number raises an error
+    features : number of edge features; an error is raised if the `Partition` has a different number
     """
 
     gives = "edges"
@@ -82,17 +82,17 @@ class EdgeFeatures(GraphLayer):
 
 
 class Aggregate(GraphLayer):
-    """Combines the values of all edges that a node receives: (samples, edges, features) -> (samples, nodes, features).
+    """Combines the values of each node's incoming edges: (samples, edges, features) -> (samples, nodes, features).
 
-    A node without edges gets 0. Each rank has all edges that its nodes receive, so nothing is communicated, and "mean"
-    divides by the number of these edges in the whole mesh.
+    A node without incoming edges gets 0. Each rank has all incoming edges of its nodes, so nothing is communicated, and
+    "mean" averages over all edges that the node has in the whole mesh.
 
     Parameters
     ----------
-    how : "sum"; "mean"; "max", where the first of equal values gets the gradient; or "softmax", the sum of values
-        weighted by softmax(temperature * value) over the edges of the node, for each feature (Li et al. 2020,
+    how : "sum"; "mean"; "max", where the gradient goes to the first of several equal maxima; or "softmax", for each
+        feature the sum of values weighted by softmax(temperature * value) over the node's edges (Li et al. 2020,
         `SoftmaxAggregation` in PyTorch Geometric)
-    temperature : factor in the softmax; default 1
+    temperature : factor by which values are multiplied in the softmax; default 1
     """
 
     reads = ("edges",)
@@ -135,8 +135,8 @@ class Aggregate(GraphLayer):
 
 
 class AggregateSenders(GraphLayer):
-    """Sums or averages the values of each node's senders, without an array of all edges: (samples, nodes, features) ->
-    (samples, nodes, features). Equivalent to `GatherNodes` followed by `Aggregate`."""
+    """Sums or averages the values of each node's senders: (samples, nodes, features) -> (samples, nodes, features).
+    Equivalent to `GatherNodes` followed by `Aggregate`, but does not allocate an array of edge values."""
 
     kernel_names = ("segment_sum",)
 

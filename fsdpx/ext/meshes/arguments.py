@@ -26,13 +26,13 @@ UNKNOWN = (0, 0)
 
 
 def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
-    """Return the result of `parse`, which reads arguments of this rank without communication. If it fails on any rank,
-    raise ConfigError on all ranks, with the error of the first such rank. Collective."""
+    """Return the result of `parse`, which checks this rank's arguments without communication. If it fails on any rank,
+    raise ConfigError on all ranks, with the error from the first such rank. Collective."""
     found: list[T] = []
     failure: Exception | None = None
     try:
         found.append(parse())
-    except Exception as error:  # any error, because the other ranks must not wait for this one
+    except Exception as error:  # any error must reach the other ranks, or they would wait for this one
         failure = error
     text = "" if failure is None else str(failure)
     if failure is not None and not isinstance(failure, FsdpxError):
@@ -45,7 +45,8 @@ def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
 
 
 def parse_count(name: str, given: Any, of: str) -> int:
-    """Return a count, an integer of at least 0. `of` describes it in errors."""
+    """Return the count `given`, which must be an integer of at least 0. `of` says, in error messages, what is
+    counted."""
     try:
         count = operator.index(given)
     except TypeError:
@@ -56,7 +57,7 @@ def parse_count(name: str, given: Any, of: str) -> int:
 
 
 def parse_integers(name: str, given: Any, dims: int) -> np.ndarray:
-    """Return integers >= 0 as an int64 array with `dims` dims. [] stands for an array without elements."""
+    """Return `given`, integers >= 0, as an int64 array with `dims` dims. [] stands for an array without elements."""
     array = to_array(name, given)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int64)
@@ -71,7 +72,7 @@ def parse_integers(name: str, given: Any, dims: int) -> np.ndarray:
 
 
 def parse_mask(given: Any, count: int) -> np.ndarray | None:
-    """Return the argument `owned_mask` as bools, or None if it is not given."""
+    """Return the argument `owned_mask` as a bool array, or None if it is not given."""
     if given is None:
         return None
     mask = to_array("owned_mask", given)
@@ -85,7 +86,7 @@ def parse_graph(
     numbers: np.ndarray, owned: np.ndarray | None, edges: Any, positions: Any, edge_features: Any,
     undirected: bool | None,
 ) -> GraphArguments:  # fmt: skip
-    """Return the arguments of one rank. Raise ConfigError if they do not fit together."""
+    """Return this rank's arguments as `GraphArguments`. Raise ConfigError if they are inconsistent."""
     table = parse_integers("edges", edges, 2)
     table = table.reshape(2, 0) if table.shape == UNKNOWN else table
     if table.shape[0] != 2:
@@ -115,7 +116,7 @@ def parse_whole_graph(
     ranks: int, nodes: Any, edges: Any, parts: Any, method: str, positions: Any, edge_features: Any,
     undirected: bool | None,
 ) -> tuple[GraphArguments, np.ndarray]:  # fmt: skip
-    """Return the arguments of a graph that each rank has in full, and the rank that owns each node."""
+    """Return the arguments for a graph that every rank has in full, and the rank that owns each node."""
     count = parse_count("nodes", nodes, "nodes of the whole graph")
     numbers = np.arange(count)
     given = parse_graph(numbers, numbers >= 0, edges, positions, edge_features, undirected)
@@ -128,8 +129,8 @@ def parse_whole_graph(
 
 
 def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Raise ConfigError on all ranks unless they pass the same kinds of arguments. Return the arguments; arrays without
-    rows get as many columns as on other ranks. Collective."""
+    """Raise ConfigError on all ranks unless all of them pass the same kinds of arguments. Return this rank's arguments,
+    in which arrays without rows get as many columns as on other ranks. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))
@@ -148,7 +149,7 @@ def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
 
 
 def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> None:
-    """Raise ConfigError on all ranks unless all pass the same whole graph. Collective."""
+    """Raise ConfigError on all ranks unless all of them pass the same graph and the same `parts`. Collective."""
     arrays = {"edges": given.edges, "parts": parts, "positions": given.positions, "edge_features": given.edge_features}
     sums = {name: 0 if a is None else zlib.crc32(np.ascontiguousarray(a).tobytes()) for name, a in arrays.items()}
     everyone = all_gather_plain_data(comm, list(sums.values()))
@@ -159,7 +160,7 @@ def require_same_graph(comm: Any, given: GraphArguments, parts: np.ndarray) -> N
 
 
 def _parse_features(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
-    """Return `given` as a float64 array whose number of rows is one of `rows`, or None if it is not given."""
+    """Return `given` as a float64 array, or None if it is None. Its number of rows must be one of `rows`."""
     if given is None:
         return None
     array = to_array(name, given)

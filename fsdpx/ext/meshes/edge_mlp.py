@@ -1,4 +1,4 @@
-"""Multilayer perceptrons on edges and nodes, whose first matrix product needs no concatenated copy of its inputs."""
+"""Multilayer perceptrons for edges and nodes. Their first layer does not concatenate its inputs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["EdgeLinear", "EdgeMLP", "NodeMLP", "RecomputedMLP"]
 
 
 class EdgeLinear(GraphLayer):
-    """Linear layer on the features of each edge and of its two ends: nodes (samples, nodes, node_features) and edges
-    (samples, edges, edge_features) -> (samples, edges, out_features).
+    """Linear layer that is applied to the concatenated features of each edge and its two nodes: nodes (samples, nodes,
+    node_features) and edges (samples, edges, edge_features) -> (samples, edges, out_features).
 
-    It computes y = weight [edge, sender, receiver] + bias. The products with features of nodes are computed once per
-    node and then gathered, which avoids concatenating the inputs. Ranks exchange the products of ghosts (nodes of other
-    ranks): ghosts x out_features numbers per sample in forward, and as many in backward.
+    It computes y = weight [edge, sender, receiver] + bias. Products with node features are computed once per node and
+    then gathered to the edges, so the inputs need not be concatenated. Ranks exchange the products for ghosts (nodes of
+    other ranks): ghosts x out_features numbers per sample in the forward pass, and as many in the backward pass.
 
     Parameters
     ----------
@@ -63,11 +63,12 @@ class EdgeLinear(GraphLayer):
         if self.has_ghosts:
             return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), x
         finish = start_appending_ghosts(env, graph, self, of_senders)
-        own = self._multiply_own(env, p, nodes, edges)  # while messages are in flight
+        own = self._multiply_own(env, p, nodes, edges)  # overlaps with the messages in flight
         return self._add_products(env, *own, finish()), x
 
     def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:
-        """Return the products of the weight with edge features, and with the features of receivers."""
+        """Return the products of the weight with the edge features and with the features of this rank's nodes as
+        receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
         of_edge, _, of_receiver = self._split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
@@ -75,7 +76,8 @@ class EdgeLinear(GraphLayer):
         return y, own.reshape(samples, graph.nodes, out)
 
     def _add_products(self, env: LayerContext, y: Array, of_receivers: Array, of_senders: Array) -> Array:
-        """Return the sum of the three products for each edge. The result may overwrite `y`."""
+        """Return, for each edge, the sum of the three products: `y` for the edge itself, and those of its receiver and
+        sender. May overwrite `y`."""
         if has_no_data(env):
             return y
         senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
@@ -111,17 +113,17 @@ class EdgeLinear(GraphLayer):
             kernels.sum_rows(xp, rows, *into)
 
     def _split_weight(self, weight: Array) -> tuple[Array, Array, Array]:
-        """Return the columns of edges, senders and receivers."""
+        """Return views of the weight's columns for edge, sender and receiver features."""
         e, n = self.edge_features, self.node_features
         return weight[:, :e], weight[:, e : e + n], weight[:, e + n :]
 
 
 class RecomputedMLP(Composite):
-    """Base class for the MLPs of a graph network. With `recompute_hidden`, only the input and the result of the first
-    layer are kept for backward, which runs the other layers again (Chen et al. 2016).
+    """Base class for the MLPs of a graph network. With `recompute_hidden`, only the input and the output of the first
+    layer are kept for the backward pass, which runs the other layers again (Chen et al. 2016).
 
-    The result of the first layer is kept because its product is the largest of the MLP, and because repeating it would
-    need ghosts."""
+    The output of the first layer is kept because its matrix product is the largest in the MLP, and because recomputing
+    it would require another exchange of ghosts."""
 
     unit = fixed = True
     recompute_hidden: bool = False
@@ -143,7 +145,7 @@ class RecomputedMLP(Composite):
         return super().backward_input(env, p, self._get_saved(env, p, saved), dy)
 
     def _get_saved(self, env: LayerContext, p: Params, saved: Any) -> Any:
-        """Return what `forward` of each layer saves, given what `forward` of this MLP has saved."""
+        """Return what the `forward` of each layer would have saved, given what the `forward` of this MLP saved."""
         if not self.recompute_hidden:
             return saved
         held, hidden = saved
@@ -153,8 +155,8 @@ class RecomputedMLP(Composite):
     def _run_others(
         self, env: LayerContext, parts: Mapping[str, Params], value: Array, keeps: bool = False
     ) -> tuple[Array, list[Any]]:
-        """Run the layers after the first one, whose result is `value`. Return the result of the last layer, and if
-        `keeps`, what each layer saves."""
+        """Run all layers after the first one, whose output is `value`. Return the output of the last layer, and a list
+        of what each layer saves, which is empty unless `keeps`."""
         saved = []
         for step in self.steps[1:]:
             value, held = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)
@@ -162,7 +164,7 @@ class RecomputedMLP(Composite):
         return value, saved
 
     def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
-        """Set the attributes "0", "1", ... to the layers of the MLP, the first of which is `first`."""
+        """Make the layers of the MLP, starting with `first`, and store them in the attributes "0", "1", ...."""
         layers: list[Layer] = [first, make_activation(self, activation)]
         for _ in range(hidden_layers - 1):
             layers += [Linear(hidden, hidden), make_activation(self, activation)]
@@ -179,8 +181,8 @@ class RecomputedMLP(Composite):
 
 
 class EdgeMLP(RecomputedMLP):
-    """MLP on the features of each edge and of its two ends: nodes (samples, nodes, node_features) and edges (samples,
-    edges, edge_features) -> (samples, edges, out_features).
+    """MLP that is applied to the concatenated features of each edge and its two nodes: nodes (samples, nodes,
+    node_features) and edges (samples, edges, edge_features) -> (samples, edges, out_features).
 
     Parameters
     ----------
@@ -189,8 +191,8 @@ class EdgeMLP(RecomputedMLP):
     hidden_layers : number of hidden layers; default 2
     activation : name of the activation between layers; default "relu"
     norm : whether a `LayerNorm` follows the last layer; default True
-    recompute_hidden : whether backward recomputes the layers after the first one, so that forward saves less; default
-        False
+    recompute_hidden : whether the backward pass recomputes the layers after the first one, so that the forward pass
+        saves less; default False
     """
 
     def __init__(
@@ -207,7 +209,7 @@ class EdgeMLP(RecomputedMLP):
 
 
 class PairLinear(Layer):
-    """Computes y = weight [a, b] + bias of two inputs (samples, ..., features) without concatenating them."""
+    """Computes y = weight [a, b] + bias from two inputs a and b (samples, ..., features) without concatenating them."""
 
     acts_on = "position"
     n_inputs = 2
@@ -248,8 +250,8 @@ class PairLinear(Layer):
 
 
 class NodeMLP(RecomputedMLP):
-    """MLP on what each node received and on its own features: (samples, nodes, received) and (samples, nodes, features)
-    -> (samples, nodes, out_features).
+    """MLP that is applied to the aggregated values that each node received and to its own features: (samples, nodes,
+    received) and (samples, nodes, features) -> (samples, nodes, out_features).
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Exchange of ghosts: each rank receives those node values of other ranks that its edges read."""
+"""Exchange of ghosts: each rank receives the values of those nodes on other ranks that its edges read."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ExchangeGhosts(GraphLayer):
     """Appends the values of ghosts (nodes of other ranks) to the values of the owned nodes: (samples, nodes, features)
     -> (samples, nodes + ghosts, features).
 
-    Layers that read the senders of edges exchange ghosts automatically. If several of them read the same values, put
-    this layer before them to send the values only once. Each rank receives ghosts x features numbers per sample, and
-    sends back as many gradients in backward."""
+    Layers that read the senders of edges exchange ghosts automatically. If several such layers read the same values,
+    put this layer before them so that the values are sent only once. Each rank receives ghosts x features numbers per
+    sample, and sends back as many gradients in the backward pass."""
 
     gives = "ghosts"
 
@@ -43,18 +43,20 @@ class ExchangeGhosts(GraphLayer):
 
 def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Array:
     """Return the values x (samples, nodes, features) of owned nodes, followed by the values of the ghosts. Communicates
-    with the ranks that own ghosts or have ghosts of this rank's nodes. Error messages name `layer`."""
+    with the ranks that own ghosts of this rank, or have ghosts of its nodes. Error messages name `layer`."""
     return start_appending_ghosts(env, graph, layer, x)()
 
 
 def append_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> Array:
-    """Return the gradient of the owned nodes, given the gradient dy of owned nodes and ghosts. This is the adjoint of
-    `append_ghosts`: each rank sends the gradients of its ghosts to their owners, which add them in rank order."""
+    """Return the gradient with respect to the owned nodes' values, given the gradient dy for owned nodes and ghosts.
+    This is the adjoint of `append_ghosts`: each rank sends the gradients of its ghosts to the owners, which add them in
+    rank order."""
     return start_appending_ghosts_backward(env, graph, dy)()
 
 
 def start_appending_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Callable[[], Array]:
-    """Start the messages of `append_ghosts`, and return a function that waits for them and returns its result."""
+    """Start the messages of `append_ghosts`, and return a function that waits for them and returns what `append_ghosts`
+    returns."""
     require_node_features(layer, x, graph.nodes)
     if not graph.sends and not graph.receives:
         return lambda: x
@@ -79,8 +81,8 @@ def start_appending_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: 
 
 
 def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Array) -> Callable[[], Array]:
-    """Start the messages of `append_ghosts_backward`, and return a function that waits for them and returns its
-    result."""
+    """Start the messages of `append_ghosts_backward`, and return a function that waits for them and returns what
+    `append_ghosts_backward` returns."""
     if not graph.sends and not graph.receives:
         return lambda: dy
     xp, (samples, _, features), what, nodes = env.xp, dy.shape, env.random.path, graph.nodes
@@ -97,7 +99,7 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
         for handle, flat, rows in arriving:
             handle.wait()
             if not has_no_data(env):
-                dx[:, rows] += flat.reshape(samples, rows.size, features)  # each row occurs once in a message
+                dx[:, rows] += flat.reshape(samples, rows.size, features)  # no row occurs twice in a message
         for handle in leaving:
             handle.wait()
         return dx
@@ -106,14 +108,14 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
 
 
 def _pack_rows(env: LayerContext, x: Array, rows: Array) -> Array:
-    """Return the rows of x (samples, nodes, features) as a flat message."""
+    """Return the rows `rows` of x (samples, nodes, features) as a flat array, to be sent as a message."""
     if has_no_data(env):
         return env.xp.empty((x.shape[0] * rows.size * x.shape[2],), dtype=x.dtype)
     return env.xp.ascontiguousarray(x[:, rows]).reshape(-1)
 
 
 def _list_sends(env: LayerContext, graph: LocalGraph) -> list[tuple[int, Array]]:
-    """Return (rank, owned rows) of each message to send, with rows on the device of `env`."""
+    """Return (receiving rank, owned rows) of each message to send. The rows are arrays on the device of `env`."""
     if env.xp is np or has_no_data(env):
         return list(graph.sends)
     key = "sends of a graph", id(graph)

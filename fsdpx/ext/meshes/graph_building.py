@@ -1,8 +1,8 @@
-"""Building of each rank's part of a graph from the arguments of all ranks: which rank owns each node, and which rank
-gets each edge. Functions with the parameter `comm` are collective.
+"""Builds each rank's part of a graph from the arguments of all ranks, by finding which rank owns each node and which
+rank gets each edge. Functions with the parameter `comm` are collective.
 
-Ranks find each other through a directory: rank (number modulo number of ranks) holds the entry of the node with that
-global number, so no rank needs memory for the whole graph."""
+Ranks find each other through a distributed directory: the entry for a node is held by the rank whose number is the
+node's global number modulo the number of ranks. So no rank needs memory for the whole graph."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ Table = np.ndarray
 
 
 class GraphArguments(NamedTuple):
-    """The part of a graph that one rank passes. Rows are the nodes in the rank's own order.
+    """The part of a graph that one rank passes to `Partition`. Rows are the nodes of this part, in the rank's own
+    order.
 
     Attributes
     ----------
     numbers : global number of each row
-    owned : whether the rank owns each row; None: the lowest rank that has a node owns it
+    owned : whether the rank owns the node of each row; None: a node is owned by the lowest rank that has it
     edges : rows of senders and receivers, (2, edges)
     positions : coordinates of each row, (rows, dims), or of the owned rows only; None: not given
     edge_features : features of each edge, (edges, features); None: not given
     undirected : whether each edge stands for both directions; None: edges are taken as given, but checked
-    owners : the rank that owns each row, to be compared with the result; None: not given
+    owners : the rank that the caller expects to own each row, to be checked; None: not given
     """
 
     numbers: Table
@@ -50,8 +51,8 @@ class GraphArguments(NamedTuple):
 
 
 class BuiltGraph(NamedTuple):
-    """The result of `build_local_graph`: this rank's graph, the rank that owns each of the caller's rows, the sizes of
-    all parts, and the routes of edge values."""
+    """The result of `build_local_graph`: this rank's part of the graph, the rank that owns each of the caller's rows,
+    the sizes of all ranks' parts, and the routes along which edge values are sent."""
 
     graph: LocalGraph
     owners: Table
@@ -60,12 +61,12 @@ class BuiltGraph(NamedTuple):
 
 
 class EdgeRoutes(NamedTuple):
-    """Routes of edge values from the ranks that pass the edges to the ranks that own the receivers.
+    """Describes how edge values are sent from the ranks that pass the edges to the ranks that own the receivers.
 
     Attributes
     ----------
-    sent : for each rank, which of the edges that this rank passed are sent there
-    taken : for each edge of this rank's graph, its index among all edges received, in rank order
+    sent : for each rank, which of the edges that this rank passed are sent to that rank
+    taken : for each edge of this rank's graph, its index among all edges that this rank received, in rank order
     """
 
     sent: list[Table]
@@ -73,8 +74,8 @@ class EdgeRoutes(NamedTuple):
 
 
 class _Edges(NamedTuple):
-    """Edges: for each edge, the global numbers of its sender and receiver, the rank that owns the sender, and the
-    edge's number among all edges with the same ends."""
+    """For each edge, the global numbers of its sender and receiver, its features, the rank that owns the sender, and
+    how many earlier edges have the same sender and receiver."""
 
     senders: Table
     receivers: Table
@@ -87,8 +88,8 @@ class _Edges(NamedTuple):
 
 
 def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) -> BuiltGraph:
-    """Return the part of the graph that this rank computes on: its owned nodes, all edges that they receive, and the
-    ghosts that these edges read.
+    """Build the part of the graph that this rank computes on: its owned nodes, all incoming edges of these nodes, and
+    the ghosts that these edges read.
 
     Raises ConfigError on all ranks if the arguments of some ranks contradict each other."""
     owners = _find_owners(comm, rank, size, given)
@@ -138,16 +139,16 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
 
 
 def raise_first_error(comm: Any, text: str, names_rank: bool = True) -> None:
-    """Raise ConfigError on all ranks if any rank passes a nonempty `text`. The message is the text of the first such
-    rank, and names this rank unless `names_rank` is false."""
+    """Raise ConfigError on all ranks if any rank passes a nonempty `text`. The message is the text from the first such
+    rank, preceded by that rank's number if `names_rank` is True."""
     for rank, found in enumerate(all_gather_plain_data(comm, text)):
         if found:
             raise ConfigError(f"Partition: rank {rank}: {found}" if names_rank else f"Partition: {found}")
 
 
 def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Send pieces[r] to rank r, and return what each rank has sent to this one. All pieces, on all ranks, are matrices
-    of one dtype with the same number of columns."""
+    """Send pieces[r] to each rank r, and return the pieces that this rank received, in rank order. All pieces on all
+    ranks must be matrices of the same dtype and with the same number of columns."""
     if not hasattr(comm, "all_to_all"):
         return list(comm.alltoall(list(pieces)))
     counts = all_gather_plain_data(comm, [len(piece) for piece in pieces])
@@ -160,7 +161,7 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
-    """Return the rank that owns each row, according to the directory."""
+    """Return, for each row, the rank that owns it, as found through the directory."""
     numbers = given.numbers
     claims = np.zeros(numbers.size, np.int64) if given.owned is None else given.owned.astype(np.int64)
     home = numbers % size
@@ -186,14 +187,15 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
 
 
 def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
-    """Return, for each rank, the owners of the nodes about which it asked, and an error text if a node has no owner or
-    several, else "".
+    """Return, for each rank, the owners of the nodes that it asked about, and an error message if a node has no owner
+    or several, otherwise "".
 
-    found[r] has rows (number, whether rank r owns the node). `shared` says that the lowest rank with a node owns it."""
+    found[r] has rows (node number, whether rank r owns the node). If `shared`, a node is instead owned by the lowest
+    rank that has it."""
     everyone = np.concatenate(found)
     source = np.repeat(np.arange(len(found)), [len(table) for table in found])
     claimed = np.ones(len(everyone), bool) if shared else everyone[:, 1] > 0
-    known, first = np.unique(everyone[claimed, 0], return_index=True)  # rows are in rank order, so the lowest is first
+    known, first = np.unique(everyone[claimed, 0], return_index=True)  # the first row is that of the lowest rank
     owners = source[claimed][first]
     error = ""
     if not shared and known.size < claimed.sum():
@@ -212,7 +214,8 @@ def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Tab
 
 
 def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
-    """Return an error text for the first row whose owner differs from the one that the caller passed, or ""."""
+    """Return an error message about the first row whose owner differs from the one that the caller passed, or "" if
+    there is none."""
     if given.owners is None:
         return ""
     wrong = np.flatnonzero(owners != given.owners)
@@ -223,8 +226,8 @@ def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
 
 
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
-    """Raise ConfigError unless all ranks that pass coordinates of a node pass the same coordinates as the node's
-    owner."""
+    """Raise ConfigError if the coordinates that any rank passes for a node differ from those that the node's owner
+    passes."""
     positions, numbers, mine = given.positions, given.numbers, np.flatnonzero(owners == rank)
     assert positions is not None
     has_ghosts = len(positions) == numbers.size
@@ -247,11 +250,11 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
 
 
 def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> tuple[_Edges, EdgeRoutes]:
-    """Return the edges whose receivers this rank owns, from all ranks that pass some of them, and the routes of their
+    """Send each edge to the rank that owns its receiver. Return the edges that this rank gets, and the routes of their
     values.
 
-    An edge that several ranks pass counts once, and must have the same features on these ranks. An edge that one rank
-    passes several times counts several times, unless the graph is undirected."""
+    An edge that several ranks pass counts once, and must have the same features on all of them. An edge that one rank
+    passes several times counts that many times, unless the graph is undirected."""
     senders, receivers = given.edges
     features = np.zeros((senders.size, 0)) if given.edge_features is None else given.edge_features
     if given.undirected:
@@ -309,13 +312,13 @@ def _count_repeats(senders: Table, receivers: Table) -> Table:
 
 
 def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: int) -> None:
-    """Raise ConfigError if nearly all edges have a reverse edge, but some do not. Reverse edges are missing if each
-    rank passes only edges whose receiver it owns, but does not have all cells around its nodes.
+    """Raise ConfigError if nearly all edges, but not all, have a reverse edge. Reverse edges are lost, for example, if
+    each rank passes only edges whose receivers it owns, but does not have all cells around its nodes.
 
     `total` is the number of nodes of the whole graph."""
     pairs = np.stack([edges.senders, edges.receivers], axis=1)
     asked = np.concatenate(exchange_arrays(comm, [pairs[edges.owners == r] for r in range(size)]))
-    # if this rank owns an edge's sender, it owns the receiver of the reverse edge, and must have that edge
+    # if this rank owns an edge's sender, it owns the receiver of the reverse edge, so it must have the reverse edge
     wanted = np.unique(asked[:, 1] * total + asked[:, 0])
     missing = np.setdiff1d(wanted, pairs[:, 0] * total + pairs[:, 1], assume_unique=False)
     example = divmod(int(missing[0]), total) if missing.size else None

@@ -20,12 +20,12 @@ __all__ = ["GATConv", "GraphConv"]
 
 
 class GraphConv(Composite):
-    """Graph convolution y_i = lin_rel(aggregate of x_j over the edges j -> i) + lin_root(x_i), as `GraphConv` in
+    """Graph convolution y_i = lin_rel(aggregate of x_j over the edges j -> i) + lin_root(x_i), like `GraphConv` in
     PyTorch Geometric (Morris et al. 2019): (samples, nodes, in_channels) -> (samples, nodes, out_channels).
 
     Parameters
     ----------
-    in_channels, out_channels : features of nodes in the input and the result
+    in_channels, out_channels : number of node features in the input and in the result
     aggr : how the values of senders are combined (`how` of `Aggregate`); default "sum"
     bias : whether lin_rel has a bias; default True
     """
@@ -44,20 +44,20 @@ class GraphConv(Composite):
 
 
 class GATConv(GraphLayer):
-    """Graph attention (Velickovic et al. 2018), as `GATConv` in PyTorch Geometric with add_self_loops=False: (samples,
-    nodes, in_channels) -> (samples, nodes, heads * out_channels).
+    """Graph attention (Velickovic et al. 2018), like `GATConv` in PyTorch Geometric with add_self_loops=False:
+    (samples, nodes, in_channels) -> (samples, nodes, heads * out_channels).
 
     With h = lin(x), each head sums h over the senders of a node, weighted by the softmax, over the node's edges, of
-    leaky_relu(att_src . h of the sender + att_dst . h of the node). A node without edges gets 0 plus the bias. To let
-    nodes attend to themselves, pass the `Partition` an edge from each node to itself.
+    leaky_relu(att_src . h of the sender + att_dst . h of the node). A node without incoming edges gets only the bias.
+    To let nodes attend to themselves, pass the `Partition` an edge from each node to itself.
 
     Parameters
     ----------
-    in_channels, out_channels : features of nodes in the input, and of each head in the result
+    in_channels, out_channels : number of node features in the input, and of features per head in the result
     heads : number of heads; default 1
     concat : whether heads are concatenated; if False, they are averaged, and the result has out_channels features;
         default True
-    negative_slope : slope of leaky_relu below 0; default 0.2
+    negative_slope : slope of leaky_relu for negative inputs; default 0.2
     bias : whether a bias is added; default True
     """
 

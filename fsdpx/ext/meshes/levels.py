@@ -32,7 +32,7 @@ class LevelLink(NamedTuple):
     ----------
     graph : a graph whose nodes are the coarse nodes. It has one edge per fine node, whose sender is the coarse node to
         which the fine node belongs; these edges have no receivers
-    fine, coarse : how values of the nodes of both meshes are distributed
+    fine, coarse : how node values of the two meshes are distributed over the ranks
     """
 
     graph: LocalGraph
@@ -41,21 +41,21 @@ class LevelLink(NamedTuple):
 
 
 class MeshLevel:
-    """A coarser mesh, and for each node of the finer mesh the coarse node to which it belongs. Collective.
+    """Links a mesh to a coarser one: each node of the finer mesh belongs to one node of the coarser mesh. Collective.
 
-    `nn.Restrict` and `nn.Prolong` move values between the two meshes; layers between them work on the coarse mesh.
-    Nodes and the coarse nodes to which they belong may be on different ranks.
+    `nn.Restrict` and `nn.Prolong` move values between the two meshes; layers between them work on the coarse mesh. A
+    node and the coarse node to which it belongs may be on different ranks.
 
     Parameters
     ----------
-    fine : the mesh that is the trainer's `domain`, or the coarse mesh of another level
-    coarse : the coarser mesh, over the same ranks; its nodes have their own global numbers
-    numbers : for each node of `fine` that this rank owns, the number of its node in `coarse`
+    fine : the finer mesh, which is the trainer's `domain` or the coarse mesh of another level
+    coarse : the coarser mesh, on the same ranks; its nodes have their own global numbers
+    numbers : for each node of `fine` that this rank owns, the global number of the node of `coarse` to which it belongs
 
     Raises
     ------
-    ConfigError : on all ranks, if the meshes are on different ranks, or `numbers` contains a number that no node of
-        `coarse` has
+    ConfigError : on all ranks, if the meshes are on different ranks, or if any of `numbers` is not the number of a node
+        of `coarse`
     """
 
     def __init__(self, fine: Partition, coarse: Partition, numbers: Any) -> None:
@@ -84,9 +84,9 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_link(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes, given that node values of one mesh are distributed as `kind`. This is
-        the map of this rank or, in a dry run, a map of which only sizes are known. If `kind` belongs to neither mesh,
-        it is always the map of this rank.
+        """Return the map between the two meshes for node values that are distributed as `kind`, which belongs to one of
+        the meshes. In a dry run, the map has only sizes. If `kind` belongs to neither mesh, the result is this rank's
+        map.
 
         Communicates nothing."""
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
@@ -130,21 +130,21 @@ class _BetweenLevels(Layer, TakesRows):
         return self.link
 
     def _sum_to_coarse(self, env: LayerContext, fine: Array) -> Array:
-        """Return the sum of the values of the nodes that belong to each coarse node."""
+        """Return, for each coarse node, the sum of the values of the fine nodes that belong to it."""
         link = self._get_link()
         return append_ghosts_backward(env, link, link.sum_at_senders(env, fine))
 
     def _copy_to_fine(self, env: LayerContext, coarse: Array) -> Array:
-        """Return the value of the coarse node to which each node belongs."""
+        """Return, for each fine node, the value of the coarse node to which it belongs."""
         link = self._get_link()
         return link.gather_senders(env, append_ghosts(env, link, self, coarse))
 
 
 class Restrict(_BetweenLevels):
     """Restriction to a coarser mesh: (samples, fine nodes, features) -> (samples, coarse nodes, features). A coarse
-    node gets the mean or the sum of the nodes that belong to it, or 0 if there are none.
+    node gets the mean or the sum of the values of the nodes that belong to it, or 0 if there are none.
 
-    Each rank sends one sum for each coarse node of another rank to which some of its nodes belong.
+    If some of a rank's nodes belong to a coarse node on another rank, the rank sends only the sum of their values.
 
     Parameters
     ----------
@@ -197,8 +197,8 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
     """Return a graph whose nodes are the coarse nodes, with one edge per fine node of this rank, as in
     `LevelLink.graph`. Collective.
 
-    The function builds a graph of coarse and fine nodes (coarse nodes are numbered first), with edges from coarse to
-    fine nodes. Then it leaves out the fine nodes, because they send nothing."""
+    The function first builds a graph of both coarse and fine nodes, numbered in this order, with edges from coarse to
+    fine nodes. It then removes the fine nodes, because they are not senders of any edge."""
     above = coarse.total_nodes
     away = np.setdiff1d(numbers, coarse.numbers)
     rows = np.concatenate([coarse.numbers, above + fine.numbers, away])
@@ -217,7 +217,7 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
 
 
 def _exchange_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
-    """Return the number of fine nodes of each coarse node that this rank owns, (nodes,). Collective."""
+    """Return, as (nodes,), the number of fine nodes that belong to each coarse node of this rank. Collective."""
     here = np.diff(link.sender_offsets)
     pieces = [here[:0, None]] * size
     for rank, first, stop in link.receives:

@@ -1,4 +1,4 @@
-"""The part of a graph that one rank holds, and how a value of a model is distributed over the nodes or edges."""
+"""The part of a graph that one rank holds, and the partition of node or edge values over ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PartSizes(NamedTuple):
     Attributes
     ----------
     nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
-    sends : (rank, number of rows) of each message with values of nodes that are ghosts elsewhere
-    receives : (rank, number of rows) of each message with values of ghosts
+    sends : (receiving rank, number of rows) of each message with values of nodes that are ghosts on that rank
+    receives : (sending rank, number of rows) of each message with values of this rank's ghosts
     """
 
     nodes: int
@@ -39,29 +39,32 @@ class PartSizes(NamedTuple):
 
     @property
     def exchanged(self) -> int:
-        """Number of rows that the rank sends in forward and in backward, if values of nodes are exchanged once."""
+        """Number of rows that the rank sends in the forward and backward passes together if node values are exchanged
+        once."""
         return self.ghosts + sum(rows for _, rows in self.sends)
 
 
 @dataclass(frozen=True, eq=False)
 class LocalGraph:
-    """The nodes that a rank owns, its ghosts (copies of other ranks' nodes), and all edges whose receiver the rank
-    owns.
+    """One rank's part of a graph: the nodes that it owns, its ghosts (copies of other ranks' nodes), and all edges
+    whose receivers it owns.
 
-    Rows of nodes are the owned nodes, then the ghosts. Edges are sorted by receiver, and the edges of one receiver are
-    sorted by the global number of the sender, so that sums over edges have the same order on any partition.
+    Arrays of node values have the rows of the owned nodes, then those of the ghosts. Edges are sorted by receiver, and
+    those with the same receiver by the global number of the sender, so that edge values are summed in the same order on
+    any partition.
 
     Attributes
     ----------
     nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
     numbers : global number of each row, (nodes + ghosts,)
     senders, receivers : row of the sender and of the receiver of each edge, (edges,)
-    offsets : the edges of receiver i are those from offsets[i] up to, but not including, offsets[i + 1]
-    sender_order, sender_offsets : the edges sorted by sender, and where the edges of each row begin, as in `offsets`
+    offsets : the incoming edges of node i are those from offsets[i] up to, but not including, offsets[i + 1]
+    sender_order, sender_offsets : indices of the edges, sorted by sender; and where the outgoing edges of each row
+        begin in this order, as in `offsets`
     sorted_receivers : the receivers of the edges in `sender_order`
-    edge_features : constant features of the edges, (edges, features) in float64
-    sends : (rank, owned rows) of each message with values of nodes that are ghosts elsewhere
-    receives : (rank, first, stop) of each message with values of ghosts, where ghosts are numbered from 0
+    edge_features : features of the edges, the same for all samples, (edges, features) in float64
+    sends : (receiving rank, owned rows) of each message with values of nodes that are ghosts on that rank
+    receives : (sending rank, first, stop) of each message with values of this rank's ghosts, which are numbered from 0
     """
 
     nodes: int
@@ -80,7 +83,7 @@ class LocalGraph:
 
     @classmethod
     def with_sizes_only(cls, part: PartSizes, edge_features: int) -> LocalGraph:
-        """Return a graph of which only the sizes are known, for computing the shapes of values."""
+        """Return a graph that has only sizes and no data, for computing shapes."""
         none, starts = np.zeros(0, np.int64), np.cumsum([0, *(rows for _, rows in part.receives)]).tolist()
         sends = tuple((rank, np.broadcast_to(np.int64(0), rows)) for rank, rows in part.sends)
         receives = tuple((rank, *ends) for (rank, _), *ends in zip(part.receives, starts, starts[1:], strict=False))
@@ -101,44 +104,46 @@ class LocalGraph:
 
     @cached_property
     def max_in_degree(self) -> int:
-        """Largest number of edges that a node receives."""
+        """Largest number of incoming edges of any node."""
         return int(np.diff(self.offsets).max(initial=0))
 
     @cached_property
     def max_out_degree(self) -> int:
-        """Largest number of edges of this rank that a row sends."""
+        """Largest number of outgoing edges of any row, counting only edges of this rank."""
         return int(np.diff(self.sender_offsets).max(initial=0))
 
     def gather_senders(self, env: LayerContext, x: Array) -> Array:
-        """Return the row of x (samples, rows, features) of the sender of each edge, (samples, edges, features)."""
+        """Return, for each edge, its sender's row of x (samples, rows, features), as (samples, edges, features)."""
         return self._gather(env, x, "senders")
 
     def gather_receivers(self, env: LayerContext, x: Array) -> Array:
-        """Return the row of x (samples, rows, features) of the receiver of each edge, (samples, edges, features)."""
+        """Return, for each edge, its receiver's row of x (samples, rows, features), as (samples, edges, features)."""
         return self._gather(env, x, "receivers")
 
     def sum_at_receivers(self, env: LayerContext, values: Array) -> Array:
-        """Sum values (samples, edges, features) over the edges of each receiver: (samples, nodes, features)."""
+        """Return, for each node, the sum of edge values (samples, edges, features) over its incoming edges, as
+        (samples, nodes, features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.nodes, *values.shape[2:]), dtype=values.dtype)
         return segment_sum(env.xp, values, self.get_on_device(env, "offsets"), None, self.max_in_degree)
 
     def sum_at_senders(self, env: LayerContext, values: Array) -> Array:
-        """Sum values (samples, edges, features) over the edges of each sender: (samples, rows, features)."""
+        """Return, for each row, the sum of edge values (samples, edges, features) over its outgoing edges, as (samples,
+        rows, features)."""
         if has_no_data(env):
             return env.xp.empty((values.shape[0], self.row_count, *values.shape[2:]), dtype=values.dtype)
         order = self.get_on_device(env, "sender_order")
         return segment_sum(env.xp, values, self.get_on_device(env, "sender_offsets"), order, self.max_out_degree)
 
     def sum_of_senders(self, env: LayerContext, x: Array) -> Array:
-        """Return, for each node, the sum of the rows of x (samples, rows, features) of the senders of its edges."""
+        """Return, for each node, the sum of x (samples, rows, features) over the senders of its incoming edges."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.nodes, x.shape[2]), dtype=x.dtype)
         senders = self.get_on_device(env, "senders")
         return segment_sum(env.xp, x, self.get_on_device(env, "offsets"), senders, self.max_in_degree)
 
     def sum_of_receivers(self, env: LayerContext, x: Array) -> Array:
-        """Return, for each row, the sum of the rows of x (samples, nodes, features) of the receivers of its edges. This
+        """Return, for each row, the sum of x (samples, nodes, features) over the receivers of its outgoing edges. This
         is the adjoint of `sum_of_senders`."""
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.row_count, x.shape[2]), dtype=x.dtype)
@@ -146,13 +151,14 @@ class LocalGraph:
         return segment_sum(env.xp, x, offsets, self.get_on_device(env, "sorted_receivers"), self.max_out_degree)
 
     def compute_inverse_in_degrees(self, env: LayerContext, dtype: Any) -> Array:
-        """Return 1 / (number of edges) of each node, (nodes, 1), or 0 for a node that receives none."""
+        """Return, as (nodes, 1), 1 / (number of incoming edges) for each node, or 0 for a node that has none."""
         offsets = self.get_on_device(env, "offsets")
         count = (offsets[1:] - offsets[:-1])[:, None]
         return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)
 
     def get_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
-        """Return one of the arrays of the graph on the device of `env`, cast to `dtype` if given. Copies are cached."""
+        """Return the graph's array attribute `name` on the device of `env`, cast to `dtype` if given. Copies are
+        cached."""
         array = getattr(self, name)
         if env.xp is np and dtype in (None, array.dtype):
             return array
@@ -172,13 +178,13 @@ NO_GRAPH = LocalGraph.with_sizes_only(PartSizes(0, 0, 0), 0)
 
 @dataclass(frozen=True)
 class MeshPartition(FieldPartition):
-    """How a value (samples, rows, features) of a model is distributed over the ranks of a mesh.
+    """Describes how an array (samples, rows, features) of a model is distributed over the ranks that hold a mesh.
 
     Parameters
     ----------
     graph : this rank's part of the mesh
-    kind : what the rows are: "nodes", the nodes that each rank owns; "ghosts", these and the ghosts after them; or
-        "edges"
+    kind : what the rows are: "nodes": the nodes that each rank owns; "ghosts": these nodes, followed by the rank's
+        ghosts; "edges": the rank's edges
     """
 
     graph: LocalGraph = NO_GRAPH
@@ -191,7 +197,8 @@ class MeshPartition(FieldPartition):
         return f"{self.PHRASES[self.kind]} of a part of a mesh of {self.shape[0]} nodes"
 
     def of_kind(self, kind: str) -> MeshPartition:
-        """Return the distribution of a value whose rows are "nodes", "ghosts" or "edges"."""
+        """Return the partition, on the same mesh, of an array whose rows are of `kind`: "nodes", "ghosts" or
+        "edges"."""
         return replace(self, kind=kind)
 
     def can_run_unchanged(self, layer: Any) -> bool:
@@ -215,26 +222,27 @@ class MeshPartition(FieldPartition):
         return bind_loss_to_nodes(loss, self.cuts)
 
     def partition_model(self, model: Layer) -> PartitionedModel:
-        """Return the model that each rank runs on its part. This object is the distribution of values of nodes."""
+        """Return the model that each rank runs on its part of the mesh. This object describes how node values are
+        distributed."""
         return partition_model_of_mesh(model, self)
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
-        """Return the random numbers for this rank's nodes, which depend only on the global numbers of the nodes, not on
-        the partition."""
+        """Return random numbers for this rank's nodes. They depend only on the global numbers of the nodes, not on the
+        partition."""
         if self.kind == "edges":
             raise ConfigError(f"Dropout reads {self}: use it only on values of nodes")
         return random.get_number_rows(shape, self.graph.numbers[: shape[1]], self.shape[0])
 
 
 class GraphLayer(Layer, TakesRows):
-    """Base class for layers that read values of nodes and edges, and need to know the mesh."""
+    """Base class for layers that read values of nodes or edges and need to know the mesh."""
 
     parts: MeshPartition | None = None
     """Distribution of the first input; None unless the model runs on a mesh."""
 
     @property
     def graph(self) -> LocalGraph:
-        """This rank's part of the mesh. Raises ConfigError if there is none."""
+        """This rank's part of the mesh. Raises ConfigError if the model does not run on a mesh."""
         if self.parts is None:
             raise ConfigError(f"{self!r} needs a mesh: pass domain=fsdpx.Partition(...)")
         return self.parts.graph
@@ -258,12 +266,12 @@ class GraphLayer(Layer, TakesRows):
 
 
 def has_no_data(env: LayerContext) -> bool:
-    """Return whether arrays have only shapes and dtypes."""
+    """Return whether arrays have shapes and dtypes but no data, as in a dry run."""
     return bool(getattr(env.xp, "holds_no_data", False))
 
 
 def require_node_features(layer: Any, x: Array, rows: int, features: int | None = None) -> None:
-    """Raise ShapeError unless `x` is (samples, rows, features), with any number of features if None is given."""
+    """Raise ShapeError unless `x` is (samples, rows, features). `features=None` allows any number of features."""
     if x.ndim != 3 or x.shape[1] != rows or features not in (None, x.shape[2]):
         wanted = "features" if features is None else features
         raise ShapeError(f"{layer!r} wants an input of shape (samples, {rows}, {wanted}), got {tuple(x.shape)}")

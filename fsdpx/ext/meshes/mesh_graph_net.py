@@ -16,7 +16,7 @@ __all__ = ["MeshGraphNet"]
 
 
 class FeatureMLP(RecomputedMLP):
-    """MLP on the last dim, with the same layers as `EdgeMLP`."""
+    """MLP that is applied along the last dim, with the same layers as `EdgeMLP`."""
 
     def __init__(
         self, features: int, out: int, hidden: int, hidden_layers: int, activation: str, norm: bool
@@ -34,28 +34,30 @@ class MeshGraphNet(Composite):
     With `edge_inputs`, the model has a second input: edge features of each sample, (samples, edges, edge_inputs), as
     returned by `Partition.exchange_edges`. They are appended to the features from the `Partition`.
 
-    MLPs encode the features of nodes and edges. Each message-passing step then updates each edge from itself and its
-    ends, sums the messages at each node, and updates the node; both updates are added to the previous values. A last
-    MLP decodes the nodes. The features of edges come from the `Partition`. Inputs should be scaled to about 1.
+    MLPs encode the features of nodes and edges. Each message-passing step then updates each edge from its own features
+    and those of its two nodes, sums the messages at each node, and updates the node; both updates are added to the
+    previous values. A last MLP decodes the nodes. Edge features come from the `Partition`. Inputs should be scaled to
+    magnitudes of about 1.
 
-    Each step exchanges the ghosts once: ghosts x hidden numbers per sample, and as many in backward.
+    Each step exchanges ghosts once: ghosts x hidden numbers per sample in the forward pass, and as many in the backward
+    pass.
 
     Parameters
     ----------
-    node_features, out_features : features of nodes in the input and the result
-    edge_features : number of edge features; d + 1 if the `Partition` computes them from positions with d coordinates;
-        with `edge_inputs`, it may be 0
+    node_features, out_features : number of node features in the input and in the result
+    edge_features : number of edge features from the `Partition`; d + 1 if it computes them from positions with d
+        coordinates. May be 0 with `edge_inputs`
     hidden : size of all hidden features; default 128
     message_passing_steps : number of message-passing steps; default 15
-    hidden_layers : hidden layers of each MLP; default 2
-    activation : name of the activation; default "relu"
-    residual : what nodes sum: "messages" (default), the results of the edge MLPs, as in the code of Pfaff et al.; or
-        "edges", the updated edges, as in PhysicsNeMo
-    how : how nodes combine what they receive (`how` of `Aggregate`); default "sum"
-    edge_inputs : number of edge features in the second input; default 0: there is one input
-    recompute_hidden : whether backward recomputes the second and later layers of the MLPs of edges, except in the last
-        step, so that they are not saved. This takes about 10 % more time and, with the defaults, 35 % less memory;
-        default True
+    hidden_layers : number of hidden layers in each MLP; default 2
+    activation : name of the activation function; default "relu"
+    residual : what each node sums: "messages" (default), the outputs of the edge MLPs, as in the code of Pfaff et al.;
+        or "edges", the updated edge features, as in PhysicsNeMo
+    how : how nodes combine the values that they receive (`how` of `Aggregate`); default "sum"
+    edge_inputs : number of edge features in the second input; default 0: there is no second input
+    recompute_hidden : whether the backward pass recomputes the second and later layers of the edge MLPs, except in the
+        last step, instead of keeping their activations. This takes about 10 % more time and, with the defaults, 35 %
+        less memory; default True
     """
 
     reads: tuple[str, ...] = ("x",)
@@ -83,7 +85,7 @@ class MeshGraphNet(Composite):
         self.node_encoder = FeatureMLP(node_features, hidden, *mlp, True)
         options: dict[str, Any] = {"activation": activation}
         for i in range(message_passing_steps):
-            # backward begins with the last step, whose hidden layers it would recompute when memory is fullest
+            # not in the last step, where backward begins: recomputing would add memory when usage peaks
             recomputes = recompute_hidden and i < message_passing_steps - 1
             edge_mlp = EdgeMLP(hidden, hidden, hidden, hidden, hidden_layers, recompute_hidden=recomputes, **options)
             setattr(self, f"edge_{i}", edge_mlp)

@@ -1,4 +1,4 @@
-"""Losses of values on the nodes of a mesh."""
+"""Losses for values on the nodes of a mesh."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["NodeLoss", "bind_loss_to_nodes"]
 
 
 def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
-    """Return the loss for this rank's nodes, given how the nodes are divided over the ranks. A loss of fields, or a
-    loss with weights, sees features as channels and nodes as the cells of a field."""
+    """Return the loss for this rank's nodes. `cuts` describes how the nodes are divided over the ranks. A loss for
+    fields, or one with weights, sees features as channels, and nodes as the cells of a field."""
     if isinstance(loss, LossSum):
         return LossSum([(factor, bind_loss_to_nodes(term, cuts)) for factor, term in loss.terms])
     if isinstance(loss, BandRMSE | BoundaryRMSE | PhysicsLoss):
@@ -33,7 +33,7 @@ def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
 
 
 class NodeLoss(WrappedLoss):
-    """Computes a loss of fields (samples, channels, cells) on values (samples, nodes, features) of nodes."""
+    """Applies a loss for fields (samples, channels, cells) to node values (samples, nodes, features)."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         return self.loss.forward(env, _swap(y), _swap(target))

@@ -1,4 +1,4 @@
-"""The sample layout in which each sample holds values of the nodes of a mesh, and each rank has the values of its own
+"""The sample layout for models on meshes: a sample holds values of all nodes, and each rank has the values of its own
 nodes."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["NodeSamples", "PartitionedNodes"]
 
 
 class PartitionedNodes(Protocol):
-    """What a sample layout needs to know about a `Partition`."""
+    """Protocol of the attributes of a `Partition` that `NodeSamples` uses."""
 
     dims: tuple[int, ...]
     total_edges: int
@@ -66,11 +66,13 @@ class NodeSamples(SplitSamples):
         return self.get_first_split_input(inputs).ndim > 2
 
     def describe_array(self, array: Any) -> str:
-        """Return text with the dtype and the number of features, for comparison: it must be equal on all ranks."""
+        """Return a description of the array's dtype and number of features, which ranks compare and which must be equal
+        on all of them."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Return a warning if the ranks of a mesh pass different scalars, else "". Collective if there are scalars."""
+        """Return a warning if the ranks of a mesh pass different scalars, otherwise "". Collective if there are
+        scalars."""
         if not self.has_scalars or getattr(inputs[0], "holds_no_data", False):
             return ""
         return self.all_gather_checks(inputs, targets, None)[1]
@@ -99,9 +101,10 @@ class NodeSamples(SplitSamples):
         ]
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
-        """Return a target, prediction or gradient as (samples, nodes, features) or as scalars (samples, n), or integer
-        labels (nodes,) or (samples, nodes) as (samples, nodes). Integers with two dims are labels if the caller's
-        arrays have a sample dim. Sizes alone cannot tell, because there may be as many samples as nodes."""
+        """Return a target, prediction or gradient in the model's layout: (samples, nodes, features), scalars (samples,
+        n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). Integers with
+        two dims are taken as labels if the caller's arrays have a sample dim; sizes alone cannot tell, because there
+        may be as many samples as nodes."""
         rows, kind = self.partition.row_counts, self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.to_model_scalars(array, name, batched)

@@ -14,12 +14,12 @@ __all__ = ["OneHot", "WhereType"]
 
 
 class OneHot(Layer):
-    """One-hot encoding of types: integers (samples, nodes, 1) -> (samples, nodes, types), where feature t is 1 for type
-    t, and 0 otherwise.
+    """One-hot encoding of node types: integers (samples, nodes, 1) -> (samples, nodes, types). Feature t is 1 at nodes
+    of type t, and 0 elsewhere.
 
     Parameters
     ----------
-    types : number of types; they are numbered from 0
+    types : number of types, which are numbered from 0
     """
 
     acts_on = "position"
@@ -40,14 +40,15 @@ class OneHot(Layer):
 
 
 class WhereType(Layer):
-    """Selects one of two values for each node by its type, for example to keep given values on a boundary.
+    """Selects one of two values for each node according to its type, for example to keep prescribed values on a
+    boundary.
 
-    Takes three inputs: types (samples, nodes, 1), and a and b, (samples, nodes, features). Returns a at nodes of the
-    given types, and b elsewhere.
+    Takes three inputs: node types (samples, nodes, 1), and values a and b (samples, nodes, features). Returns a at
+    nodes whose type is in `types`, and b at all others.
 
     Parameters
     ----------
-    types : the types whose nodes get a
+    types : the types of the nodes that get a
     """
 
     acts_on = "position"

@@ -1,5 +1,5 @@
-"""Converts a model of a whole mesh to the model that each rank runs on its part, and finds out whether each input
-consists of node values, edge values, or scalars."""
+"""Converts a model of a whole mesh to the model that each rank runs on its part, and determines whether each input
+consists of node values, edge values or scalars."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TakesRows:
 
 
 def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
-    """Convert a model of a whole mesh to the model that each rank runs on its part, given the `MeshPartition` of values
-    of nodes. Communicates nothing.
+    """Convert a model of a whole mesh to the model that each rank runs on its part. `nodes` is the `MeshPartition` of
+    node values. Communicates nothing.
 
     Raises ConfigError with the path of the first layer that cannot run on a part, or if an output is neither values of
     nodes nor scalars."""
@@ -42,7 +42,7 @@ def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
 
 
 class DropGhosts(Layer):
-    """Leaves out the values of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
+    """Removes the rows of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
     parts: Any = None
     """Distribution of the input, a `MeshPartition`. It is not an argument, because ranks compare the repr of layers,
@@ -58,8 +58,8 @@ class DropGhosts(Layer):
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the layer that drops its ghosts, or None if they may stay. They are dropped
-    where a layer, such as a sum, reads some node values with ghosts and some without."""
+    """Return, for each input of `reader`, the redistribution that drops its ghosts, or None if it has none or they may
+    stay. Ghosts are dropped if a layer such as a sum reads some node values with ghosts and others without."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
     rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:
@@ -71,11 +71,11 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistributio
 
 
 def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
-    """Return how each input of a model is distributed, given the distribution of values of nodes.
+    """Return how each input of a model is distributed. `nodes` describes how node values are distributed.
 
-    Inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does. Values
-    whose kind is still unknown are values of nodes. If no input would be split over the ranks, all are values of nodes,
-    and the sharding of the model then names the layer that cannot run on a part."""
+    The inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does.
+    Values whose kind remains unknown are taken as node values. If all inputs would be scalars, they are all taken as
+    node values instead; sharding the model then raises an error that names the layer that cannot run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
     values.trace(model, inputs, nodes)
@@ -86,7 +86,7 @@ def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
 
 
 class _Values:
-    """The values of a model, numbered from 0, in sets of values of one kind (disjoint-set union)."""
+    """Groups the values in a model, numbered from 0, into sets of the same kind (a disjoint-set data structure)."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
@@ -107,7 +107,7 @@ class _Values:
             self._kinds.setdefault(self._find(value), kind)
 
     def join(self, values: Sequence[int]) -> int:
-        """Record that values are of the same kind, and return one of them."""
+        """Record that `values` are all of the same kind, and return a value that represents them."""
         first = self._find(values[0])
         for other in map(self._find, values[1:]):
             if other != first:
@@ -116,7 +116,7 @@ class _Values:
         return first
 
     def trace(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
-        """Record what a layer determines about the kinds of its inputs, and return its outputs."""
+        """Record what a layer implies about the kinds of its inputs `given`, and return the numbers of its outputs."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))
             for step in layer.steps:

@@ -1,4 +1,4 @@
-"""`Partition`: a mesh or graph, given by the part of it that each rank holds."""
+"""`Partition`: a mesh or graph that is partitioned over ranks. Each rank describes the part that it holds."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Partition(Domain):
     """A mesh or graph that is partitioned over ranks, as in finite-element and finite-volume codes. Collective.
 
     Each node has one owner. A rank passes the nodes that it owns, the global numbers of its ghosts (copies of nodes of
-    other ranks), and its edges. It computes on all edges whose receivers it owns; edges that other ranks passed are
-    fetched once. Results are the same on any partition.
+    other ranks), and its edges. It computes on all edges whose receivers it owns; those that only other ranks passed
+    are fetched once. Results do not depend on how the mesh is partitioned.
 
-    Arrays that `step` and `predict` take are (nodes, features) or (samples, nodes, features), with the rows of the
-    owned nodes, or of owned nodes and ghosts, in the caller's order. Ghosts need no values: layers exchange them.
-    Results have the rows of the owned nodes.
+    The trainer's `step` and `predict` take arrays (nodes, features) or (samples, nodes, features), with a row for each
+    owned node, or for each owned node and ghost, in the caller's order. Ghost rows may hold any values, because layers
+    exchange ghosts. Results have a row for each owned node.
 
     Parameters
     ----------
@@ -62,18 +62,18 @@ class Partition(Domain):
     owned : number of nodes that this rank owns. Nodes are numbered in rank order: the nodes of rank 0 are 0, 1, ...
     ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
     owners : the rank that owns each ghost, as a check; default: no check
-    edges : integers (2, edges): row of the sender and row of the receiver of each edge, as `edge_index` of PyTorch
-        Geometric. Any rank may pass an edge, and several ranks may pass the same one
-    positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. The features of each edge
-        then end with two additions: the coordinates of its sender relative to its receiver, and their norm
-    edge_features : constant features of the edges, (edges, features); default: none
+    edges : integers (2, edges): row of the sender and row of the receiver of each edge, like `edge_index` in PyTorch
+        Geometric. Any rank may pass any edge, and several ranks may pass the same one
+    positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. If given, two things are
+        appended to the features of each edge: the coordinates of its sender relative to its receiver, and their norm
+    edge_features : features (edges, features) of the edges, the same for all samples; default: none
     undirected : True: each edge counts in both directions; False: edges are directed. Default: directed, but an error
         is raised if nearly all edges have a reverse edge and some do not, because the missing ones were probably lost
 
     Raises
     ------
-    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, a ghost has other
-        coordinates than on its owner, or edges seem to be missing
+    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, the coordinates of a
+        ghost differ from those that its owner passes, or edges seem to be missing
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Partition(Domain):
         edge_features: Any = None,
         undirected: bool | None = None,
     ) -> Partition:
-        """Return the partition of a mesh whose rows are in any order, with ghosts anywhere among them. Collective.
+        """Return the partition of a mesh whose owned nodes and ghosts may be in any order on each rank. Collective.
 
         Parameters
         ----------
         comm, edges, positions, edge_features, undirected : as in `Partition`
-        numbers : global number of each row; the numbers of all nodes are 0, 1, ... without gaps
-        owned_mask : whether this rank owns each row. Default: a node belongs to the lowest rank that has it, which
-            suits codes whose ranks own elements and share nodes
+        numbers : global number of the node in each row; the nodes of the mesh are numbered 0, 1, ... without gaps
+        owned_mask : whether this rank owns the node of each row. Default: a node belongs to the lowest rank that has
+            it, as is suitable for codes whose ranks own elements and share nodes
 
         Returns
         -------
@@ -155,18 +155,19 @@ class Partition(Domain):
         pairs: Sequence[tuple[int, int]] | None = None,
         positions: Any = None,
     ) -> Partition:
-        """Return the partition of a mesh of which each rank has some cells. Nodes of a cell are joined by edges in both
-        directions; an edge that several cells or ranks share counts once. Collective.
+        """Return the partition of a mesh, given the cells that each rank has. Edges in both directions join the nodes
+        of a cell; an edge that several cells or ranks share counts once. Collective.
 
         Parameters
         ----------
         comm, positions : as in `Partition`
-        cells : integers (cells, nodes of a cell): rows of the nodes of each cell of this rank or, without `numbers`,
-            their global numbers. Rows are then the nodes of the rank's cells, sorted by number
-        numbers : global number of each row; default: see `cells`
+        cells : integers (cells, nodes of a cell): the nodes of each of this rank's cells, as rows or, without
+            `numbers`, as global numbers. Without `numbers`, arrays have one row for each node of the rank's cells,
+            sorted by global number
+        numbers : global number of the node in each row; default: see `cells`
         owned_mask : as in `from_numbers`
         pairs : which nodes of a cell are joined, such as ((0, 1), (1, 2), (2, 3), (3, 0)) for quadrilaterals whose
-            corners are numbered around them. Default: all pairs, as in triangles and tetrahedra
+            nodes are listed in order around the cell. Default: all pairs, as in triangles and tetrahedra
 
         Returns
         -------
@@ -195,12 +196,13 @@ class Partition(Domain):
     def from_dolfinx(
         cls, V: Any, *, pairs: Sequence[tuple[int, int]] | None = None, positions: Any = None
     ) -> Partition:
-        """Return the partition of the dofs of a function space of dolfinx. Collective over the mesh's communicator.
+        """Return the partition of the dofs of a dolfinx function space. Collective over the mesh's communicator.
 
         Edges in both directions join the dofs of each cell, as in an assembled matrix. In a space of degree 0, the
-        nodes are the cells, and edges join cells that share a facet. The graph is the same for any ghost mode.
+        nodes are the cells, and edges join cells that share a facet. The graph does not depend on the ghost mode.
 
-        Arrays have the rows of `Function.x.array.reshape(-1, V.dofmap.index_map_bs)`; ghosts are dolfinx's.
+        Arrays have the same rows as `Function.x.array.reshape(-1, V.dofmap.index_map_bs)`, including the ghosts of
+        dolfinx.
 
         Parameters
         ----------
@@ -214,24 +216,24 @@ class Partition(Domain):
 
         Raises
         ------
-        ConfigError : if no two cells of the space share a dof, or as for `Partition`
+        ConfigError : if no two cells of the space share a dof, and as for `Partition`
         """
         return cls._from_solver(V.mesh.comm, lambda: read_dolfinx_space(V, pairs, positions))
 
     @classmethod
     def from_dmplex(cls, dm: Any, *, nodes: str = "vertices", positions: Any = None) -> Partition:
-        """Return the partition of the vertices or cells of a DMPlex of PETSc. Collective over its communicator.
+        """Return the partition of the vertices or cells of a PETSc DMPlex. Collective over its communicator.
 
-        Vertices are joined by the edges of the mesh, and cells are joined if they share a facet, in both directions.
-        The graph is the same for any overlap.
+        Edges of the graph join vertices that share an edge of the mesh, or cells that share a facet, in both
+        directions. The graph does not depend on the overlap of the DMPlex.
 
-        Arrays have the rows of local or global vectors with the same number of dofs at each of these points, as
-        `vector.array.reshape(-1, dofs)`.
+        Arrays have the same rows as `vector.array.reshape(-1, dofs)`, for a local or global vector with `dofs` dofs at
+        each of these points.
 
         Parameters
         ----------
         dm : the distributed mesh, with edges and facets (interpolated)
-        nodes : "vertices" (default) or "cells": what the nodes of the graph are
+        nodes : what the nodes of the graph are: "vertices" (default) or "cells"
         positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the vertices, or the
             centroids of the cells
 
@@ -241,14 +243,14 @@ class Partition(Domain):
 
         Raises
         ------
-        ConfigError : if the mesh has no edges and facets, or as for `Partition`
+        ConfigError : if the mesh lacks edges and facets (is not interpolated), and as for `Partition`
         """
         return cls._from_solver(dm.comm, lambda: read_dmplex(dm, nodes, positions))
 
     @classmethod
     def _from_solver(cls, comm: Any, read: Callable[[], SolverMesh]) -> Partition:
-        """Return the partition of a solver's mesh. Arrays have the solver's rows, even if edges read additional
-        ghosts."""
+        """Return the partition of a solver's mesh. Arrays have the same rows as in the solver, even if edges need more
+        ghosts than the solver has."""
         comm = _open(comm)
         mesh = parse_on_each_rank(comm, read)
         edges, numbers, owned, rows = mesh.edges, mesh.numbers, mesh.owned, mesh.numbers.size
@@ -275,17 +277,18 @@ class Partition(Domain):
         edge_features: Any = None,
         undirected: bool | None = None,
     ) -> Partition:
-        """Return the partition of a graph that every rank has in full. Collective.
+        """Partition a graph that every rank has in full. Collective.
 
-        `take_local` then returns the rows of a rank's nodes, in the order of their numbers.
+        `take_local` returns the rows of this rank's nodes, in the order of their global numbers.
 
         Parameters
         ----------
         comm, undirected : as in `Partition`
-        edges : integers (2, edges): numbers of sender and receiver of each edge, the same on all ranks
+        edges : integers (2, edges): node numbers of the sender and receiver of each edge, the same on all ranks
         nodes : number of nodes of the graph
         parts : the rank that owns each node, (nodes,); default: chosen by `method`
-        method : "coordinates", recursive bisection of `positions`, or "metis", which cuts few edges and needs pymetis
+        method : "coordinates" (default): recursive bisection of `positions`; "metis": cuts few edges, and requires
+            pymetis
         positions : coordinates (nodes, dims) of all nodes, used as in `Partition`
         edge_features : features (edges, features) of all edges; default: none
 
@@ -295,7 +298,7 @@ class Partition(Domain):
 
         Raises
         ------
-        ConfigError : as for `Partition`, or if ranks pass different graphs
+        ConfigError : as for `Partition`, and if ranks pass different graphs
         """
         comm = _open(comm)
         rank, size = _get_rank_and_size(comm)
@@ -338,7 +341,7 @@ class Partition(Domain):
         edge_features: Any = None,
         undirected: bool | None = None,
     ) -> Partition:
-        """Return a graph that is partitioned over hypothetical ranks, for `fsdpx.plan` and `fsdpx.dry_run(domain=)`.
+        """Return the partition of a graph over hypothetical ranks, for `fsdpx.plan` and `fsdpx.dry_run(domain=)`.
         Communicates nothing.
 
         Parameters
@@ -350,7 +353,7 @@ class Partition(Domain):
         Returns
         -------
         Partition
-            of which only the sizes of all parts are known
+            in which only the sizes of the parts are known
 
         Raises
         ------
@@ -369,15 +372,15 @@ class Partition(Domain):
     def from_sizes(
         cls, nodes: Sequence[int], edges: Sequence[int], ghosts: Sequence[int], rank: int = 0, *, edge_features: int = 0
     ) -> Partition:
-        """Return a mesh of which only sizes are known, partitioned over hypothetical ranks, for `fsdpx.plan` and
+        """Return the partition, over hypothetical ranks, of a mesh of which only sizes are known, for `fsdpx.plan` and
         `fsdpx.dry_run(domain=)`. Communicates nothing.
 
-        Each rank gets all its ghosts from the next rank.
+        All ghosts of a rank are assumed to belong to the next rank.
 
         Parameters
         ----------
-        nodes, edges, ghosts : for each rank, the number of its nodes, of the edges that these receive, and of its
-            ghosts
+        nodes, edges, ghosts : for each rank, the number of its nodes, the number of incoming edges of these nodes, and
+            the number of its ghosts
         rank : the rank whose part is described; default 0
         edge_features : number of features of each edge; default 0
 
@@ -401,9 +404,9 @@ class Partition(Domain):
         return cls._with_sizes_only(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
 
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
-        """Finish the construction from this rank's arguments, which `parse` returns.
+        """Finish the construction of the partition from this rank's arguments, which `parse` returns.
 
-        The caller's arrays have the first `rows` rows; None: all rows."""
+        The caller's arrays have only the first `rows` of these rows, or all of them if `rows` is None."""
         rank, size = _get_rank_and_size(comm)
         given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
@@ -420,7 +423,7 @@ class Partition(Domain):
         self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
 
     def _set_part(self, parts: Sequence[PartSizes], rank: int, graph: LocalGraph) -> None:
-        """Set what is known of the sizes of all parts, and of the part of `rank`."""
+        """Set the attributes that follow from the sizes of all parts and from the graph of `rank`."""
         cuts = tuple(np.cumsum([0, *(part.nodes for part in parts)]).tolist())
         self._parts, self.rank, self.graph, self.dims = tuple(parts), rank, graph, (len(parts),)
         self.total_edges, self.partition = sum(part.edges for part in parts), MeshPartition((cuts,), graph=graph)
@@ -451,12 +454,12 @@ class Partition(Domain):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Number of nodes that this rank owns, as a tuple."""
+        """Number of nodes that this rank owns, as a tuple of one integer."""
         return (self.graph.nodes,)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Number of nodes of all lower ranks, as a tuple."""
+        """Total number of nodes that lower ranks own, as a tuple of one integer."""
         return (self.partition.cuts[0][self.rank],)
 
     @property
@@ -469,12 +472,12 @@ class Partition(Domain):
     @property
     def edges(self) -> np.ndarray:
         """Array of shape (2, edges) with the global node numbers of the sender and receiver of each edge that this rank
-        computes on. Edges are in the same order as in edge inputs."""
+        computes on. Inputs of edge values have the same order."""
         return np.stack([self.graph.numbers[self.graph.senders], self.graph.numbers[self.graph.receivers]])
 
     @property
     def owned_rows(self) -> np.ndarray:
-        """Rows of the owned nodes in arrays that have rows for ghosts as well."""
+        """Indices of the owned nodes' rows in arrays that also have rows for ghosts."""
         return self._owned_rows
 
     @property
@@ -484,7 +487,8 @@ class Partition(Domain):
 
     @property
     def row_counts(self) -> tuple[int, int]:
-        """Numbers of rows that arrays of this rank may have: its owned nodes, or these and its ghosts."""
+        """The two numbers of rows that arrays of this rank may have: one row for each owned node, or one for each owned
+        node and ghost."""
         return self.graph.nodes, self._local_rows
 
     @property
@@ -496,20 +500,20 @@ class Partition(Domain):
     def shard_model(
         self, model: Layer, parts: Sequence[FieldPartition] | None = None
     ) -> tuple[Layer, tuple[Kind, ...]]:
-        """Return the model that each rank runs on its part of the mesh, and the distribution of each output of the
-        model. Communicates nothing.
+        """Return the model that each rank runs on its part of the mesh, and how each output is distributed over the
+        ranks. Communicates nothing.
 
         Parameters
         ----------
         model : model of the whole mesh
-        parts : a sequence with one element, the distribution of all inputs that are values of nodes; default None: the
-            distribution of this partition
+        parts : a sequence of one element, which describes how all inputs with values of nodes are distributed; default
+            None: as in this partition
 
         Returns
         -------
         tuple of (Layer, tuple)
-            the tuple has a `FieldPartition` for values of nodes, and `Replicated()` for scalars, which every rank holds
-            in full
+            the tuple has a `FieldPartition` for each output with values of nodes, and `Replicated()` for scalars, which
+            every rank holds in full
 
         Raises
         ------
@@ -521,12 +525,13 @@ class Partition(Domain):
         return made.model, made.outputs
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
-        """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
+        """Return an object that describes how the inputs and outputs of `model` are distributed over the ranks.
+        Communicates nothing.
 
         Parameters
         ----------
         model : model of the whole mesh
-        axes : the communicators of this rank
+        axes : this rank's communicators, one for each axis of the device mesh
 
         Returns
         -------
@@ -546,14 +551,15 @@ class Partition(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a plan reports: the rank with the most edges, and the rank that sends
-        most. If they are the same rank, it is listed once."""
+        """The ranks whose memory and traffic a plan reports: the rank with the most edges, and the rank that sends the
+        most rows. If these are the same rank, it is listed once."""
         ranks = range(len(self._parts))
         largest = max(ranks, key=lambda r: (self._parts[r].edges, self._parts[r].nodes))
         return tuple(dict.fromkeys((largest, max(ranks, key=lambda r: self._parts[r].exchanged))))
 
     def as_rank(self, rank: int) -> Partition:
-        """Return the part of another rank, for dry runs. Only the sizes of this part are known.
+        """Return this partition as another rank would see it, for dry runs. Only the sizes of that rank's part are
+        known.
 
         Parameters
         ----------
@@ -567,7 +573,8 @@ class Partition(Domain):
 
     @classmethod
     def _with_sizes_only(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
-        """Return the part of a hypothetical rank. Arrays have the owned nodes, then the ghosts."""
+        """Return a partition as `rank`, a hypothetical rank, would see it. Rows of arrays are the owned nodes, followed
+        by the ghosts."""
         made, graph = cls.__new__(cls), LocalGraph.with_sizes_only(parts[rank], edge_features)
         made._set_part(parts, rank, graph)
         made._owned_rows, made._local_rows, made._comm, made._free = np.arange(graph.nodes), graph.row_count, None, None
@@ -593,16 +600,16 @@ class Partition(Domain):
         return (shape[0], self.graph.edges if of_edges else self.graph.nodes, *shape[2:])
 
     def take_owned_rows(self, array: Any) -> Any:
-        """Return the rows of the owned nodes of an array (samples, rows, ...) of this rank.
+        """Select the rows of this rank's owned nodes from an array (samples, rows, ...).
 
         Parameters
         ----------
-        array : the rows are those of the owned nodes, or of the owned nodes and ghosts in the caller's order
+        array : array with a row for each owned node, or for each owned node and ghost, in the caller's order
 
         Returns
         -------
         array
-            (samples, owned nodes, ...); a view where possible
+            (samples, owned nodes, ...); a view if possible
         """
         rows = self._owned_rows
         if array.shape[1] == self.graph.nodes:
@@ -612,11 +619,12 @@ class Partition(Domain):
         return array[:, rows]
 
     def update_ghosts(self, array: np.ndarray) -> np.ndarray:
-        """Copy the values of ghosts from the ranks that own them, in place. Collective over `comm`.
+        """Overwrite the values of ghosts, in place, with those from the ranks that own them. Collective over `comm`.
 
         Parameters
         ----------
-        array : this rank's (owned nodes and ghosts, ...) in the caller's order; the values of owned nodes are sent
+        array : array (owned nodes and ghosts, ...) of this rank, in the caller's order; the values of owned nodes are
+            sent
 
         Returns
         -------
@@ -625,8 +633,8 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have these rows, or if arrays differ between ranks in
-            their dtype or other dims
+        DataError : on all ranks, if the array of a rank does not have these rows, or if the arrays of ranks differ in
+            dtype or in other dims
         """
         error = ""
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
@@ -641,20 +649,20 @@ class Partition(Domain):
         return array
 
     def exchange_edges(self, array: Any) -> np.ndarray:
-        """Send edge values from the ranks that passed the edges to the ranks that compute on them. Return the values of
-        this rank's edges, in the order in which models read them. Collective over `comm`.
+        """Send edge values from the ranks that passed the edges to the ranks that compute on them, and return the
+        values for this rank's edges, in the order in which models read them. Collective over `comm`.
 
         If several ranks passed an edge, the value from the lowest rank is used.
 
         Parameters
         ----------
         array : (edges, features) or (samples, edges, features) for the edges that this rank passed to the partition, in
-            their order; for `split`, for all edges
+            the same order; if the partition was made by `split`, for all edges
 
         Returns
         -------
         numpy.ndarray
-            in the shape of the input, with the edges of this rank
+            of the same shape as the input, except that the edges are those of this rank
 
         Raises
         ------
@@ -673,7 +681,7 @@ class Partition(Domain):
         return np.ascontiguousarray(np.moveaxis(found[self._routes.taken].reshape(-1, *others), 0, -2))
 
     def take_local(self, array: Any) -> Any:
-        """Return the rows of this rank's nodes of an array of the whole mesh. Communicates nothing.
+        """Select the rows of this rank's nodes from an array for the whole mesh. Communicates nothing.
 
         Parameters
         ----------
@@ -683,11 +691,11 @@ class Partition(Domain):
         Returns
         -------
         array
-            in the shape of the input, with the owned nodes only
+            of the same shape as the input, except that the nodes are those that this rank owns
 
         Raises
         ------
-        DataError : if the array does not have the nodes of the whole mesh
+        DataError : if the array does not have one row for each node of the whole mesh
         """
         dim = max(array.ndim - 2, 0)
         if array.ndim < 1 or array.shape[dim] != self.total_nodes:
@@ -697,12 +705,12 @@ class Partition(Domain):
         return array[(slice(None),) * dim + (self.numbers,)]
 
     def gather(self, array: Any) -> Any:
-        """Gather the rows of all ranks, and return the array of the whole mesh on every rank, in the order of the
+        """Gather the rows of all ranks, and return the array for the whole mesh on every rank, in the order of the
         global numbers. Collective over `comm`.
 
         Parameters
         ----------
-        array : this rank's (nodes, features), (samples, nodes, features) or (nodes,), with or without ghosts
+        array : this rank's array (nodes, features), (samples, nodes, features) or (nodes,), with or without ghosts
 
         Returns
         -------
@@ -710,8 +718,8 @@ class Partition(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have the rows of its nodes, or if arrays differ
-            between ranks in their dtype or other dims
+        DataError : on all ranks, if the array of a rank does not have the rows of its nodes, or if the arrays of ranks
+            differ in dtype or in other dims
         """
         array = np.asarray(array)
         dim = max(array.ndim - 2, 0)
@@ -728,8 +736,8 @@ class Partition(Domain):
         return whole
 
     def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
-        """All-gather `value`. Raise DataError on all ranks, with the first nonempty `error` that a rank passes, or if
-        ranks pass different values of `kind`, the result of `_describe`."""
+        """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks, with the first such
+        error; also raise it if ranks pass different values of `kind`, the result of `_describe`."""
         everyone = all_gather_plain_data(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:
@@ -741,7 +749,7 @@ class Partition(Domain):
 
 
 def _open(comm: Any) -> Any:
-    """Return `comm` as a communicator with `allgather` or `all_gather_data`. Raise ConfigError if it is not one."""
+    """Return `comm` as an mpi4py or fsdpx communicator. Raise ConfigError if it cannot be used as one."""
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)
     if not hasattr(comm, "allgather") and not hasattr(comm, "all_gather_data"):
@@ -750,7 +758,7 @@ def _open(comm: Any) -> Any:
 
 
 def _describe(array: np.ndarray, dim: int) -> str:
-    """Return the dtype and shape of an array as text, without the number of rows (the size of `dim`)."""
+    """Return a description of an array's dtype and shape that leaves out the number of rows (the size of `dim`)."""
     sizes = [str(n) for n in array.shape]
     sizes[dim] = "rows"
     return f"{array.dtype} of shape ({', '.join(sizes)})"

@@ -1,4 +1,4 @@
-"""Reads the graphs of dolfinx meshes and of PETSc's DMPlex, for `Partition`, without importing these libraries."""
+"""Reads graphs for `Partition` from dolfinx meshes and PETSc DMPlex objects, without importing these libraries."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Table = np.ndarray
 
 
 class SolverMesh(NamedTuple):
-    """The part of a solver's mesh that one rank has. Rows are nodes of the graph in the solver's own order.
+    """The part of a solver's mesh that one rank has. Its rows are the nodes of the graph, in the solver's order.
 
     Attributes
     ----------
     comm : the solver's communicator
     numbers : global number of each row
-    owned : whether the rank owns each row
-    positions : coordinates (rows, dims), or of the owned rows only
-    edges : rows of the ends of each edge, (2, edges); None if `facets` is given
+    owned : whether the rank owns the node of each row
+    positions : coordinates (rows, dims) of all rows, or of the owned rows only
+    edges : rows of the two nodes of each edge, (2, edges); None if `facets` is given
     facets : for each facet of an owned cell, the row of the cell and the global number of the facet, (2, facets of
         owned cells). Cells that share a facet are joined. None if the nodes are not cells
     """
@@ -40,7 +40,7 @@ class SolverMesh(NamedTuple):
 
 
 def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, positions: Any) -> SolverMesh:
-    """Return the graph of the dofs of a function space of dolfinx. Arguments are those of `Partition.from_dolfinx`."""
+    """Return the graph of the dofs of a dolfinx function space. The arguments are those of `Partition.from_dolfinx`."""
     dofs, topology = V.dofmap.index_map, V.mesh.topology
     numbers = _list_global_numbers(dofs)
     owned = np.arange(numbers.size) < dofs.size_local
@@ -55,7 +55,8 @@ def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, position
                 "cells of V share no dofs, so no edge would join them: take a continuous space, or degree 0"
             )
         return mesh._replace(edges=list_edges_of_cells(cells, pairs))
-    topology.create_connectivity(dim, dim - 1)  # collective: before any rank finds an error
+    # collective, so it must be called before any rank can raise an error and leave the others waiting
+    topology.create_connectivity(dim, dim - 1)
     if pairs is not None:
         raise ConfigError("pairs= needs a space with several dofs in each cell")
     facets = topology.connectivity(dim, dim - 1)
@@ -66,17 +67,18 @@ def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, position
 
 
 def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
-    """Return the graph of the vertices or cells of a DMPlex. Arguments are those of `Partition.from_dmplex`."""
+    """Return the graph of the vertices or cells of a DMPlex. The arguments are those of `Partition.from_dmplex`."""
     of_cells = nodes == "cells"
     first, stop = dm.getHeightStratum(0) if of_cells else dm.getDepthStratum(0)
     given = (dm.getCellNumbering() if of_cells else dm.getVertexNumbering()).getIndices().astype(np.int64)
     owned = given >= 0
-    numbers = np.where(owned, given, -given - 1)  # PETSc numbers ghosts as -number - 1
+    numbers = np.where(owned, given, -given - 1)  # PETSc marks a ghost by giving -number - 1
     rows, dim = np.flatnonzero(owned), dm.getCoordinateDim()
-    points = dm.createPointNumbering().getIndices().astype(np.int64)  # collective: before any rank finds an error
+    # collective, so it must be called before any rank can raise an error and leave the others waiting
+    points = dm.createPointNumbering().getIndices().astype(np.int64)
     if nodes not in ("vertices", "cells"):
         raise ConfigError(f'nodes={nodes!r}: choose "vertices" or "cells"')
-    if dm.getDepth() not in (dm.getDimension(), -1):  # -1: a rank without cells
+    if dm.getDepth() not in (dm.getDimension(), -1):  # -1 means that the rank has no cells
         raise ConfigError("the DMPlex has no edges and facets: call interpolate() first")
     if of_cells:
         if positions is None:
@@ -95,8 +97,8 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
 
 
 def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
-    """Return the edges (2, edges) of cells (cells, nodes of a cell), each edge once for each cell that has it. `pairs`
-    is as in `Partition.from_cells`. Raise ConfigError if `pairs` does not match the cells. `cells` may be empty."""
+    """Return the edges (2, edges) of `cells` (cells, nodes of a cell), which may be empty. An edge occurs once for each
+    cell that has it. `pairs` is as in `Partition.from_cells`; raise ConfigError if it does not match the cells."""
     corners = cells.shape[1]
     joined = parse_integers("pairs", [*itertools.combinations(range(corners), 2)] if pairs is None else pairs, 2)
     joined = joined if joined.size else joined.reshape(0, 2)
@@ -106,10 +108,12 @@ def list_edges_of_cells(cells: Table, pairs: Any) -> Table:
 
 
 def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Table, Table]:
-    """Return the edges (2, edges) between cells that share a facet, and the global numbers of their rows. Collective.
+    """Return the edges (2, edges) between cells that share a facet, as rows, and the global number of each row.
+    Collective.
 
-    The rows are the rows of the mesh, followed by the neighbors that this rank does not have, because solvers without
-    ghost cells do not know the cells of other ranks. Each edge is on one rank, which owns one of its ends."""
+    The rows are those of `mesh`, followed by neighboring cells that this rank lacks, because solvers without ghost
+    cells do not know the cells of other ranks. Each edge is returned on only one rank, which owns one of its two
+    cells."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size
@@ -119,7 +123,7 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
     order = np.argsort(everyone[:, 0], kind="stable")
     facets, cells, source = everyone[order, 0], everyone[order, 1], source[order]
     first, second = [order[:0]], [order[:0]]
-    for apart in range(1, facets.size):  # a facet has two cells, or more if surfaces branch
+    for apart in range(1, facets.size):  # a facet has two cells, or more where surfaces branch, so all pairs are found
         same = np.flatnonzero(facets[apart:] == facets[:-apart])
         if not same.size:
             break
@@ -134,10 +138,10 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
 
 
 def _list_global_numbers(index_map: Any) -> Table:
-    """Return the global number of each local index of an index map of dolfinx."""
+    """Return the global number of each local index of a dolfinx index map."""
     return np.concatenate([np.arange(*index_map.local_range), index_map.ghosts]).astype(np.int64)
 
 
 def _stack(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
-    """Stack rows into one array, which may be empty."""
+    """Stack `rows` into one array of `shape`, even if there are no rows."""
     return np.array(rows).reshape(shape)

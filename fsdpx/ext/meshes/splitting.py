@@ -16,9 +16,9 @@ METHODS = ("coordinates", "metis")
 
 
 def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positions: np.ndarray | None) -> np.ndarray:
-    """Return the part of each node, from 0 to parts - 1.
+    """Return the part to which each node is assigned, from 0 to parts - 1.
 
-    `edges` is (2, edges), and `positions` (nodes, dims) is needed by the method "coordinates"."""
+    `edges` is (2, edges). `positions`, (nodes, dims), is required by the method "coordinates"."""
     if method not in METHODS:
         raise ConfigError(f"method={method!r}: choose one of {', '.join(map(repr, METHODS))}")
     if method == "metis":
@@ -31,14 +31,15 @@ def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positio
 
 
 def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirected: bool) -> tuple[PartSizes, ...]:
-    """Return the sizes of the part of each rank, given the rank of each node and edges (2, edges) by node numbers."""
+    """Return the sizes of each rank's part. `parts` is the rank of each node, and `edges`, (2, edges), holds node
+    numbers."""
     nodes = parts.size
     if undirected:
         numbers = np.unique(np.concatenate([edges[0] * nodes + edges[1], edges[1] * nodes + edges[0]]))
         edges = np.stack(np.divmod(numbers, nodes)) if nodes else edges
     senders, home = edges[0], parts[edges[1]]
     away = parts[senders] != home
-    ghosts = np.unique(home[away] * nodes + senders[away])  # pairs of a rank and a ghost on it
+    ghosts = np.unique(home[away] * nodes + senders[away])  # one number for each pair of a rank and one of its ghosts
     readers, owners = ghosts // nodes if nodes else ghosts, parts[ghosts % nodes] if nodes else ghosts
     messages, rows = np.unique(readers * ranks + owners, return_counts=True)
     sends: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
@@ -52,8 +53,9 @@ def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirecte
 
 
 def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: int, parts: int) -> None:
-    """Write the parts from `first` on to found[nodes], by recursive coordinate bisection (Berger and Bokhari 1987):
-    divide nodes along the dim in which they extend farthest, and then each half."""
+    """Assign `nodes` to the parts from `first` to first + parts - 1, and write the results to found[nodes]. Uses
+    recursive coordinate bisection (Berger and Bokhari 1987): nodes are divided along the dim of their largest extent,
+    and then each half is divided in the same way."""
     if parts == 1 or nodes.size == 0:
         found[nodes] = first
         return
@@ -67,7 +69,7 @@ def _bisect(found: np.ndarray, nodes: np.ndarray, positions: np.ndarray, first: 
 
 
 def _split_with_metis(parts: int, nodes: int, edges: np.ndarray) -> np.ndarray:
-    """Return parts that cut few edges (Karypis and Kumar 1998)."""
+    """Return the part of each node, chosen by METIS to cut few edges (Karypis and Kumar 1998)."""
     try:
         metis: Any = import_module("pymetis")
     except ImportError as error:

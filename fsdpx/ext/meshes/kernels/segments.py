@@ -1,7 +1,7 @@
 """Reductions over segments of rows, in plain array code.
 
 Values are (samples, rows, features). Segment i has the rows from offsets[i] up to, but not including, offsets[i + 1].
-`most` is the number of rows of the longest segment. An empty segment has the sum 0 and the maximum 0. Rows are reduced
+`most` is the number of rows in the longest segment. The sum and the maximum of an empty segment are 0. Rows are reduced
 in their order, so that results do not depend on the device."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = [
 
 @kernel(bits=False)
 def gather_rows(xp: Any, x: Any, index: Any) -> Any:
-    """Return y with y[n, i] = x[n, index[i]]."""
+    """Return the rows of x at `index`: y[n, i] = x[n, index[i]]."""
     return xp.take(x, index, axis=1)
 
 
@@ -32,7 +32,7 @@ def add_gathered_rows(xp: Any, y: Any, a: Any, a_index: Any, b: Any, b_index: An
 def segment_sum(xp: Any, values: Any, offsets: Any, order: Any, most: int) -> Any:
     """Return the sum of the rows of each segment.
 
-    If `order` is not None, row i of the segments is values[:, order[i]]."""
+    Segments consist of rows of `values` or, if `order` is given, of values[:, order]."""
     y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
     for rows, inside in _iterate_rows(xp, offsets, most):
         found = xp.take(values, rows if order is None else xp.take(order, rows), axis=1)
@@ -42,8 +42,8 @@ def segment_sum(xp: Any, values: Any, offsets: Any, order: Any, most: int) -> An
 
 @kernel(bits=False)
 def segment_max(xp: Any, values: Any, offsets: Any, most: int) -> tuple[Any, Any]:
-    """Return the maximum of each feature over the rows of each segment, and the row that has it, or -1 in an empty
-    segment. Of equal rows, the first is the maximum; NaN counts as larger than any number."""
+    """Return the maximum of each feature over the rows of each segment, and the index of the row that has this maximum,
+    or -1 for an empty segment. Ties go to the first row; NaN compares greater than any number."""
     y = xp.zeros((values.shape[0], offsets.shape[0] - 1, values.shape[2]), dtype=values.dtype)
     winner = xp.full(y.shape, -1, dtype="int64")
     for rows, inside in _iterate_rows(xp, offsets, most):
@@ -55,8 +55,8 @@ def segment_max(xp: Any, values: Any, offsets: Any, most: int) -> tuple[Any, Any
 
 @kernel(bits=False)
 def segment_softmax(xp: Any, scores: Any, offsets: Any, segments: Any, most: int) -> Any:
-    """Return exp(score) / sum of exp(score) over the rows of the segment, for each feature. `segments` is the segment
-    of each row."""
+    """Return exp(score) divided by the sum of exp(score) over the rows of the same segment, for each feature.
+    `segments` is the number of each row's segment."""
     highest = segment_max.__wrapped__(xp, scores, offsets, most)[0]  # type: ignore[attr-defined]
     y = xp.exp(scores - xp.take(highest, segments, axis=1))
     total = segment_sum.__wrapped__(xp, y, offsets, None, most)  # type: ignore[attr-defined]
@@ -65,14 +65,15 @@ def segment_softmax(xp: Any, scores: Any, offsets: Any, segments: Any, most: int
 
 @kernel(bits=False)
 def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any, segments: Any, most: int) -> Any:
-    """Return the gradient of the scores of `segment_softmax`, given its result y and the gradient dy of y."""
+    """Return the gradient with respect to the scores in `segment_softmax`, given its result y and the gradient dy of
+    y."""
     total = segment_sum.__wrapped__(xp, y * dy, offsets, None, most)  # type: ignore[attr-defined]
     return y * (dy - xp.take(total, segments, axis=1))
 
 
 def _iterate_rows(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
-    """Yield (rows, inside): the first row of each segment and whether there is one, (1, segments, 1); then the second;
-    and so on."""
+    """Yield (rows, inside) first for the first row of each segment, then for the second, and so on. `inside`, (1,
+    segments, 1), says whether the segment has such a row."""
     for i in range(most):
         rows = offsets[:-1] + i
         inside = rows < offsets[1:]

@@ -1,6 +1,6 @@
 """Reductions over segments of rows, compiled with Numba and parallel over segments or rows.
 
-Each sum is added in the order of its rows, for any number of threads."""
+Each sum adds rows in their order, whatever the number of threads, so results are reproducible."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def _softmax_backward_loop(start, stop, y, dy, dx, offsets):
 
 
 def _run_over(loop: Callable[..., Any], count: int, work: int, *arguments: Any) -> None:
-    """Call `loop(start, stop, *arguments)` on ranges that cover [0, count). Several threads are used if `work`, the
-    number of elements that are read, is large enough."""
+    """Call `loop(start, stop, *arguments)` for ranges [start, stop) that together cover [0, count). Uses several
+    threads if `work`, the number of elements to read, is large enough."""
     if work < parallel.MIN_PARALLEL_SIZE:
         loop(0, count, *arguments)
     else:
