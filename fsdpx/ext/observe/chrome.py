@@ -1,7 +1,8 @@
-"""Trace files for Perfetto and chrome://tracing: JSON events in one gzip file per rank, and in one merged file.
+"""Trace files for Perfetto and chrome://tracing: one gzipped file of JSON events per rank, and one file that merges
+them.
 
-The format is Google's "Trace Event Format", with times in microseconds. What has no place in this format is stored
-under the key "fsdpx", which viewers ignore."""
+The format is Google's "Trace Event Format", with times in microseconds. Data for which this format has no place are
+stored under the key "fsdpx", which viewers ignore."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ __all__ = [
 ]  # fmt: skip
 
 MIN_SLICE_SECONDS = 1e-6
-"""Gaps shorter than this are Python overhead, and are not shown as waiting."""
+"""Gaps shorter than this are attributed to Python overhead, and are not shown as waiting."""
 
 
 @dataclass(frozen=True)
 class TraceGroups:
     """The process groups of a rank, with a name for each group that is the same on all of its members.
 
-    `groups` maps a lane, such as "shard" or "world", to the name of the group whose ranks communicate there."""
+    `groups` maps a lane (a mesh axis such as "shard", or "world") to the name of the group of ranks that communicate on
+    it."""
 
     rank: int
     groups: dict[str, str]
@@ -61,8 +63,8 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return a key for a transfer that is the same on all ranks that take part, so that their events can be
-        matched. Return None if no other rank takes part.
+        """Return a key by which to match the events of one transfer: it is the same on all ranks that take part in the
+        transfer. Return None if no other rank takes part.
 
         `time` is 1 for the first occurrence of the action in its program, 2 for the second, and so on."""
         verb = VERBS[action.op]
@@ -94,17 +96,17 @@ def _find_action_span(one: ActionSpan, flights: Sequence[TransferSpan]) -> tuple
     """Return when the inputs of an action were available, and when the last transfer that the action issued was
     complete.
 
-    If it issued no transfer, the second time is the end of the action. On a busy machine, a message may be complete
-    before the call that sent it returns."""
+    If the action issued no transfer, the second time is the end of the action. On a busy machine, a message may be
+    complete before the call that sent it returns."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
     return one.ready, max(landed, default=one.end)
 
 
 def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> list[ActionEvent]:
-    """Return an event for each time when a rank was blocked because an action needed a transfer that was not complete.
+    """Return one event for each time that the rank was blocked because an action needed an incomplete transfer.
 
-    Each event has the action and key of the transfer that ended the wait or, if that is unknown, the action that
-    waited. `events` are the events of `record`."""
+    Each event has the action and key of the transfer that ended the wait. If that transfer is unknown, the event has
+    the action that waited, and no key. `events` are the events of `record`."""
     moving = [event for event in events if VERBS[event.action.op].moves]
     found = []
     for one, event in zip(record.actions, events, strict=True):
@@ -116,19 +118,20 @@ def list_wait_events(record: ProgramRecord, events: Sequence[ActionEvent]) -> li
 
 
 MIN_MESSAGE_SECONDS = 1e-8
-"""Least time between the two ends of a message. It is larger than the rounding error of times in the files."""
+"""Minimum time from the send to the receive of a message. It is larger than the rounding error of the times in the
+files."""
 MERGED = "trace.json.gz"
 SIMULATED, SIMULATED_PID_OFFSET = "simulated.json.gz", 1_000_000
-"""A file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps its process
-numbers apart."""
+"""Name of the file with a simulated step, which `merge_traces` adds to the measured traces, and the offset that keeps
+its process numbers distinct from those of the measured traces."""
 MAX_UNPACKED_BYTES = 1 << 30
-"""Maximum size in bytes of an unpacked file."""
+"""Maximum size in bytes of a trace file after decompression."""
 MAX_NAMED_FILES = 10
-"""Maximum number of missing files that an error names."""
+"""Maximum number of missing files that an error message lists."""
 MICROSECONDS_PER_SECOND = 1e6
 COMPUTE_THREAD, FIRST_TRANSFER_THREAD = 0, 2
-"""Thread numbers in the trace: the thread of actions that occupy the rank, and the first thread of transfers that
-overlap them."""
+"""Thread numbers in the trace: the thread that shows actions that occupy the rank, and the first of the threads that
+show transfers that overlap these actions."""
 STEPS_THREAD = 1
 LAYER = "layer"
 """Category of the slices of layers, which are nested in slices of actions."""
@@ -144,11 +147,12 @@ class TraceHeader:
     rank, ranks : this rank, and the number of ranks
     mesh, host : the mesh of ranks as text, and the name of the machine
     place : mesh axis -> coordinate of the rank
-    origin : the time on the rank's clock, in seconds, that is time 0 in the file
-    clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end
-    shown : number of the representative run, whose timeline is shown in reports; None if there is none
-    simulated : (action, start, end) of the rank in that run, simulated with messages that take no time
-    alive : pairs (seconds, bytes of activations from then on) during that run
+    origin : the time on the rank's clock, in seconds, that corresponds to time 0 in the file
+    clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end of the run
+    shown : number of the representative run of a program, whose timeline is shown in reports; None if there is none
+    simulated : (action, start, end) of each action of the rank in a simulation of that run in which messages take no
+        time
+    alive : pairs (time in seconds, bytes of activations from that time on) during that run
     memory : kind of memory -> bytes that the rank holds in addition to activations
     """
 
@@ -182,7 +186,7 @@ class RankTrace:
 
     @property
     def clock_error(self) -> float:
-        """Upper bound, in seconds, of the error in converting times of this rank to rank 0's clock."""
+        """Upper bound, in seconds, on the error of times that are converted from this rank's clock to rank 0's clock."""
         return max(reading.error for reading in self.header.clock)
 
 
@@ -197,8 +201,8 @@ def write_trace(
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write the trace file of one rank, and return its path. `after` holds the spans of work since the last recorded
-    program."""
+    """Write the trace file of one rank, and return its path. `after` holds the spans of other work since the end of the
+    last recorded program."""
     path = folder / get_trace_file_name(header.rank)
     _write_gzip_json(
         path,
@@ -327,8 +331,8 @@ class _TraceLanes:
 
 
 def _format_key(event: ActionEvent) -> str:
-    """Return the key of a transfer as text, or "" if it has no key. The text is the same on all ranks that take
-    part."""
+    """Return the key of an event as text, or "" if the event has no key. The text is the same on all ranks that take
+    part in the transfer."""
     return "" if event.key is None else repr(event.key)
 
 
@@ -336,7 +340,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """Read the trace files of all ranks in a folder, in rank order. Raises ConfigError if any is missing or damaged.
 
     Because of errors in the measured clock offsets, a message can seem to arrive before it was sent. In that case, the
-    events of the receiving rank are moved later, by no more than the error."""
+    events of the receiving rank are moved later, by at most the error of the offsets."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(
@@ -355,12 +359,12 @@ def read_traces(folder: Path) -> list[RankTrace]:
 
 
 def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
-    """Return the least number of seconds by which each rank's times must be moved later so that no message arrives
-    before it is sent.
+    """Return, for each rank, the smallest number of seconds by which its times must be moved later so that no message
+    arrives before it is sent.
 
-    These delays are the longest paths in the graph whose edges lead from senders to receivers (Bellman and Ford). If
-    clocks drift, the constraints may contradict each other in a cycle, so the search ends after as many rounds as there
-    are ranks."""
+    These delays are the longest paths in the graph whose edges lead from senders to receivers (the Bellman-Ford
+    algorithm). If clocks drift, the constraints may contradict each other in a cycle, so the search ends after as many
+    rounds as there are ranks."""
     sent, received = ({
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end
@@ -401,8 +405,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     """Merge the trace files of all ranks in a folder into one file, with all times on the clock of rank 0.
 
     Returns the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
-    messages of which both ends are present. A simulated step in the folder is added so that it begins at the same time
-    as the representative measured step."""
+    messages of which both ends are present. If the folder contains a simulated step, it is added such that it begins at
+    the same time as the representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _convert_to_rank0_clock(one, zero)]

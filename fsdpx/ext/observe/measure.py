@@ -29,7 +29,7 @@ __all__ = ["ClockReading", "MeasuredStep", "interpolate_offset", "make_action_ti
            "measure_fastest_step"]  # fmt: skip
 
 Timeline = list[tuple[Action, float, float]]
-"""(action, start, end) of each action of a rank, in seconds."""
+"""For each action of a rank, (action, start, end), with times in seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class MeasuredStep:
 
     Attributes
     ----------
-    events : events of the fastest step, in seconds since its first action
+    events : events of the fastest step, with times in seconds since its first action
     programs : the program (list of actions) of each pipeline rank
     machine : the duration of each action in this step. In simulations, an action that did not occur in this step gets
         the median duration of the actions with its verb and unit
@@ -55,10 +55,11 @@ class MeasuredStep:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """Seconds per microbatch that each pipeline stage computes, averaged over microbatches, for simulating other
-        schedules.
+        """Computation time of each pipeline stage in seconds per microbatch, averaged over microbatches. Other
+        schedules can be simulated with these times.
 
-        If backward ran as one action (B) instead of two, all of its time is attributed to the input gradients."""
+        If the backward pass of a unit ran as one action (B) instead of two, all of its time counts as time for input
+        gradients."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.own_stages for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -72,8 +73,8 @@ class MeasuredStep:
         return StageCosts(mean_seconds("FC"), mean_seconds("RBI"), mean_seconds("W"))
 
     def simulate_again(self) -> list[ActionEvent]:
-        """Simulate the measured programs with their measured durations, but with messages that take no time. Return
-        the events."""
+        """Return the events of a simulation of the measured programs, with the measured durations of computations, but
+        with messages that take no time."""
         return simulate_programs(self.programs, self.machine)
 
 
@@ -129,9 +130,10 @@ def make_action_times(lines: list[Timeline]) -> ActionTimes:
 
 
 CLOCK_ERROR_SECONDS, MAX_CLOCK_SECONDS = 10e-6, 0.1
-"""Rank 0 stops asking a rank for its time at this clock error in seconds, or after this many seconds."""
+"""Rank 0 stops asking a rank for its time once the clock error is at most CLOCK_ERROR_SECONDS, or after
+MAX_CLOCK_SECONDS."""
 MIN_CLOCK_QUESTIONS = 20
-"""Minimum number of questions, even if the first answers are exact enough."""
+"""Minimum number of times that rank 0 asks a rank for its time, even if the first replies are accurate enough."""
 CLOCK_TAG = 7
 
 
@@ -162,8 +164,8 @@ def measure_clock_offset(comm: Communicator) -> ClockReading:
 
 
 def _measure_clock_offset_and_error(comm: Communicator, rank: int) -> tuple[float, float]:
-    """Return the offset of a rank's clock from rank 0's clock and the error of this offset, in seconds, as found from
-    the rank's fastest reply."""
+    """Return the offset of a rank's clock from rank 0's clock and the error of this offset, in seconds, both determined
+    from the rank's fastest reply."""
     best, asked, start = (0.0, float("inf")), 0, perf_counter()
     while True:
         begin = perf_counter()

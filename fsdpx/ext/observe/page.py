@@ -25,13 +25,13 @@ __all__ = ["RankSpans", "WaitMatrix", "compute_wait_matrix", "iterate_page_secti
 
 @dataclass(frozen=True)
 class RankSpans:
-    """How one rank spent the steps of a trace, in seconds.
+    """How one rank spent its time during the steps of a trace, in seconds.
 
     Attributes
     ----------
     whole : total time of the steps
     computing : time spent in computations
-    transferring : time blocked in transfers that all ranks had entered, so that data was moving
+    transferring : time blocked in transfers after all of their ranks had entered them, so that data was moving
     """
 
     whole: float
@@ -45,7 +45,7 @@ class WaitMatrix:
 
     Attributes
     ----------
-    matrix : seconds, indexed by [waiting rank][rank that it waited for, the last to arrive]
+    matrix : matrix[i][j] is the time, in seconds, that rank i waited for rank j because j was the last rank to arrive
     spans : how each rank spent its time
     steps : number of steps in the traces
     """
@@ -90,10 +90,10 @@ def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool
 
 
 def _iterate_waits(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield the times when a rank was blocked, as (key of the transfer, begin, end, whether it was blocked inside the
+    """Yield each wait of a rank, as (key of the transfer, begin, end, whether the rank was blocked inside the
     transfer).
 
-    If the rank was not blocked inside the transfer, it was blocked before an action that needs the result of the
+    If the rank was not blocked inside the transfer, it was blocked before an action that needed the result of the
     transfer."""
     for key, begin, end, stops in _iterate_transfers(one):
         if stops:
@@ -123,7 +123,7 @@ MAX_SHOWN_ROWS = 10
 def write_report_page(folder: RunFolder) -> str:
     """Write report.html for the folder of a run, or for a folder with traces only, and return the report as text.
 
-    Raises ConfigError if the folder is neither. Without Matplotlib, the page has no plots."""
+    Raises ConfigError if the folder is neither of these. Without Matplotlib, the page has no plots."""
     traces = read_traces(folder.trace_folder) if folder.trace_folder.exists() else []
     with reporting_unreadable_files(folder.path):
         texts, name = dict(iterate_page_sections(folder, traces)), escape(folder.path.resolve().name)
@@ -141,7 +141,7 @@ def write_report_page(folder: RunFolder) -> str:
 
 
 def iterate_page_sections(folder: RunFolder, traces: Sequence[RankTrace]) -> Iterator[tuple[str, str]]:
-    """Yield (title, text) of each section of the report."""
+    """Yield (title, text) for each section of the report."""
     of_a_run = folder.config_path.exists()
     if not of_a_run and not traces:
         raise ConfigError(
@@ -222,8 +222,8 @@ def _format_step_times(traces: Sequence[RankTrace]) -> str:
 
 
 def _list_representative_step_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the actions of all ranks in the representative step, in milliseconds since the first action on rank 0's
-    clock."""
+    """Return the actions of all ranks in the representative step. Times are on rank 0's clock, in milliseconds since
+    the first action of any rank."""
     found = []
     for n, one in enumerate(traces):
         shown = [e for e in one.events if e.get("cat") == "step" and e["args"]["run"] == one.header.shown]
@@ -239,7 +239,8 @@ def _list_representative_step_events(traces: Sequence[RankTrace]) -> list[Action
 
 
 def _list_simulated_events(traces: Sequence[RankTrace]) -> list[ActionEvent]:
-    """Return the events of the representative step as simulated with messages that take no time, in milliseconds."""
+    """Return the events of a simulation of the representative step in which messages take no time. Times are in
+    milliseconds."""
     return [
         ActionEvent(n, parse_actions(name)[0], 1e3 * start, 1e3 * end)
         for n, one in enumerate(traces)

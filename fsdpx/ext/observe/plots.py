@@ -45,12 +45,13 @@ MEMORY = {"optimizer": "update", "parameters": "gather", "gradients": "reduce", 
 THEMES = ("light", "dark")
 WIDTH, LEFT, RIGHT = 9.25, 0.85, 0.85
 LANE, STRIP, BAND, GAP, TITLE, LEGEND, FOOT = 0.25, 0.13, 0.72, 0.12, 0.36, 0.3, 0.28
-"""Heights in inches: lane of computing, strip of transfers, band of memory, gap below a row, title, legend, axis."""
+"""Heights in inches: lane with computations, strip with transfers, band with memory, gap below a row, title, legend,
+axis."""
 DARKER, LATER = "darker: later stages of a rank", 0.55
 LETTER_INCHES = 0.08
-"""Width of a letter."""
+"""Assumed width of a letter, in inches."""
 MIN_GAP_SHARE = 0.004
-"""Share of the shown time below which a gap gets no arrow and is not shown as waiting."""
+"""A gap shorter than this share of the displayed time gets no arrow, and is not shown as waiting."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,9 @@ class StepLanes:
     title : title above the panel
     events : events of the step; their `rank` is the number of a row
     names : name of each row
-    held : for each row, kind of memory -> (time, bytes from then on); {}: draw no memory for this row; default (): draw
-        no memory at all
-    numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit
+    held : for each row, kind of memory -> pairs (time, bytes from that time on). No memory is drawn for a row with {},
+        and none at all for the default ()
+    numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit (group of layers)
     second : length of a second in the unit of the given times; default 0: the times have no unit
     limit : bytes of available memory; default None: unknown
     """
@@ -89,8 +90,8 @@ class StepLanes:
 
     @property
     def memory_scale_bytes(self) -> float:
-        """Number of bytes at the top of the memory scale: the larger of peak and limit, or just the peak if the limit
-        is far above it."""
+        """Number of bytes at the top of the memory scale: the larger of the peak and the limit, or just the peak if the
+        limit is far above it."""
         return (
             max(self.peak_bytes, self.limit or 0.0)
             if (self.limit or 0.0) <= FAR_LIMIT_FACTOR * self.peak_bytes
@@ -127,7 +128,7 @@ def _is_compute(event: ActionEvent) -> bool:
 
 
 def explain_missing_matplotlib() -> str:
-    """Return why plots cannot be drawn and how to install Matplotlib, or "" if it is installed."""
+    """Return a message that explains why plots cannot be drawn and how to install Matplotlib, or "" if it is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -136,10 +137,10 @@ def explain_missing_matplotlib() -> str:
 
 
 def require_writable_picture(option: str, path: str | Path) -> None:
-    """Raise ConfigError if no picture can be written to `path`, so that a long job fails before its work rather than
-    after it.
+    """Raise ConfigError if no figure can be written to `path`, so that a long job fails at its start rather than at its
+    end.
 
-    Checks that Matplotlib is installed, that the picture format is known, and that the folder exists and is writable.
+    Checks that Matplotlib is installed, that the file format is supported, and that the folder exists and is writable.
     `option` is the name of the command-line option, for the message."""
     path = expanduser(path)
     if why := explain_missing_matplotlib():
@@ -156,7 +157,7 @@ def require_writable_picture(option: str, path: str | Path) -> None:
 
 
 def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "") -> Path:
-    """Save a picture of the timeline of one or more steps, with one row per rank.
+    """Save a figure with the timeline of one or more steps, with one row per rank.
 
     A box in a row is a computation, with the number of its microbatch if the box is wide enough. Transfers are drawn
     below the boxes. Where a rank waited, an arrow leads from the transfer that ended the wait to the end of the wait.
@@ -165,8 +166,8 @@ def draw_steps(events: Sequence[ActionEvent], path: str | Path, title: str = "")
     Parameters
     ----------
     events : events of all ranks, as in `MeasuredStep.events`, with times in any unit
-    path : path of the picture; its suffix determines the format
-    title : title above the picture; "" (default): no title
+    path : path of the figure; its suffix determines the file format
+    title : title above the figure; "" (default): no title
 
     Returns
     -------
@@ -287,9 +288,9 @@ def _stack_memory(
 
 
 FAR_LIMIT_FACTOR = 3
-"""A limit above this many times the peak is not drawn to scale."""
+"""If the memory limit is more than this many times the peak, it is not drawn to scale."""
 LIMIT_COLOR = "limit"
-"""Id of the limit's line and label in a picture."""
+"""Id of the line that shows the memory limit in a figure, and of its label."""
 
 
 @dataclass
@@ -452,7 +453,7 @@ def _merge_adjacent_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
 
 
 def _assign_stage_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
-    """Return a brightness from 0 to 1 for each (row, unit), so that later pipeline stages of a rank are darker.
+    """Return (row, unit) -> brightness from 0 to 1, such that later pipeline stages of a rank are darker.
 
     Returns {} if the schedule is not a pipeline."""
     computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]

@@ -1,4 +1,4 @@
-"""Recording of every tensor that the actions of the first steps write, so that `fsdpx diff` can compare two runs.
+"""Recording of every tensor that is written in the first steps of a run, so that `fsdpx diff` can compare two runs.
 
 Each value is stored with the position of its elements in the full tensor, so that runs on different numbers of ranks
 can be compared. The recorder is an observer of the engine; steps that are not recorded have no overhead."""
@@ -36,12 +36,13 @@ KIND_NAMES = {
     "outer": "outer parameter", "delta": "change of a round", "next": "outer parameter",
     "act": "activation", "dact": "gradient of the activation", "mean": "loss", "scale": "scale of the update",
 }  # fmt: skip
-"""Recorded kind of slots -> its name for users."""
+"""Kind of slot (named place for a value) that is recorded -> its name for users."""
 FULL_KINDS = frozenset({"shard", "full", "slots", "total", "tied", "act", "dact", "mean", "scale"})
 """Kinds whose values do not depend on how the batch is split over ranks. Other kinds are compared only between runs
 with the same split."""
 WAITING_KINDS = ("shard", "replica")
-"""Lanes whose transfers may be waited for immediately, because their ranks run the same actions in the same order."""
+"""Lanes (mesh axes) on which the recorder may wait for each transfer immediately, because the ranks of such a lane run
+the same actions in the same order."""
 
 
 class WrittenTensor(NamedTuple):
@@ -54,7 +55,7 @@ class WrittenTensor(NamedTuple):
     kind : kind of value, a key of `KIND_NAMES`
     tensor : name of the tensor
     is_split_independent : whether the values are the same, up to rounding, however the batch is split over ranks
-    shape : shape of the full tensor; for activations, that of the global batch
+    shape : shape of the full tensor; for activations, the shape for the global batch
     runs : ranges [start, stop) of elements of the full tensor, in C order
     values : the elements of all ranges, concatenated
     """
@@ -101,7 +102,7 @@ class RankRecord:
 class ValueRecorder(Observer):
     """Records the tensors that the next `steps` training programs write, and saves them to `folder` if one is given.
 
-    Either all ranks of a trainer need such a recorder, or none."""
+    Either all ranks of a trainer must have such a recorder, or none."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder
@@ -160,13 +161,13 @@ class ValueRecorder(Observer):
         words = describe_action_target(place, action, self._program.kind)
         for tensor, shape, runs, array, known in self._values.iterate_parts(slot, value, action):
             values = np.array(to_host(array)).reshape(-1)
-            # converting 16-bit floats to float32 is exact
+            # float32 can represent every 16-bit float, so the recorded values are exact
             values = values.astype(np.float32) if values.dtype.itemsize < 4 else values
             row = WrittenTensor(at, str(action), words, kind, tensor, whole and known, shape, runs, values)
             self.kept.steps[-1].append(row)
 
     def _is_complete_gradient(self, at: int, slot: Slot, value: Any) -> bool:
-        """Return whether a value is the final gradient of a page (flat parameter buffer), in a program without a
+        """Return whether a value is the final gradient of a page (flat parameter buffer). The program must have no
         replica axis.
 
         The final gradient is the accumulated gradient after the page's last SETTLE (the wait for a reduction), or the

@@ -65,8 +65,8 @@ class LayerSpan(NamedTuple):
 
 
 class LayerTime(NamedTuple):
-    """Total seconds that one layer took on one rank, in forward and in backward. `forwards` is the number of forward
-    calls, including recomputation."""
+    """Total time, in seconds, that one layer took on one rank in the forward and in the backward pass. `forwards` is
+    the number of forward calls, including recomputations."""
 
     forwards: int = 0
     forward: float = 0.0
@@ -84,8 +84,8 @@ class OutsideSpan(NamedTuple):
 
 
 MAX_OUTSIDE_SPANS = 1000
-"""Maximum number of spans that are kept between two training programs. Each prediction adds a span when it agrees on a
-batch."""
+"""Maximum number of spans that are kept between two training programs. Without a limit, many predictions would fill the
+memory, since each adds a span when it agrees on a batch."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ProgramRecord:
 
     Attributes
     ----------
-    number : index among the runs of this trainer, the same on all ranks that run programs together
+    number : index among the runs of this trainer; it is the same on all ranks that run programs together
     steps : number of optimizer updates before the run
     program : the program that ran
     before : work since the previous run

@@ -68,7 +68,7 @@ class ReportSummary:
 
     @property
     def expert_load(self) -> dict[str, ExpertLoad]:
-        """Load of the experts of each mixture-of-experts layer over all ranks: path of the layer -> load."""
+        """Path of each mixture-of-experts layer -> load of its experts, summed over all ranks."""
         return sum_expert_load(report.routing for report in self.reports)
 
     def list_timings(self, verb: str) -> list[VerbTimings]:
@@ -86,8 +86,8 @@ class ReportSummary:
         return [report.times.get(verb, NO_TIMINGS) for report in self.reports]
 
     def compute_bandwidth(self, verb: str) -> float | None:
-        """Return the bandwidth of a kind of transfer during the time in which transfers are pending, averaged over the
-        ranks.
+        """Return the bandwidth of one kind of transfer, averaged over the ranks and over the time in which such
+        transfers are pending.
 
         Parameters
         ----------
@@ -208,8 +208,8 @@ MAX_SHOWN_LAYERS = 10
 
 
 class ReduceReport(NamedTuple):
-    """How much a codec compresses the reduction of a gradient over a mesh axis. The gradient is that of one page (flat
-    parameter buffer).
+    """How much a codec compresses the reduction of one page's gradient over a mesh axis. A page is a flat parameter
+    buffer.
 
     Attributes
     ----------
@@ -238,7 +238,7 @@ class TrafficReport:
     predicted : (axis, collective) -> number of calls and bytes, as predicted from the program for the steps in `per`
     reduces : the compressed reductions of gradients
     per : which steps `predicted` covers, as text
-    routing : path -> load, for layers with experts, counted on this rank's positions
+    routing : path of a mixture-of-experts layer -> load of its experts, counted for this rank's tokens
     planned : the strategy that strategy="auto" chose, and the reason, as text
     gathers_whole_model : whether parameters are sharded although all layers of the model are gathered at once
     shared_parameters : bytes of full parameters that several ranks of the host store only once, and the number of these
@@ -263,8 +263,8 @@ class TrafficReport:
         return format_table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _format_compressed_reduces(self) -> Iterator[str]:
-        """Yield a table of the compressed reductions that send the most bytes, with totals. Yield nothing if none is
-        compressed."""
+        """Yield a table of the compressed reductions that send the most bytes, with totals. Yield nothing if no
+        reduction is compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
@@ -295,8 +295,8 @@ class Report(TrafficReport):
     overlap : mesh axis -> share of the time with pending transfers during which this rank computed
     seconds : seconds since the trainer was made or its counters were reset
     disk_seconds : seconds with pending reads or writes; None if nothing is stored on disk
-    high_water : kind of memory -> (planned bytes, None without a plan; peak bytes); activations are included only if
-        the trainer keeps a trace
+    high_water : kind of memory -> (planned bytes, peak bytes). Planned bytes are None without a plan, and activations
+        are included only if the trainer keeps a trace
     layers : path of a layer -> its time, if the trainer records a trace
     read_footprint : memory of the process, or the function that reads it; see `footprint`
     """
@@ -518,8 +518,8 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
 
 
 def _list_outer_gradient_transfers(place: Placement, page: int) -> Transfers:
-    """Return the collectives that reduce a page's outer gradient (its change during a round of local steps), with the
-    bytes that this rank sends in each."""
+    """Return the collectives that reduce the outer gradient of a page (the change of its parameters during a round of
+    local steps), with the bytes that this rank sends in each."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
     return place.get_codec_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)
@@ -538,8 +538,8 @@ def _iterate_tied_gradient_transfers(place: Placement, tie: TieGroup) -> Iterato
 
 
 def _count_stage_message_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """Return the bytes of each message between pipeline stages, as (edge, microbatch) -> bytes, given the shapes of
-    the last batch."""
+    """Return (edge, microbatch) -> size in bytes for each message between pipeline stages, given the shapes of the last
+    batch."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

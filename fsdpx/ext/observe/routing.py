@@ -1,4 +1,4 @@
-"""Expert load of mixture-of-experts layers: how evenly routers distribute positions over the experts."""
+"""Expert load of mixture-of-experts layers: how evenly routers distribute tokens over the experts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 METRICS = ("expert_imbalance", "expert_dropped")
-"""The metrics of experts that `fit` records at validations."""
+"""Names of the expert-load metrics that `fit` records at each validation."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : for each expert, how often the router chose it: for positions of this rank or, in a sum over ranks, for
-        positions of all ranks
-    computed : for each rank that has the layer, how many choices its experts computed
+    chosen : for each expert, how often the router chose it for a token of this rank or, in a sum over ranks, of any
+        rank
+    computed : for each rank that has the layer, how many (token, expert) choices its experts computed
     """
 
     chosen: tuple[int, ...]
@@ -45,14 +45,15 @@ class ExpertLoad:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the load, divided by the logarithm of the number of experts. It is 0 if one expert gets all
-        choices, and 1 if the load is even."""
+        """Entropy of the load, divided by the logarithm of the number of experts. It is 0 if one expert is chosen every
+        time, and 1 if the load is even."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 
     @property
     def dropped_choices(self) -> int:
-        """Number of choices that no expert computed. It is 0 for layers without a capacity limit, such as `nn.MoE`.
+        """Number of (token, expert) choices that were not computed. It is 0 for layers without a capacity limit, such
+        as `nn.MoE`.
 
         If this object holds the load of only one of several ranks, choices that other ranks computed count as dropped.
         """
@@ -60,7 +61,7 @@ class ExpertLoad:
 
     @property
     def rank_imbalance(self) -> float:
-        """Number of choices computed by the busiest rank, divided by the mean over the ranks."""
+        """Number of (token, expert) choices that the busiest rank computed, divided by the mean over the ranks."""
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def counts_since(self, earlier: ExpertLoad | None) -> ExpertLoad:
@@ -86,7 +87,7 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return the load of each layer, from its counters on one rank.
+    """Return path of a layer -> load of its experts on one rank.
 
     `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
     computed."""
@@ -94,7 +95,7 @@ def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, Exper
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """Add the loads of all ranks, and return path of a layer -> its total load."""
+    """Return path of a layer -> load of its experts, summed over all ranks."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():
@@ -105,8 +106,8 @@ def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, Expe
 
 
 class ExpertLoadMetrics:
-    """Metrics of expert load for the log of `fit`, computed from one validation to the next. `metrics` are their
-    names."""
+    """Computes the expert-load metrics in the log of `fit`, each for the period since the previous validation.
+    `metrics` are their names."""
 
     metrics = METRICS
 
@@ -114,8 +115,8 @@ class ExpertLoadMetrics:
         self._before: dict[str, ExpertLoad] = {}
 
     def compute_metrics_since_last_call(self, routing: Mapping[str, ExpertLoad]) -> dict[str, float]:
-        """Return a dict with two metrics since the last call: the largest imbalance of any layer, and the dropped
-        choices of all layers."""
+        """Return a dict of two metrics for the period since the last call: the largest imbalance of any layer, and the
+        number of dropped choices, summed over all layers."""
         before, self._before = self._before, dict(routing)
         new = [one.counts_since(before.get(path)) for path, one in routing.items()]
         values = max((one.imbalance for one in new), default=nan), float(sum(one.dropped_choices for one in new))

@@ -90,10 +90,10 @@ class TraceWriter(Observer):
         return header
 
     def _agree_on_representative_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
-        """Return the representative step, whose timeline is shown in reports: the step of median duration. Collective.
+        """Return the step whose timeline represents all others in reports: the step of median duration. Collective.
 
-        Only steps that all ranks recorded completely are considered. Returns None if there is none, or if ranks train
-        asynchronously."""
+        Only steps that all ranks recorded completely are considered. Returns None if there is no such step, or if ranks
+        train asynchronously."""
         own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
@@ -105,7 +105,7 @@ class TraceWriter(Observer):
 def _print_if_trace_lost(recording: TimelineRecorder, folder: Path) -> None:
     """Print a warning if the trainer is garbage-collected or the process ends before the recorded steps were written.
 
-    It is too late to write them, because that needs the clocks of all ranks."""
+    At that point it is too late to write them, because a trace file needs the clocks of all ranks."""
     if recording.records and not recording.written:
         print(
             f"fsdpx: the trace of {len(recording.records)} programs was not written to {folder}: call trainer.close() "
