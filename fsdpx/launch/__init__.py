@@ -1,4 +1,4 @@
-"""The command-line commands of fsdpx. The package itself can be called: `fsdpx.launch(train, ranks=4)` runs
+"""The command-line commands of fsdpx. The package itself is callable: `fsdpx.launch(train, ranks=4)` calls
 `fsdpx.launch.python_api.launch`."""
 
 import sys

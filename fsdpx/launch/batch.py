@@ -22,8 +22,8 @@ from fsdpx.launch.options import LaunchConfig
 __all__ = ["BATCH_TEMPLATES", "NodeCores", "find_cores_per_node", "make_batch_file"]
 
 _NOTICE_SECONDS = 60
-"""Seconds added to the grace period, because Slurm may send the signal up to this many seconds early, but never
-late."""
+"""Seconds added to the grace period. Slurm may send its signal up to this many seconds earlier than requested, but
+never later."""
 _SLURM = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
@@ -80,8 +80,8 @@ _LSF = """\
 exec {python} -m fsdpx {words}
 """
 BATCH_TEMPLATES = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
-"""For each batch system, the template of its file, and the environment variable that holds the path of the job's
-hostfile."""
+"""For each batch system, the template of its batch script, and the environment variable that contains the path of the
+job's hostfile ("" for Slurm, where no hostfile is needed)."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class NodeCores:
 
 
 def find_cores_per_node() -> NodeCores:
-    """Return the number of cores per node: that of Slurm's smallest node if Slurm is installed, else that of this
-    machine."""
+    """Return the number of cores per node: if Slurm is installed, the number of its smallest node, else the number of
+    this machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:
@@ -118,7 +118,7 @@ def make_batch_file(
     """Return the text of a batch script that starts `program` under the batch system "slurm", "pbs" or "lsf".
 
     `variables` are additional environment variables of the ranks. Raise LaunchError if an argument contains a line
-    break, because a scheduler could take the text after the line break as a directive."""
+    break, because a scheduler could interpret the text after it as a directive."""
     if config.hostfile is not None:
         raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
     nodes, per_node = _choose_nodes_and_ranks_per_node(config, node_cores)
@@ -139,8 +139,8 @@ def make_batch_file(
 
 
 def _choose_nodes_and_ranks_per_node(config: LaunchConfig, node_cores: NodeCores) -> tuple[int, int]:
-    """Return the number of nodes and the number of ranks per node to request. If these numbers are not configured,
-    choose the fewest nodes that have a core for each thread."""
+    """Return the number of nodes to request, and the number of ranks per node. If these numbers are not configured,
+    choose the smallest number of nodes that provides one core for each thread."""
     if config.backend == "gloo":
         return config.count_hosts_and_ranks_per_host(config.ranks) or (1, config.ranks)
     most = max(1, node_cores.cores // (config.threads or 1))

@@ -1,5 +1,5 @@
-"""`bench comm` times communication operations at several message sizes, within and between hosts, and reports the
-transport that each one uses. `bench step` compares the training step times of several strategies."""
+"""`bench comm` times communication operations at several message sizes, within and between hosts, and reports which
+transport each operation uses. `bench step` compares the training step times of several strategies."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ __all__ = [
 
 DEFAULT_SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
 MIN_BLOCKS, MAX_COUNT, BLOCK_SECONDS = 3, 200, 1e-3
-"""Each timing takes `MIN_BLOCKS` to `MAX_COUNT` blocks. A block has at most `MAX_COUNT` calls and lasts about
-`BLOCK_SECONDS`."""
+"""Each timing consists of `MIN_BLOCKS` to `MAX_COUNT` blocks. A block consists of at most `MAX_COUNT` calls and lasts
+about `BLOCK_SECONDS`."""
 LEVEL_NAMES = ("inside a host", "between hosts", "all ranks")
 SUM = ReduceOp.SUM
 
@@ -81,7 +81,7 @@ class TimedVerb(NamedTuple):
     call : function that starts the operation and returns its handle
     bus_share : function of the number of ranks: the minimum number of bytes that each rank must send or receive,
         divided by the size of the full array
-    raw : the same operation in plain mpi4py, for comparison; None if there is none
+    raw : the same operation in plain mpi4py, for comparison; None if mpi4py has no such operation
     message_count : number of messages that one call sends in sequence; the time of a call is divided by this number
     """
 
@@ -200,8 +200,8 @@ def bench(args: argparse.Namespace) -> int:
 
 
 def _require_writable_on_rank0(comm: Communicator, path: Path | None) -> None:
-    """Raise LaunchError on all ranks if rank 0 cannot write the file. Called before a long measurement, so that its
-    result is not lost. Collective."""
+    """Raise LaunchError on all ranks if rank 0 cannot write the file. Call this before a long measurement, so that the
+    result is not lost at the end. Collective."""
     wrong = ""
     try:
         if path is not None and comm.rank == 0:
@@ -224,14 +224,14 @@ def measure_verbs(
     comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(TIMED_VERBS), seconds: float = 0.05,
     count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time the communication operations `verbs`, and return the report that `--json` writes. It is identical on all
-    ranks. Collective.
+    """Time the communication operations `verbs`, and return the report that `--json` writes. The report is identical
+    on all ranks. Collective.
 
     The report has one section for the ranks of each host, one for communication between hosts, and one for all ranks.
-    Each section contains the latency and bandwidth of a message, and one row per operation and size. `sizes` are bytes
-    of the full array, rounded up so that all ranks have the same number of elements. `seconds` is the approximate time
-    spent on each row. To report progress, `count` is called with the number of finished measurements and their total
-    number."""
+    Each section contains the latency and bandwidth of messages, and one row per operation and size. `sizes` are sizes
+    of the full array in bytes; they are rounded up so that all ranks have the same number of elements. `seconds` is
+    the approximate time spent on each row. To report progress, `count` is called with the number of finished
+    measurements and the total number of measurements."""
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _BenchBuffers(comm, max(sizes) + 4 * comm.size)
@@ -266,8 +266,8 @@ def _iterate_measured_communicators(
 
 
 class _BenchBuffers:
-    """Buffers for the largest message size, from which arrays of smaller sizes are sliced. Like the buffers of a
-    training run, they are in shared memory windows if the ranks of a host share memory."""
+    """Buffers of the largest message size; arrays of smaller sizes are slices of them. Like the buffers of a training
+    run, they are in shared memory windows if the ranks of a host share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = find_node_communicator(comm)
@@ -283,7 +283,8 @@ class _BenchBuffers:
             part[...] = 0  # touch all memory now, since the operating system allocates it on first access
 
     def get_arrays(self, elements: int, ranks: int) -> BenchArrays:
-        """Return float32 views with `elements` elements each, except for `piece`, which has `elements` / `ranks`."""
+        """Return float32 views of the buffers. `piece` has `elements` / `ranks` elements, and all others have
+        `elements` elements."""
         own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
         return BenchArrays(own, common, plain, piece[: elements // ranks])
 
@@ -334,8 +335,8 @@ def _time_verb_at_size(name: str, comm: Communicator, arrays: BenchArrays, secon
 
 
 def _time_call_on_slowest_rank(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Return the time per call in seconds: the median over several blocks of calls. The time of a block is that of the
-    slowest rank. Collective."""
+    """Return the time per call in seconds: the median over several blocks of calls, where each block is timed on the
+    rank that is slowest in it. Collective."""
     call()
     taken = max(comm.all_gather_data(_average_call_seconds(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK_SECONDS / taken), 1), MAX_COUNT)
@@ -368,7 +369,7 @@ def _wait_and_find_transport(name: str, comm: Communicator, nbytes: int, handle:
             return "shared memory, compiled"
         if isinstance(handle, NodeCollective):
             return "shared memory"
-        # reductions of fewer bytes are sent as messages even within a host
+        # reductions of at most this many bytes are sent as messages even within a host
         sums = name in ("reduce_scatter", "all_reduce") and nbytes > SMALL_SUM_BYTES
         if isinstance(handle, GeneratorHandle) and node.lanes is not None and (name == "all_gather" or sums):
             return f"shared memory, {library} between hosts"
@@ -412,8 +413,8 @@ WARMUP_STEPS = 3
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Compare the training step times of strategies, and print a table. Return the exit status. With -n, do this in a
-    new job with that many ranks."""
+    """Compare the training step times of strategies, and print a table. With -n, start a new job with that many ranks
+    for this. Return the exit status."""
     strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
     example = find_model(args.model, args.batch)
     for name in strategies:
@@ -446,13 +447,13 @@ def compare_strategies(
     precision: PrecisionName = "float32",
     count: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Time training steps of each strategy, and return the report that `--json` writes. It is identical on all ranks.
-    Collective.
+    """Time training steps of each strategy, and return the report that `--json` writes. The report is identical on all
+    ranks. Collective.
 
-    For each strategy, the report contains the median and minimum step time of the slowest rank in seconds, and the
-    ratio of this step time to that of the first strategy: one ratio is computed per round, and the median over the
-    rounds is reported. To report progress, `count` is called with the number of finished rounds, including warm-up,
-    and their total number."""
+    For each strategy, the report contains the median and the minimum over all rounds of the slowest rank's step time,
+    in seconds, and the ratio of the step time to the step time of the first strategy: the ratio is computed in each
+    round, and the median over the rounds is reported. To report progress, `count` is called with the number of
+    finished rounds, including warm-up, and the total number of rounds."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))
@@ -471,7 +472,7 @@ def compare_strategies(
             count(n + WARMUP_STEPS, rounds + WARMUP_STEPS)
             row = [0.0] * len(trainers)
             for k in range(len(trainers)):
-                # the order rotates, so that the machine's load affects all strategies equally
+                # rotate the order from round to round, so that other load on the machine affects all strategies equally
                 at = (k + n) % len(trainers)
                 comm.barrier(what="bench").wait()
                 begin = time.perf_counter()

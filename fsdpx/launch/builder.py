@@ -36,8 +36,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 REQUIRED = ("model", "loss", "optimizer")
 PLAIN = str | bytes | int | float | list | tuple | None
-"""A section must not be a value of these types, except that data sections may be lists or tuples. Any other value that
-is not a table is used as a finished object."""
+"""Types of plain values. The value of a section must not have one of these types, except that data sections may be
+lists or tuples. Any other value that is not a table is used as a finished object."""
 NAME_SOURCES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, int8, topk, powersgd, config, choice, mesh, asynchronous, trace,
 )  # fmt: skip
@@ -105,8 +105,8 @@ class ModelBuilder:
         return found
 
     def build_trainer(self, comm: Any = None) -> Trainer:
-        """Build the model, and return the trainer of `distribute(model, loss=..., optimizer=..., **options)` with the
-        options in [distribute]. Collective.
+        """Build the model, and return the trainer that `distribute(model, loss=..., optimizer=..., **options)` returns
+        for the options in [distribute]. Collective.
 
         Parameters
         ----------
@@ -136,8 +136,8 @@ class ModelBuilder:
         return distribute(model, **options)
 
     def _infer_batch_shapes_and_dtypes(self) -> Any:
-        """Return a (shape, dtype) pair for the inputs and one for the targets of a global batch, from batch_size and
-        the first sample of [data]. Return None if [loader] has no batch_size."""
+        """Return a (shape, dtype) pair for the inputs of a global batch and one for its targets, derived from
+        batch_size and the first sample of [data]. Return None if [loader] has no batch_size."""
         rows = self._resolve_section_values("loader").get("batch_size")
         x, y, *_ = map(np.asarray, self._make_section_object("data")[0])
         return None if rows is None else tuple(((rows, *one.shape), str(one.dtype)) for one in (x, y))
@@ -197,8 +197,8 @@ class ModelBuilder:
         return {name: self._resolve_value(value, f"{section}.{name}") for name, value in given.items()}
 
     def _resolve_value(self, value: Any, where: str) -> Any:
-        """Return `value` with each nested `make` table replaced by the result of its call, and each `use` table by the
-        object that it names. Error messages give `where` as the place of the value."""
+        """Return `value` with each nested `make` table replaced by the result of its call, and each nested `use` table
+        replaced by the object that it names. Error messages name `where` as the place of the value."""
         if type(value) in (list, tuple):
             return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
@@ -220,7 +220,7 @@ class ModelBuilder:
 
     def _resolve_object_name(self, name: Any, where: str) -> Any:
         """Look up an object by its name in the modules of `NAME_SOURCES`, or import it if the name is `module:name`.
-        Raise ConfigError if there is none."""
+        Raise ConfigError if there is no such object."""
         if not isinstance(name, str):
             raise ConfigError(f"{self.source}: [{where}] {name!r} is no name")
         if ":" in name:

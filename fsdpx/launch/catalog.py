@@ -50,7 +50,7 @@ class CatalogModel:
 
     def with_field(self, cells: tuple[int, ...], grid: Grid | None) -> "CatalogModel":
         """Return a copy of this entry for fields with the given number of cells along each dim. If `grid` is given,
-        samples have the shape of this rank's part of the field, with channels last."""
+        samples have the shape of this rank's shard of the field, with channels last."""
         if len(cells) != len(self.cells):
             raise ConfigError(f"--field {','.join(map(str, cells))}: this model takes fields of {len(self.cells)} dims")
 
@@ -143,8 +143,8 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
 def _make_user_entry(name: str, batch: str | None) -> CatalogModel:
     """Return the catalog entry of a user's model at "module:name".
 
-    If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. The default loss is
-    CrossEntropyLoss for integer inputs, else MSELoss."""
+    If `batch` names no dtype, inputs are float32, or int64 if the model rejects float32. If the user gives no loss, it
+    is CrossEntropyLoss for integer inputs, else MSELoss."""
     model, loss = _import_model_and_loss(name)
     match = _BATCH_PATTERN.fullmatch(batch or "")
     if match is None:

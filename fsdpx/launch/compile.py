@@ -1,4 +1,4 @@
-"""`compile`: compile the kernels of models before the first job, so that no rank waits for compilation during
+"""`compile`: compile the kernels of models before the first job starts, so that no rank waits for compilation during
 training."""
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def _require_writable_code_folder() -> Path:
 
 
 def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
-    """Return functions that compile the kernels named in `runs`, and all other code that training in this precision
-    needs, such as optimizer updates and shared-memory collectives."""
+    """Return functions that compile the kernels named in `runs` and all other code that is needed for training in this
+    precision, such as optimizer updates and shared-memory collectives."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
     rounded = precision.master_dtype != precision.gradient_dtype
     optimizers = [RoundedOptimizer(one, precision.rounding == "kahan") if rounded else one for one in OPTIMIZERS]

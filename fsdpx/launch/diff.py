@@ -38,10 +38,10 @@ class FirstDifference:
     ----------
     step : step in which the runs first differ, counted from 1
     written : the tensor that differs, as the first run wrote it
-    by : the action and rank that wrote the tensor, as text, in the first run and in the second run
+    by : for each of the two runs, text that names the action and the rank that wrote the tensor
     worst : the element that differs most; for per-sample values, the first index of the element is the index of the
         sample in the global batch
-    ranks : number of ranks of the first and of the second run
+    ranks : number of ranks of the first run, and of the second run
     before : number of earlier values, all of which agree
     """
 
@@ -71,8 +71,8 @@ class FirstDifference:
 def find_first_difference(
     a: Sequence[RankRecord], b: Sequence[RankRecord], tolerance: float = 0.0
 ) -> FirstDifference | None:
-    """Compare all tensors that the ranks of two runs wrote, and return the first difference beyond `tolerance`, or
-    None. Each run is given as one record per rank.
+    """Compare all tensors that the ranks of two runs wrote, and return the first difference that exceeds `tolerance`.
+    Return None if there is no such difference. Each run is given as one record per rank.
 
     If the programs and the sharding of both runs are identical, the runs are compared rank by rank and action by
     action. Otherwise the full tensors are compared element by element."""
@@ -98,9 +98,11 @@ def find_first_difference(
 def _iterate_written_tensors(
     records: Sequence[RankRecord], step: int, same_programs: bool
 ) -> Iterator[tuple[WrittenTensor, str, tuple[Hashable, int]]]:
-    """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, action and rank as text, key).
+    """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, text that names action and rank,
+    key).
 
-    A value has the same key in both runs: the identity of the tensor, and the number of times it was written before."""
+    The key is the same for a tensor of one run and the corresponding tensor of the other run. It consists of the
+    identity of the tensor and the number of times that the tensor was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):
@@ -123,8 +125,8 @@ def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
 
 
 def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """Return the element with the largest difference, among the elements that both runs wrote. Return None if all of
-    these agree within the tolerance."""
+    """Among the elements that both runs wrote, return the element with the largest difference. Return None if all of
+    them agree within the tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
         for start, stop, want in _list_contiguous_pieces(one)
@@ -228,8 +230,8 @@ def _run_and_record(text: str, folder: Path, steps: int) -> Path:
 
 
 def _find_first_differing_action(first: Path, second: Path) -> str | None:
-    """Compare the traces of two runs rank by rank, and return a message about the first action that differs, or None.
-    Times are not compared."""
+    """Compare the traces of two runs rank by rank, and return a message about the first action that differs. Return
+    None if no action differs. Times are not compared."""
     for name in list_extensions("verbs"):
         load_extension("verbs", name)
     lanes = {verb.lane for verb in VERBS.values()}

@@ -39,8 +39,8 @@ SIZES = (8 << 10, 4 << 20)
 BUSY_LOAD = 0.5
 """Load average per core above which timings are unreliable."""
 MIN_SHARED_BYTES = 64 << 20
-"""A warning is printed if fewer bytes of shared memory are free. This number is Docker's default, which the windows of
-a training run soon exceed."""
+"""A warning is printed if less shared memory is free than this many bytes. This is Docker's default limit, which the
+shared memory windows of a training run soon exceed."""
 
 
 class RankFacts(NamedTuple):
@@ -156,8 +156,8 @@ def _collect_rank_facts() -> RankFacts:
 
 
 def _time_and_check_all_reduce(comm: Communicator, nbytes: int) -> tuple[str, bool]:
-    """Time and check an all-reduce of `nbytes` bytes. Return a message with the median time on the slowest rank, and
-    whether the sum is right on all ranks. Collective."""
+    """Time an all-reduce of `nbytes` bytes, and check its result. Return a message with the median time on the slowest
+    rank, and a bool that tells whether the sum is right on all ranks. Collective."""
     wanted, times, right = comm.size * (comm.size + 1) / 2, [], True
     buf = np.empty(nbytes // 4, np.float32)
     for _ in range(7):
@@ -260,7 +260,7 @@ def list_warnings(facts: Sequence[RankFacts], sharing: Sequence[Sequence[int]]) 
 
 
 def _describe_core_binding(facts: Sequence[RankFacts]) -> str:
-    """Describe whether each rank has cores of its own, or shares them with other ranks of its host."""
+    """Describe whether each rank has its own cores or shares them with other ranks of its host."""
     for host in dict.fromkeys(one.host for one in facts):
         sets = [set(one.cores) for one in facts if one.host == host]
         if len(sets) > 1 and sum(map(len, sets)) > len(set().union(*sets)):

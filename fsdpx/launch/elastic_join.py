@@ -70,8 +70,9 @@ class JoinRequests:
                 left.unlink()
 
     def answer_and_request_save(self, notes: Path) -> None:
-        """If a rank of the job would save a checkpoint on a signal, answer new requests, and send the signal if ranks
-        were accepted. Otherwise leave the requests for a later call. This function is cheap enough to be called often.
+        """If a rank of the job handles the signal to save a checkpoint, answer new requests, and send this signal to
+        the rank if requests were accepted. Otherwise leave the requests for a later call. This method is cheap enough
+        to be called often.
 
         `notes` is the folder with the status files of the ranks."""
         now = time.monotonic()

@@ -1,5 +1,5 @@
-"""Finds out why an attempt to run a job ended, from the order in which ranks died and the records that they left, and
-decides whether the job is restarted."""
+"""Determines why an attempt to run a job ended, based on the order in which ranks died and on the records that they
+left, and decides whether the job is restarted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["EXIT_CASES", "DeathRecorder", "Evidence", "JobEnding", "RestartPlan"
 
 _MAX_RESTART_DELAY_SECONDS = 60.0
 _MAX_WAIT_IN_VAIN_SECONDS = 2.0
-"""Seconds that ranks may wait in MPI's start for a rank that has ended, before the job is ended."""
+"""Seconds that ranks may wait in MPI_Init for a rank that has already ended. After this time, the job is ended."""
 _DEATH_ERRORS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _SECONDARY_ERRORS = ("Aborted", "CommError", "CommTimeout", *_DEATH_ERRORS)
@@ -39,8 +39,8 @@ class DeathRecorder:
 
     The thread need not be fast, because epoll returns descriptors in the order in which they became ready. For each
     rank, it watches a named pipe (the rank's lifeline), which closes before a launcher can learn of the death and kill
-    the other ranks. The process descriptor becomes ready only later. It is watched as well, because named pipes may be
-    unavailable, or a child of the rank may hold the pipe open.
+    the other ranks. It also watches the process descriptor, although this becomes ready only later, because named
+    pipes may be unavailable, or a child of the rank may hold the pipe open.
 
     Attributes
     ----------
@@ -141,7 +141,7 @@ class Evidence:
     flight_records : rank -> log of its last actions
     order : the ranks of this host in the order in which they ended
     waited : ranks that were waiting in MPI_Init when the job ended; empty if all ranks had got past MPI_Init
-    late : whether the job was ended because MPI_Init timed out on a waiting rank
+    late : whether the job was ended because a rank waited too long in MPI_Init
     ranks : number of ranks
     elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of
         the launcher's, because Open MPI returns 0 even if the last rank aborts, and a nonzero status if the job
@@ -168,7 +168,8 @@ class Evidence:
         return bool(self.waited) and len(self.waited) == self.ranks and not self.late
 
     def find_rank_ended_before_mpi_init(self) -> RankStatus | None:
-        """Return the first rank that ended while other ranks waited for it in MPI_Init, or None."""
+        """Return the first rank that ended while other ranks waited for it in MPI_Init. Return None if there was
+        none."""
         if not self.waited or self.have_all_ranks_reached_mpi_init():
             return None
         return next(
@@ -208,12 +209,13 @@ class Evidence:
         return [] if self.waited else [note for note in self.statuses.values() if note.status not in (None, 0)]
 
     def find_first_failed_rank(self) -> RankStatus | None:
-        """Return the first rank that ended the job by an error of its own, or None. Errors that only report the end of
-        another rank do not count."""
+        """Return the first rank that ended because of an error of its own. Errors that only report the end of another
+        rank do not count. Return None if there was no such rank."""
         return next((note for note in self.list_failed_ranks() if note.error not in _SECONDARY_ERRORS), None)
 
     def find_rank_exited_during_collective(self) -> RankStatus | None:
-        """Return a rank that ended with status 0 while other ranks still waited for it in a collective, or None."""
+        """Return a rank that ended with status 0 while other ranks still waited for it in a collective. Return None if
+        there was none."""
         if self.waited or self.status != RANK_EXITED or self.list_failed_ranks():
             return None
         return next((note for note in self.statuses.values() if note.status == 0), None)
@@ -292,8 +294,8 @@ DEATH = Verdict("died", ALWAYS)
 _RESTARTS = dict([DONE, SAVED, JOINED, ERROR, HANG, DEATH])
 
 LAUNCHER_STATUS, RANK_STATUS = -1, -2
-"""Values of `Case.status` that stand for the exit status of the launcher, and for the exit status of the rank that
-ended first."""
+"""Placeholder values of `Case.status`: the first stands for the exit status of the launcher, and the second for the
+exit status of the rank that ended first."""
 
 
 class Case(NamedTuple):
@@ -393,8 +395,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Count backward from the second-to-last attempt: return how many attempts in a row got at least as far (in steps)
-    as the last attempt."""
+    """Return how many consecutive attempts directly before the last one reached at least the same step as the last
+    attempt."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

@@ -48,7 +48,7 @@ def _require_utf8_text(text: str) -> str:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Print the prompt, and its continuation token by token. Return the exit status. Collective."""
+    """Print the prompt, followed by its continuation token by token. Return the exit status. Collective."""
     model, comm = from_pretrained(args.folder), init()
     tokenizer = load_tokenizer(args.folder)
     trainer = distribute(

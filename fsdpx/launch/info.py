@@ -42,7 +42,7 @@ LEFTOVERS_COMMAND = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
-    """The findings of `info`, as a dict from name to value; `print` shows them as a table."""
+    """The findings of `info`: a dict from name to value, which `print` shows as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -50,10 +50,10 @@ class Info(dict[str, Any]):
 
 
 def info() -> Info:
-    """Return the rank and device of this process (rank, size, local_rank, world, backend, device), and what was found
-    on this machine.
+    """Return the rank and device of this process (rank, size, local_rank, world, backend, device), and a description
+    of the machine and its Python installation.
 
-    Does not communicate. MPI is loaded only in a child process, to query its name.
+    This function does not communicate. MPI is loaded only in a child process, to query its name.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def _describe_cache() -> str:
 
 
 def _list_file_sizes(paths: Iterable[Path]) -> list[int]:
-    """Return the size in bytes of each file, without files that another process has removed meanwhile."""
+    """Return the size in bytes of each file. Files that another process has removed in the meantime are left out."""
     sizes = []
     for path in paths:
         with suppress(FileNotFoundError):
@@ -125,7 +125,8 @@ def _list_blas_rate_rows() -> list[tuple[str, str]]:
 
 
 def probe_mpi_library() -> tuple[str, str]:
-    """Return (name and version of the MPI library that mpi4py loads, ""), or ("", reason) if none can be loaded."""
+    """Return a pair of strings: the name and version of the MPI library that mpi4py loads, and "". If no library can be
+    loaded, return "" and the reason."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -134,8 +135,8 @@ def probe_mpi_library() -> tuple[str, str]:
 
 
 def describe_version(package: str, without: str = "") -> str:
-    """Return the version of a package, or "not installed" followed by `without`, which tells what happens without the
-    package."""
+    """Return the version of a package. If it is not installed, return "not installed" followed by `without`, a text
+    that tells what happens without the package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -47,10 +47,10 @@ class Launcher:
     name : name of the launcher in messages
     known_by : lower-case texts that identify the launcher in the output of `--version`; a text with a slash is
         searched for in the launcher's path
-    always : options of every start. They keep the launcher from binding ranks to single cores, because fsdpx itself
-        divides the cores among the ranks, and make it end all ranks when one fails
+    always : options that are always passed. They make the launcher end all ranks when one fails, and keep it from
+        binding ranks to single cores, because fsdpx itself divides the cores among the ranks
     here : options for a job that names neither hosts nor their number
-    spread : options for a job that gives only the number of hosts, or of ranks per host, and no host names
+    spread : options for a job that gives the number of hosts or of ranks per host, but no host names
     on : options for a job that names its hosts
     passes : options that pass environment variables ({name} or {names}) to other hosts; "" if the launcher passes all
         of them
@@ -69,7 +69,7 @@ class Launcher:
 
     @property
     def requires_even_spread(self) -> bool:
-        """Whether the launcher needs the same number of ranks on each host. Only the last host may have fewer."""
+        """Whether the launcher needs the same number of ranks on each host, except that the last may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 
@@ -121,8 +121,8 @@ class FoundLauncher:
     ----------
     words : command line of the launcher
     kind : syntax of the launcher; None if it is unknown
-    chosen : whether fsdpx chose the launcher, and therefore adds its own options. To a launcher that the user names,
-        only options for hosts are added
+    chosen : whether fsdpx itself chose the launcher. If so, all options in `kind` are added to the command line; if the
+        user named the launcher, only options for hosts are added
     """
 
     words: tuple[str, ...]
@@ -301,8 +301,8 @@ def _identify_and_check_launcher(
 
 
 def _find_srun() -> FoundLauncher | None:
-    """Return the command srun, with the PMI plugin (option --mpi) that mpi4py's MPI library needs. Return None if there
-    is no srun, or if it lacks the plugin."""
+    """Return the launcher srun, with the option --mpi for the PMI plugin that mpi4py's MPI library needs. Return None
+    if srun is not installed or lacks the plugin."""
     srun = shutil.which("srun")
     if srun is None:
         return None
@@ -324,7 +324,8 @@ def _find_flux() -> FoundLauncher | None:
 
 
 def _match_known_launcher(path: str, version: str) -> Launcher | None:
-    """Return the entry of `LAUNCHERS` that matches the path and the version text of a launcher, or None."""
+    """Return the entry of `LAUNCHERS` that matches the path and the version text of a launcher. Return None if no entry
+    matches."""
     says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
     return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
 
@@ -345,7 +346,7 @@ def _run_and_read_output(words: Sequence[str]) -> str:
 
 def _list_ulfm_options(launcher: Sequence[str], version: str) -> list[str]:
     """Return the Open MPI options that let a job survive the death of a rank (--with-ft ulfm). Raise LaunchError
-    unless the launcher is that of Open MPI 5 or later."""
+    unless the launcher belongs to Open MPI 5 or later."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")

@@ -1,5 +1,5 @@
-"""Options of `fsdpx run` and `fsdpx.launch`, which are checked before anything is started, and the distribution of
-ranks over the hosts of a hostfile or an allocation."""
+"""The options of `fsdpx run` and `fsdpx.launch`, and the distribution of ranks over the hosts of a hostfile or an
+allocation. Options are checked before anything is started."""
 
 from __future__ import annotations
 
@@ -44,15 +44,16 @@ class LaunchConfig:
     Parameters
     ----------
     ranks : number of ranks
-    nodes : number of hosts: the first ones of the hostfile, or any hosts of the allocation
+    nodes : number of hosts to use: the first ones in the hostfile, or any hosts of the allocation
     per_node : maximum number of ranks per host
-    backend : "mpi", or "gloo" for ranks on this host without MPI (docs: backends; on several hosts use `fsdpx run
-        --node-rank`)
+    backend : "mpi", or "gloo" to start ranks on this host without MPI (docs: backends). For "gloo" on several hosts,
+        use `fsdpx run --node-rank`
     hostfile : file with host names and the number of ranks for each, in the format of any launcher (docs: launching)
     mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (None: find one)
     elastic : keep the job running when ranks die (Open MPI's --with-ft ulfm)
     threads : threads per rank for BLAS and kernels (None: the cores of a host divided by its ranks)
-    timeout : seconds that ranks wait for each other while MPI starts (None: 60, or FSDPX_START_TIMEOUT)
+    timeout : seconds that ranks wait for each other while MPI starts (None: FSDPX_START_TIMEOUT, or 60 if that is not
+        set)
     grace : seconds that ranks have to save a checkpoint after a signal
     max_restarts : maximum number of restarts
     min_ranks : minimum number of ranks with which a job is restarted (None: `ranks`, or 1 for an elastic job)
@@ -119,7 +120,7 @@ class LaunchConfig:
         return found | ({} if self.threads is None else dict.fromkeys(_THREAD_VARIABLES, str(self.threads)))
 
     def _iterate_option_errors(self) -> Iterator[str]:
-        """Yield an error message for each invalid option, or combination of options."""
+        """Yield an error message for each invalid option and for each invalid combination of options."""
         for name in ("ranks", "nodes", "per_node", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -240,8 +241,8 @@ class NodeRank:
         return here
 
     def make_local_launcher_options(self, ranks: int) -> list[str]:
-        """Return the options that tell the local launcher the number of this host's first rank and the total number of
-        ranks. `ranks` is the number of ranks per host."""
+        """Return the options that pass the number of this host's first rank and the total number of ranks to the local
+        launcher. `ranks` is the number of ranks per host."""
         return ["--first", str(self.number * ranks), "--of", str(self.nodes * ranks)]
 
     def make_environment(self, start: int, ranks: int) -> dict[str, str]:
@@ -331,9 +332,9 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the default number of ranks of a job without -n, and where it comes from, as text such as "the 8 cores
-    that this process may use". The default is taken from other options, a hostfile, the allocation, or the cores of
-    this machine."""
+    """Return the default number of ranks of a job without -n, and a text that tells where the number comes from, such
+    as "the 8 cores that this process may use". The number is derived from other options, a hostfile, the allocation,
+    or the cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")

@@ -65,7 +65,7 @@ FIXED_PLACEMENTS = ("strategy", "microbatches", "schedule", "precision")
 
 
 def plan_job(args: argparse.Namespace) -> str:
-    """Search for the fastest configuration of a model, draw the requested pictures, and return the resulting plan as
+    """Search for the fastest configuration of a model, draw the requested figures, and return the resulting plan as
     text."""
     for option, path in (("--png", args.png), ("--ranks-png", args.ranks_png)):
         if path is not None:
@@ -108,8 +108,9 @@ def plan_job(args: argparse.Namespace) -> str:
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """Return the model with samples of the size in --field, and the `domain` argument of the search: the grid of ranks
-    in --domain, or all possible grids."""
+    """Return the model with samples of the size that --field gives, and the `domain` argument of the search: the grid
+    of ranks that --domain gives, or the value that stands for all possible grids. The argument is None if samples are
+    not fields."""
     cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)
@@ -124,8 +125,8 @@ def add_measure_options(p: argparse.ArgumentParser) -> None:
 
 
 def measure_and_write_machine(args: argparse.Namespace) -> str:
-    """Measure the machine, write the machine file on rank 0, and return the beginning of the file as text. Collective
-    if started under mpiexec."""
+    """Measure the machine, write the machine file on rank 0, and return a message with the beginning of the file. If
+    started under mpiexec, this is collective, and other ranks return ""."""
     comm = init() if environment.read_environment().launcher is not None else make_single_rank_communicator()
     with reporting_if_slow(comm.rank == 0, "measuring: timing", None) as count:
         found = measure_this_machine(args.name, comm, args.device, count)

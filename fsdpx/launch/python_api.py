@@ -71,7 +71,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
         options["ranks"], _ = find_default_rank_count(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
-    # in a notebook, log files bring the output of the ranks into the cell
+    # in a notebook, the output of ranks would not appear in the cell, so it is written to log files, which are followed
     if config.logs is None and sys.stdout is not sys.__stdout__:
         config = replace(config, logs=folder)
     try:
@@ -93,8 +93,8 @@ def _run_job_or_raise(config: LaunchConfig, program: Sequence[str]) -> None:
 
 
 def _make_python_path_variable() -> dict[str, str]:
-    """Return {"PYTHONPATH": ...} for the ranks if fsdpx is not installed, but only on the sys.path of this process.
-    Otherwise return {}."""
+    """Return {"PYTHONPATH": ...} for the ranks if this process finds fsdpx only through its sys.path, because fsdpx is
+    not installed. Otherwise return {}."""
     home = str(Path(__file__).parents[2])
     installed = home in (*site.getsitepackages(), site.getusersitepackages())
     return {} if installed or home not in sys.path else {"PYTHONPATH": environment.make_prepended_python_path(home)}
@@ -155,7 +155,8 @@ def _read_trusted_file(path: Path) -> bytes:
 def main(folder: Path, digest: str) -> None:
     """Run the pickled function call on one rank, and write its result to `folder`.
 
-    `digest` is the hash of the pickled call. It is checked, because another user may have replaced the folder."""
+    `digest` is the expected hash of the pickled call. It is checked, because another user may have replaced the folder.
+    """
     try:
         packed = _read_trusted_file(folder / _CALL)
     except FileNotFoundError:

@@ -30,8 +30,8 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main() -> None:
-    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The arguments are those of `python -m
-    mpi4py`."""
+    """Run a script as one rank: `python -m fsdpx.launch.rank script.py ...`. The command-line arguments are the same
+    as for `python -m mpi4py`."""
     settings = environment.read_environment()
     request_kill_on_parent_death()
     sys.argv[1:] = [word[1:] if _has_only_colons(word) else word for word in sys.argv[1:]]
@@ -77,7 +77,7 @@ def _has_only_colons(word: str) -> bool:
 
 
 def _run_program() -> None:
-    """Run the script or module (-m) in sys.argv as Python itself would."""
+    """Run the script or the module (-m) that sys.argv names, as Python itself would."""
     module = sys.argv[1] == "-m"
     del sys.argv[: 2 if module else 1]
     if module:
@@ -88,7 +88,7 @@ def _run_program() -> None:
 
 
 class RankStatusWriter:
-    """Writes this rank's status file; thread-safe.
+    """Writes this rank's status file. The methods are thread-safe.
 
     Once this rank has recorded that it ends the whole job, its status no longer changes, for two reasons: the launcher
     may see other ranks end first, and the script may still run to completion in another thread."""
@@ -99,8 +99,8 @@ class RankStatusWriter:
         self._lock = threading.RLock()  # reentrant, because a signal handler that interrupts `update` may call it
 
     def update(self, final: bool = False, **changes: Any) -> None:
-        """Write the status with the fields in `changes` replaced, unless a final status has been written. Does nothing
-        in a forked child process, which is not a rank."""
+        """Replace the fields in `changes` and write the status, unless a final status has been written. A forked child
+        process is not a rank, so there this method does nothing."""
         if os.getpid() == self._note.process:
             with self._lock:
                 if not self._final:
@@ -150,8 +150,8 @@ def _patch_signal_to_record_handlers(note: RankStatusWriter) -> None:
 
 
 class _MpiStartFinder(MetaPathFinder):
-    """Import hook that sets a timeout when the script imports `mpi4py.MPI` itself, because the import calls MPI_Init,
-    which waits for all ranks."""
+    """Import hook that sets a timeout if the script itself imports `mpi4py.MPI`. This import calls MPI_Init, which
+    waits for all ranks."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -113,7 +113,7 @@ class RankStatus:
     ----------
     rank, process, host : rank, process id and host name
     status : exit status; None while the rank is running, or if it was killed
-    error : type of the exception with which the rank ended, or ""
+    error : name of the type of the exception with which the rank ended, or ""
     listens : whether the script saves a checkpoint when it gets SIGUSR1, as it does inside `Preemption`
     """
 

@@ -96,8 +96,8 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _choose_and_print_rank_count(args: argparse.Namespace) -> int:
-    """Return the number of ranks in -n. Without -n, return a default from the allocation or from this machine, and
-    print the default and where it comes from."""
+    """Return the number of ranks that -n gives. Without -n, return a default that is derived from the allocation or
+    from this machine, and print it together with its origin."""
     if args.ranks is not None:
         return int(args.ranks)
     elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
@@ -112,7 +112,7 @@ def run_job(
     config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None,
     node: NodeRank | None = None,
 ) -> JobEnding:  # fmt: skip
-    """Run a job, and restart it after failures as `config` allows. Return how its last attempt ended.
+    """Run a job, and restart it after failures, as far as `config` allows. Return how the last attempt ended.
 
     `program` are the command-line arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. `variables`
     are additional environment variables of the ranks. `node` is given if each host has its own launcher; `config` then
@@ -218,8 +218,8 @@ class LaunchedJob:
 
 
 def _choose_temporary_parent_folder(config: LaunchConfig) -> Path:
-    """Return where to create a temporary folder. For a job on several hosts, this is the working folder, because all
-    hosts can see it, whereas $TMPDIR may differ between hosts."""
+    """Return the folder in which to create a temporary folder. For a job on several hosts, it is the working folder,
+    which all hosts can see, whereas $TMPDIR may differ between hosts."""
     return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
 
 
@@ -247,8 +247,8 @@ def _create_and_require_writable(folder: Path, option: str) -> Path:
 
 
 def _recreate_private_folder(own: Path) -> Path:
-    """Create an empty folder that only this user can enter, for one attempt to run the job. Raise LaunchError if
-    another user has created it."""
+    """Create an empty folder for one attempt to run the job, which only this user can access. Raise LaunchError if
+    another user has already created the folder."""
     safe_files.remove_user_owned_folder(own)
     try:
         return safe_files.make_folder(own)
@@ -257,7 +257,8 @@ def _recreate_private_folder(own: Path) -> Path:
 
 
 def _require_existing_program(program: Sequence[str]) -> None:
-    """Raise LaunchError if the script or module does not exist, before ranks are started that would all fail."""
+    """Raise LaunchError if the script or module does not exist. This is checked before any ranks are started, because
+    all of them would fail."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
@@ -321,8 +322,8 @@ def _run_job_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return rank -> flight record (log of the last actions) for all ranks. Keys are the ranks with which the
-    processes were started, because the surviving ranks are renumbered after a death."""
+    """Return rank -> flight record (log of the last actions) for all ranks. The keys are the rank numbers with which
+    the processes were started, since the surviving ranks are renumbered after a death."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):

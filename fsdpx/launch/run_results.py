@@ -15,8 +15,8 @@ __all__ = ["format_summary_line", "save_and_print_results"]
 
 
 def format_summary_line(history: FitHistory, unit: str) -> str:
-    """Return one line with the number of steps, the rate and the last losses of a training run. The rate, in `unit`
-    per second, excludes the time for validation and saving."""
+    """Return one line with the number of steps, the rate and the last losses of a training run. The rate is in `unit`
+    per second, and excludes the time for validation and saving."""
     parts = []
     if history.losses:
         rate = history.samples_seen / history.seconds

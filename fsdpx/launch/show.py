@@ -1,4 +1,4 @@
-"""`fsdpx show`: simulate one training step of a model, and describe it as text, as a picture or as a trace."""
+"""`fsdpx show`: simulate one training step of a model, and describe it as text, as a figure or as a trace."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ __all__ = [
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
-    """Add --mesh, --schedule, --sequence and --recompute to an argument parser. `also` is appended to the help of
-    --schedule and --sequence: it names one more value that the command accepts."""
+    """Add --mesh, --schedule, --sequence and --recompute to an argument parser. `also` is text that names one more
+    value of --schedule and --sequence that the command accepts; it is appended to their help."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"pipeline schedule: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"mode of the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -89,7 +89,8 @@ def parse_recompute(text: str | None) -> Any:
 
 
 def format_mesh(mesh: Mesh) -> str:
-    """Return the mesh axes with several ranks as text, such as "pipe=2 x tensor=2"; "one rank" if there are none."""
+    """Return the mesh axes with several ranks as text, such as "pipe=2 x tensor=2". Return "one rank" if all axes have
+    width 1."""
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
@@ -98,7 +99,7 @@ SCHEDULE_WIDTH_CHARS = 250  # line width of a drawn schedule if the output is no
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-# the layers communicate over these axes on their own, so the program does not predict their traffic
+# over these axes, layers communicate by themselves, so this traffic cannot be predicted from the program
 LAYER_AXES = ("tensor", "data", "domain")
 
 
@@ -109,8 +110,8 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
-    """Return the text that `show` prints. To report progress, call `count` with a running number at the start of each
-    dry run."""
+    """Return the text that `show` prints. To report progress, call `count` with the number of the dry run at the start
+    of each dry run."""
     if args.png is not None:
         require_writable_picture("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -203,7 +204,8 @@ def _make_dry_run_options(
 
 
 def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
-    """Parse sizes such as "2,2,2" or "2x2x2"; None is parsed as (). Raise ConfigError for anything else."""
+    """Parse the value of a command-line option, such as "2,2,2" or "2x2x2"; None is parsed as (). Raise ConfigError for
+    anything else."""
     words = [] if text is None else text.replace("x", ",").split(",")
     if any(not word.strip().isdecimal() or int(word) < 1 for word in words):
         raise ConfigError(f"{option} {text}: a number above 0 for each dim, such as 2,2,2")
@@ -230,8 +232,8 @@ def _choose_field_cells_and_grid(
 
 
 def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
-    """Return the model with a batch size that is a multiple of `chunks`. A default batch size is increased if
-    necessary; a batch size from the user raises ConfigError if it is not a multiple."""
+    """Return the model with a batch size that is a multiple of `chunks`. If necessary, a default batch size is
+    increased, but for a batch size that the user gave, ConfigError is raised."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -243,8 +245,8 @@ def _grow_batch_to_chunks(example: CatalogModel, batch: str | None, chunks: int 
 def _choose_rank_and_sample_count(
     args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int, part: int
 ) -> tuple[int, int]:
-    """Return the rank to show, and its number of samples. By default, this is the first rank that has samples and
-    holds part number `part` of the field."""
+    """Return the rank to show, and its number of samples. By default, the first rank that has samples and holds shard
+    number `part` of the field is shown."""
     if args.rank is not None and not 0 <= args.rank < ranks:
         return args.rank, 1  # the dry run raises an error for this rank
     rows = [_count_samples_of_rank(mesh, rank, batch, args.chunks) for rank in range(ranks)]
@@ -257,8 +259,8 @@ def _choose_rank_and_sample_count(
 
 
 def _choose_rank_count(args: argparse.Namespace, mesh: Mesh | None, grid: int) -> int:
-    """Return the number of ranks in --ranks. The default is the size of the mesh or, without a mesh, the size of the
-    grid of ranks, or else 4. Mesh axes without a given width count as 1."""
+    """Return the number of ranks that --ranks gives. The default is the size of the mesh or, without a mesh, the size
+    of the grid of ranks, or else 4. Mesh axes without a given width are assumed to have width 1."""
     if args.ranks is not None:
         return int(args.ranks)
     if mesh is None or mesh.domain:
@@ -313,7 +315,7 @@ def _format_units(run: DryRun) -> str:
 
 
 def _count_forward_gathers(run: DryRun) -> int:
-    """Return the number of parameter all-gathers in the first forward of the step."""
+    """Return the number of parameter all-gathers in the first forward pass of the step."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
     moves = run.trainer.inspect.placement.axes.shard.size > 1
@@ -341,8 +343,8 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Say whether the predicted peak memory of the process is within the budget in --memory. If not, list options that
-    would lower the peak, as returned by the function `helpful`."""
+    """Return text that says whether the predicted peak memory of the process is within the budget that --memory gives.
+    If not, append the text from the function `helpful`, which lists options that would lower the peak."""
     if budget is None:
         return ""
     found = run.footprint
@@ -355,8 +357,8 @@ def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[...,
 
 
 def _format_schedule(schedule: PipelineSchedule) -> str:
-    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is one time step: a forward (F),
-    or half a backward (I for input gradients, W for parameter gradients)."""
+    """Draw a pipeline schedule as text, with one row per pipeline rank. Each character is one time step: a forward pass
+    (F), or half of a backward pass (I for input gradients, W for parameter gradients)."""
     idle = compute_bubble(simulate(schedule, UNIT_COSTS), schedule, UNIT_COSTS)
     pairs = ", ".join(map(str, count_in_flight(schedule)))
     numbers = f"{format_count(schedule.stages, 'stage')}, {format_count(schedule.microbatches, 'microbatch', 'es')}"
@@ -369,8 +371,8 @@ def _format_schedule(schedule: PipelineSchedule) -> str:
 def _write_step_picture_and_trace(
     args: argparse.Namespace, example: CatalogModel, options: dict[str, Any]
 ) -> Iterator[str]:
-    """Simulate the step on all ranks, and write the files of --png and --trace. Yield a message about each file. If
-    the samples of `example` are fields, they must be whole fields, not the parts of one rank."""
+    """Simulate the step on all ranks, and write the files that --png and --trace name. Yield a message about each file.
+    If the samples of `example` are fields, they must be whole fields, not the shards of one rank."""
     if not args.png and not args.trace:
         if args.machine is not None:
             raise ConfigError(f"--machine {args.machine}: of a simulated step; say --png FILE or --trace FILE, too")
@@ -389,7 +391,7 @@ def _write_step_picture_and_trace(
 
 
 MAX_RANKS_SHOWN = 4
-"""Maximum number of ranks that get one row each if there is no pipeline parallelism. Otherwise, one rank stands for all
+"""Without pipeline parallelism, up to this many ranks are drawn in one row each. Otherwise, one row stands for all
 ranks that do the same work."""
 
 
@@ -458,8 +460,8 @@ def write_trace(dry: StepDryRuns, found: Prediction, path: str) -> str:
 def _convert_events_to_record(
     run: Any, row: Sequence[ActionEvent], alive: Sequence[tuple[float, int]], program: Any
 ) -> ProgramRecord:
-    """Convert simulated events to the form in which a rank records its actions. The program number is -1, because no
-    recorded program has this number."""
+    """Convert simulated events to the form in which a rank records its actions. The program number of the result is -1,
+    which no recorded program has."""
     turn, free = ProgramRecord(-1, 0, program, []), 0.0
     times = [time for time, _ in alive]
     for event in row:

@@ -41,7 +41,7 @@ TrainingResult = tuple[list[float], dict[str, Any], str]
 @dataclass(frozen=True)
 class VerifySize:
     """Size of the small GPT that is trained. It has enough layers for the pipeline stages of the mesh, and enough
-    heads and positions for the tensor axis."""
+    heads and tokens per sample for the tensor axis."""
 
     width: int = 24
     layers: int = 2
@@ -67,7 +67,7 @@ class VerifyCase:
     strategy, precision, schedule, sequence, microbatches : as for `fsdpx.distribute`
     mesh : the mesh (None: the default mesh of the strategy)
     recompute : the command-line value of --recompute
-    chunks : number of reproducible chunks; with chunks, results must be bit-identical, and with None they must agree
+    chunks : number of reproducible chunks, with which results must be bit-identical; with None, results must only agree
         within a tolerance
     steps : number of training steps
     """
@@ -84,8 +84,8 @@ class VerifyCase:
 
     @property
     def tolerance(self) -> float:
-        """Largest allowed relative difference. It is 0 with reproducible chunks, because these make results
-        bit-identical, except if a tensor axis splits sums."""
+        """Largest allowed relative difference. It is 0 with reproducible chunks, which make results bit-identical
+        unless a tensor axis splits sums."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width_of("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
@@ -155,8 +155,8 @@ def fill_in_mesh_widths(mesh: Mesh, strategy: Strategy, ranks: int) -> Mesh:
 
 
 def _train_and_compare_case(comm: Communicator, case: VerifyCase, size: VerifySize, number: str) -> bool:
-    """Train one case, and compare its results with those of a single process. Print the outcome, and return whether
-    they agree. `number` is the progress, such as "1/6". Collective."""
+    """Train one case, and compare the results with training in a single process. Print the outcome, and return whether
+    the results agree. `number` is the number of the case, such as "1/6". Collective."""
     verdict, printed = None, ""
     with reporting_if_slow(comm.rank == 0, f"training case {number}", None) as count:
         count("with all ranks")
@@ -206,8 +206,8 @@ def _train_in_one_process(case: VerifyCase, size: VerifySize) -> TrainingResult:
 
 
 def _train_case(comm: Communicator, case: VerifyCase, size: VerifySize) -> TrainingResult:
-    """Train one case. Return (losses, full parameters, text). With chunks, the text contains a fingerprint of the
-    parameters; otherwise it is empty. The last batch is short. Collective."""
+    """Train one case, and return (losses, full parameters, text). With chunks, the text contains a fingerprint of the
+    parameters; otherwise the text is empty. Collective."""
     trainer = _make_small_gpt_trainer(comm, case, size)
     losses = [
         trainer.step(x, y) for x, y in _iterate_batches(trainer.data_group, case.steps, case.chunks, size.seq_len)
@@ -247,8 +247,8 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
-    """Yield this rank's samples of each global batch, as (inputs, targets). Global batches do not depend on the number
-    of ranks."""
+    """Yield this rank's samples of each global batch, as (inputs, targets). The global batches do not depend on the
+    number of ranks. Without chunks, the last one is small."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
@@ -265,8 +265,8 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Return whether all tensors and losses agree within `tolerance`, and a line of text about the largest difference.
-    Differences are relative to the largest element of a tensor."""
+    """Return a bool that tells whether all tensors and losses agree within `tolerance`, and a line of text about the
+    largest difference. Differences are relative to the largest element of a tensor."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0

@@ -88,8 +88,7 @@ class ActionCostRecorder(TimelineRecorder):
                 known.clear()
 
     def watch_trainer(self, trainer: Trainer, meter: MemoryMeter) -> None:
-        """Record all further actions of this trainer. `meter` measures the memory of the trainer's shape-only arrays.
-        """
+        """Record all further actions of the trainer. `meter` measures the memory of the trainer's shape-only arrays."""
         place = trainer.inspect.placement
         self.meter, self.counters, self._here = meter, place.axes.counters, frozenset(place.stage.own_units)
         trainer.inspect.engine.add_observer(self)
