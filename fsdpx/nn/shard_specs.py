@@ -274,10 +274,10 @@ class FieldPartition:
     has_cells: ClassVar[bool] = True
     """Whether arrays are (samples, channels, *cells); else they are (samples, rows, features)."""
 
-    @classmethod
-    def on_one_rank(cls, shape: Sequence[int]) -> FieldPartition:
+    @staticmethod
+    def on_one_rank(shape: Sequence[int]) -> FieldPartition:
         """Return the trivial partition of a field of `shape` cells: one rank holds all of it."""
-        return _make_partition_on_one_rank(cls, tuple(shape))
+        return _make_partition_on_one_rank(tuple(shape))
 
     def __str__(self) -> str:
         return f"a part of a field of {' x '.join(map(str, self.shape))} cells"
@@ -372,8 +372,8 @@ class FieldPartition:
 
 
 @lru_cache(1 << 10)
-def _make_partition_on_one_rank(cls: type[FieldPartition], shape: tuple[int, ...]) -> FieldPartition:
-    return cls(tuple((0, int(n)) for n in shape))
+def _make_partition_on_one_rank(shape: tuple[int, ...]) -> FieldPartition:
+    return FieldPartition(tuple((0, int(n)) for n in shape))
 
 
 def bind_partition(owner: Any, parts: FieldPartition) -> Any:

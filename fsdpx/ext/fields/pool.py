@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -209,8 +209,8 @@ class AdaptiveAvgPool(FieldLayer):
         parts = self.get_partition(x)
         if not all(parts.shape):
             raise ShapeError(f"{self!r} finds no mean of a field of shape {parts.shape}")
-        y, tables = kernels.to_float32(env.xp, x), self._make_averaging_matrices(env, parts)
-        for d, table in enumerate(tables):
+        y = kernels.to_float32(env.xp, x)
+        for d, (table, _) in enumerate(self._make_averaging_matrices(env, parts)):
             y = multiply_along_dim(env.xp, y, d + 2, table)
         y = all_reduce_over_parts(env, env.xp.ascontiguousarray(y), env.random.path)
         return kernels.cast_float(env.xp, y[self._get_local_result_index(env, parts)], x.dtype), parts
@@ -219,8 +219,8 @@ class AdaptiveAvgPool(FieldLayer):
         whole = env.xp.zeros((*dy.shape[:2], *self._many), dtype=accumulation_dtype(dy.dtype))
         whole[self._get_local_result_index(env, saved)] = kernels.to_float32(env.xp, dy)
         dx = all_reduce_over_parts(env, whole, env.random.path)
-        for d, table in enumerate(self._make_averaging_matrices(env, saved)):
-            dx = multiply_along_dim(env.xp, dx, d + 2, table.transpose())
+        for d, (_, turned) in enumerate(self._make_averaging_matrices(env, saved)):
+            dx = multiply_along_dim(env.xp, dx, d + 2, turned)
         return kernels.cast_float(env.xp, dx, dy.dtype), ()
 
     def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
@@ -228,17 +228,21 @@ class AdaptiveAvgPool(FieldLayer):
         cells = (slice(*get_local_range(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 
-    def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[CellMatrix]:
-        """Return one matrix per dim that maps this rank's cells to their weighted contributions to all outputs."""
-        found = []
-        for d, (cuts, many) in enumerate(zip(parts.cuts, self._many, strict=True)):
-            start, stop = get_local_range(env, cuts, d)
-            at, i = np.arange(start, stop), np.arange(many)[:, None]
-            begin, end = i * cuts[-1] // many, -(-(i + 1) * cuts[-1] // many)
-            outputs, cells = np.nonzero((at >= begin) & (at < end))
-            shares = 1.0 / (end - begin)[outputs, 0]
-            found.append(CellMatrix.from_entries(outputs, cells, shares, (many, stop - start)))
-        return found
+    def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[tuple[CellMatrix, CellMatrix]]:
+        """Return one matrix per dim that maps this rank's cells to their weighted contributions to all outputs, also
+        transposed."""
+        rows = enumerate(zip(parts.cuts, self._many, strict=True))
+        return [_make_averaging_matrix(*get_local_range(env, cuts, d), cuts[-1], many) for d, (cuts, many) in rows]
+
+
+@lru_cache(1 << 8)
+def _make_averaging_matrix(start: int, stop: int, total: int, many: int) -> tuple[CellMatrix, CellMatrix]:
+    """Return the matrix that maps the cells from `start` to `stop` of `total` to `many` outputs, also transposed."""
+    at, i = np.arange(start, stop), np.arange(many)[:, None]
+    begin, end = i * total // many, -(-(i + 1) * total // many)
+    outputs, cells = np.nonzero((at >= begin) & (at < end))
+    table = CellMatrix.from_entries(outputs, cells, 1.0 / (end - begin)[outputs, 0], (many, stop - start))
+    return table, table.transpose()
 
 
 class AdaptiveAvgPool1d(AdaptiveAvgPool, dims=1):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.array import kernels
+from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.conv import ConvWindow, Sizes, expand_to_dims, make_conv_specs, require_divisible_channels
 from fsdpx.ext.fields.halo import (
@@ -30,10 +31,10 @@ from fsdpx.ext.fields.kernels import (
     correlate_backward_params,
     multiply_along_dim,
 )
-from fsdpx.nn.gradient_accumulation import add_sum_into, claim_gradient
+from fsdpx.nn.gradient_accumulation import claim_gradient
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, LayerContext, ParameterSpec, Params
-from fsdpx.nn.shard_specs import FieldPartition
+from fsdpx.nn.shard_specs import Cuts, FieldPartition
 
 __all__ = ["ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Upsample"]
 
@@ -61,7 +62,7 @@ class ConvTranspose(FieldLayer):
     init : initial values of `weight`; default None: the uniform distribution
     """
 
-    kernel_names = ("correlate", "correlate_backward_input", "correlate_backward_params")
+    kernel_names = ("channels_last", "correlate", "correlate_backward_input", "correlate_backward_params")
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Sizes, stride: Sizes = 1, padding: Sizes = 0,
@@ -92,7 +93,7 @@ class ConvTranspose(FieldLayer):
         if min(outputs.shape) < 1:
             raise ShapeError(f"{self!r} leaves nothing of a field of shape {parts.shape}")
         halos = self._find_halos(parts, outputs)
-        wide = exchange_halo(env, x, halos)
+        wide = exchange_halo(env, put_channels_last(env.xp, x), halos)
         strides, sizes = self._make_strides_and_sizes(env, halos, outputs)
         shape = x.shape[0], self.out_channels, *sizes
         y = correlate_backward_input(env.xp, p["weight"], wide, strides, shape, p.get("bias"))
@@ -106,8 +107,7 @@ class ConvTranspose(FieldLayer):
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         wide, strides, dy = kept
         correlate_backward_params(env.xp, dy, wide, strides, claim_gradient(g, "weight"), None)
-        if "bias" in g:
-            add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
+        correlate_backward_params(env.xp, dy, dy, strides, None, claim_gradient(g, "bias"))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
         """Return how the outputs are partitioned. Along each dim, the outputs at indices i * stride to (i + 1) *
@@ -202,33 +202,22 @@ class Upsample(FieldLayer):
         if not 1 <= dims <= 3 or DIMS.get(self.mode, dims) != dims:
             raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(x.shape)}")
         parts = self.get_partition(x)
-        outputs, tables, halos = self.partition_outputs(parts), [], []
-        sizes_and_ratios = self._find_sizes_and_ratios(parts.shape)
-        for d, (cuts, (total, ratio)) in enumerate(zip(parts.cuts, sizes_and_ratios, strict=True)):
-            taps, weights = _make_interpolation_table(self.mode, cuts[-1], total, ratio, bool(self.align_corners), dims)
-            needs = tuple(
-                (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
-                for a, b, start in zip(outputs.cuts[d], outputs.cuts[d][1:], cuts, strict=False)
-            )
-            halos.append(HaloSpec(d + 2, cuts, needs))
-            rank = get_rank_along(env, cuts, d)
-            mine = slice(outputs.cuts[d][rank], outputs.cuts[d][rank + 1])
-            taps, weights = taps[:, mine] - needs[rank][0], weights[:, mine]
-            cells = halos[-1].count_needed_cells(rank)
-            numbers = np.broadcast_to(np.arange(taps.shape[1]), taps.shape)
-            o, cell, weight = (a.T.reshape(-1) for a in (numbers, taps, weights))
-            tables.append(CellMatrix.from_entries(o, cell, weight, (taps.shape[1], cells)))
+        outputs, sizes_and_ratios = self.partition_outputs(parts), self._find_sizes_and_ratios(parts.shape)
+        rows = enumerate(zip(parts.cuts, outputs.cuts, sizes_and_ratios, strict=True))
+        how = self.mode, bool(self.align_corners)
+        plans = [_plan_dim(d, a, b, get_rank_along(env, a, d), *size, *how, dims) for d, (a, b, size) in rows]
+        halos, tables, turned = zip(*plans, strict=True)
         y = kernels.to_float32(env.xp, exchange_halo(env, x, halos))
         for d, table in enumerate(tables):
             y = multiply_along_dim(env.xp, y, d + 2, table)
         y = kernels.cast_float(env.xp, y, x.dtype)
-        return y, (tables, tuple(halos))
+        return y, (turned, halos)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        tables, halos = saved
+        turned, halos = saved
         dtype, dy = dy.dtype, kernels.to_float32(env.xp, dy)
-        for d, table in reversed(list(enumerate(tables))):
-            dy = multiply_along_dim(env.xp, dy, d + 2, table.transpose())
+        for d, table in reversed(list(enumerate(turned))):
+            dy = multiply_along_dim(env.xp, dy, d + 2, table)
         dy = kernels.cast_float(env.xp, dy, dtype)
         return exchange_halo_backward(env, dy, halos), ()
 
@@ -273,6 +262,24 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 
 
 @lru_cache(256)
+def _plan_dim(
+    d: int, cuts: Cuts, outputs: Cuts, rank: int, total: int, ratio: Fraction, mode: str, align_corners: bool, dims: int
+) -> tuple[HaloSpec, CellMatrix, CellMatrix]:
+    """Return the halo of the cells that each rank along dim d interpolates, and the matrix that maps those of `rank` to
+    its outputs, also transposed."""
+    taps, weights = _make_interpolation_table(mode, cuts[-1], total, ratio, align_corners, dims)
+    needs = tuple(
+        (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)
+        for a, b, start in zip(outputs, outputs[1:], cuts, strict=False)
+    )
+    halo, mine = HaloSpec(d + 2, cuts, needs), slice(outputs[rank], outputs[rank + 1])
+    taps, weights = taps[:, mine] - needs[rank][0], weights[:, mine]
+    numbers = np.broadcast_to(np.arange(taps.shape[1]), taps.shape)
+    o, cell, weight = (a.T.reshape(-1) for a in (numbers, taps, weights))
+    table = CellMatrix.from_entries(o, cell, weight, (taps.shape[1], halo.count_needed_cells(rank)))
+    return halo, table, table.transpose()
+
+
 def _make_interpolation_table(
     mode: str, n: int, total: int, ratio: Fraction, align_corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
