@@ -24,8 +24,8 @@ class BoundCodec(NamedTuple):
     ----------
     memory : arrays that the codec keeps between steps, such as error feedback
     scratch : bytes that the codec may use until its handle is complete
-    error_norms : two Euclidean norms for reports, computed from a sample of the elements: the norm of the last gradient
-        plus the error fed back into it, and the norm of the error left by compressing this sum
+    error_norms : two Euclidean norms for reports, computed from a sample of the elements: the norm of the sum of the
+        last gradient and the error fed back into it, and the norm of the error that compressing this sum has left
     what : name of the gradient in error messages
     """
 
@@ -43,8 +43,8 @@ class BoundCodec(NamedTuple):
             self.codec.add_and_clear_kept_error(grad, self.memory)
 
     def start_reduce_scatter(self, grad: Any, out: Any, counts: Sequence[int]) -> Handle:
-        """Start a compressed reduce-scatter of `grad` and return its handle. This rank's part of the sum is written to
-        `out`. Collective."""
+        """Start a compressed reduce-scatter of `grad` and return its handle. `out` receives this rank's part of the
+        sum. Collective."""
         with self._error_norms_context(grad):
             return self.codec.reduce(self.comm, grad, out, counts, self.scratch, self.memory, what=self.what)
 

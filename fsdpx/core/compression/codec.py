@@ -1,5 +1,5 @@
 """Gradient codecs, which compress and reduce the gradients of a page (a flat buffer of several parameters). This file
-has the base class, and the codecs that send gradients unchanged or in 16 bits."""
+contains the base class, and the codecs that send gradients unchanged or as 16-bit floats."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Codec(ABC):
     feedback: bool = False
     """True if the codec keeps the rounding or truncation error of gradients, and so depends on the loss scale."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum"}
-    """The rule of each memory array, by name. Arrays that are not listed have the rule "reset". A "sum" memory has as
-    many elements as the gradient."""
+    """The reshard rule of each memory array, keyed by name. Arrays that are not listed have the rule "reset". An array
+    with the rule "sum" has as many elements as the gradient."""
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
         """Return the codec for a flat gradient that consists of tensors of these shapes. The base class returns
@@ -79,8 +79,9 @@ class Codec(ABC):
 
         Parameters
         ----------
-        grad : n elements, flat; its contents are overwritten
-        out : `counts[comm.rank]` elements; it may be the start of `grad`, or this rank's part of it
+        grad : flat array of n elements, which are overwritten
+        out : array of `counts[comm.rank]` elements for the result; may be the start of `grad`, or this rank's part of
+            `grad`
         counts : number of elements of each rank's part
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
         memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
@@ -98,7 +99,7 @@ class Codec(ABC):
 
         Parameters
         ----------
-        grad : n elements, flat; holds the sum when the handle is complete
+        grad : flat array of n elements; holds the sum when the handle is complete
         scratch : `scratch_bytes(n, comm.size)` bytes, free to use until the handle is complete
         memory : arrays of the sizes in `memory_sizes(n)`: zero before the first step, then as this codec left them
         what : name of the gradient in error messages
@@ -150,7 +151,7 @@ class Codec(ABC):
 
         Raises
         ------
-        ConfigError : in codecs that support only some dtypes
+        ConfigError : if the codec does not support this dtype
         """
         return
 
@@ -210,12 +211,12 @@ class Codec(ABC):
 
 
 class NoCompression(Codec):
-    """Codec that sums gradients in their own dtype by one reduce-scatter or one all-reduce. Each of N ranks sends n -
-    n/N of n elements in a reduce-scatter, and twice that in an all-reduce.
+    """Codec that sums gradients in their own dtype with one reduce-scatter or one all-reduce. Each of N ranks sends n -
+    n/N of n elements in a reduce-scatter, and twice as many in an all-reduce.
 
     Parameters
     ----------
-    algorithm : algorithm of all-reduces: "library", the backend's own (default), or "ring", the ring algorithm of
+    algorithm : algorithm for all-reduces: "library", the backend's own (default), or "ring", the ring algorithm of
         fsdpx, which is faster than some libraries for gradients of more than a few MiB
     """
 
@@ -237,8 +238,8 @@ class NoCompression(Codec):
 
 
 class Cast16(Codec):
-    """Codec that sends gradients in 16 bits, which halves the traffic of float32. The owner of each part adds up the
-    contributions in float32 and in rank order.
+    """Codec that sends gradients as 16-bit floats, which halves the traffic compared with float32. The owner of each
+    part adds up the contributions in float32 and in rank order.
 
     Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent: the
     owner reads the other ranks' gradients from shared memory and rounds them as it reads. If all ranks' parts have the
@@ -246,7 +247,7 @@ class Cast16(Codec):
 
     Parameters
     ----------
-    name : the format, "bf16" or "float16"
+    name : the dtype, "bf16" or "float16"
     """
 
     elementwise = True

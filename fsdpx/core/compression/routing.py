@@ -1,5 +1,5 @@
-"""Choose the gradient codec of each parameter by the pattern of its name, and by the mesh axis over which its gradient
-is summed. Also look up codecs by name."""
+"""Choose the gradient codec for each parameter by name pattern, and by the mesh axis over which the gradient is summed.
+Also look up codecs by name."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class HierarchicalCompression:
 
     Parameters
     ----------
-    replica : codec of sums over the replica axis (between replicas)
-    shard : codec of sums over the shard axis (within a replica)
+    replica : codec for sums over the replica axis (between replicas)
+    shard : codec for sums over the shard axis (within a replica)
     """
 
     replica: CodecName | Codec
@@ -103,13 +103,14 @@ class CodecRoute(NamedTuple):
 
 @dataclass(frozen=True)
 class CodecRules:
-    """Rules that choose gradient codecs by parameter name. The first rule whose pattern (fnmatch) matches applies."""
+    """Rules that choose gradient codecs by parameter name. The first rule whose pattern (fnmatch) matches the name
+    applies."""
 
     rules: tuple[tuple[str, CodecRoute], ...]
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """Build the rules from the `compression` option. `make` converts a codec or the name of one to a codec; it is
+        """Build the rules from the `compression` option. `make` returns the codec for a codec or a codec name; it is
         called with None for parameters that match no pattern."""
 
         def make_route(one: SingleChoice | None) -> CodecRoute:
@@ -127,11 +128,10 @@ class CodecRules:
 
     @classmethod
     def from_user_choice(cls, choice: Choice, precision: Precision, outer: Codec | None = None) -> CodecRules:
-        """Build the rules from the `compression` option, with default codecs for this precision. Raise ConfigError if
-        a codec cannot reduce gradients of its dtype.
+        """Build the rules from the `compression` option, with default codecs for this precision. Raise ConfigError if a
+        codec cannot reduce gradients of the dtype that this precision has for gradients.
 
-        If replicas train independently, `outer` is the codec between them.
-        """
+        If replicas train independently, `outer` is the codec for sums between them."""
         codecs = cls.from_choice(choice, lambda one: make_codec(one, precision.reduce_dtype, precision.gradient_dtype))
         if outer is not None:
             codecs = cls(tuple((pattern, route._replace(replica=outer)) for pattern, route in codecs.rules))

@@ -17,14 +17,15 @@ __all__ = ["BATCHES", "PROGRESS", "EngineClock", "VerbTimings"]
 PROGRESS = "(progress of transfers between actions)"
 """Row of the clock for the progress of transfers between actions."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
-"""Row of the clock for batches. It includes the time for which the first ranks wait for the last one."""
+"""Row of the clock for checking and comparing batches. It includes the time for which ranks wait for the slowest
+rank."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
-"""Rows of the clock for checkpoints, with the bytes that this rank writes or reads. A background save takes only the
-time of the copy, because a thread writes the file."""
+"""Rows of the clock for checkpoints, with the bytes that this rank writes or reads. For a background save, only the
+time of making the copy is counted, because a thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
-    """Total time and bytes of all actions of one kind, such as all forwards.
+    """Total time and bytes of all actions of one kind, such as all forward actions.
 
     Attributes
     ----------
@@ -33,8 +34,8 @@ class VerbTimings(NamedTuple):
     calls : number of actions
     nbytes : bytes that this rank sent, received, wrote to a checkpoint or read from one in these actions
     flown : seconds during which transfers issued by these actions were pending
-    busy : the part of `flown` in which this rank progressed transfers or waited for them; in the remaining time it
-        computed
+    busy : the part of `flown` in which this rank progressed transfers or waited for them; it computed in the rest of
+        the time
     """
 
     seconds: float = 0.0

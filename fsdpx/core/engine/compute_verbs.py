@@ -1,5 +1,5 @@
 """The operations that compute: load inputs, forward, loss, backward and recompute. They run the nodes (layer calls) of
-a unit in order. Nodes pass activations to each other, and refer to them by number."""
+a unit (group of layers) in order. Nodes pass activations to each other, and refer to them by number."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 UnitContexts = list[LayerContext]
 NO_VALUE = object()
-"""Placeholder in the saved list for a node that gets no gradient."""
+"""Placeholder, in a list with one value per node, for a node that gets no parameter gradient."""
 
 
 def run_unit_forward(
@@ -43,9 +43,9 @@ def run_unit_forward(
     constant: Container[int] = (),
     released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
-    """Run the forward of the nodes (layer calls) of a unit on `values`, a dict from activation number to array, and
-    add their outputs to it. With `keep`, return what each node saves for backward; otherwise return None for each
-    node.
+    """Run the forward pass of the nodes (layer calls) of a unit on `values`, a dict from activation number to array,
+    and add the nodes' outputs to this dict. With `keep`, return what each node saves for backward; otherwise return
+    None for each node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
     for each node, the numbers of the activations that are removed from `values` once it has run, so that the next
@@ -74,7 +74,7 @@ def run_unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Run the backward of the nodes (layer calls) of a unit, last node first. This computes the gradients of both
+    """Run the backward pass of the nodes (layer calls) of a unit, last node first. This computes the gradients of both
     inputs and parameters.
 
     `dvalues` maps the number of an activation to its gradient; gradients of inputs are added to this dict. Activations
@@ -105,7 +105,7 @@ def run_unit_backward_input(
     dvalues: dict[int, Any],
     constant: Container[int] = (),
 ) -> list[Any]:
-    """Run only the half of backward that computes input gradients. For each node (layer call), return what
+    """Run only the half of the backward pass that computes input gradients. For each node (layer call), return what
     `run_unit_backward_params` needs to compute the parameter gradients."""
     kept: list[Any] = [NO_VALUE] * len(unit.nodes)
     for i in range(len(unit.nodes) - 1, -1, -1):
@@ -125,7 +125,7 @@ def run_unit_backward_input(
 
 
 def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept: Sequence[Any]) -> None:
-    """Run only the half of backward that computes parameter gradients, and add them to `grads`."""
+    """Run only the half of the backward pass that computes parameter gradients, and add these gradients to `grads`."""
     for i in range(len(unit.nodes) - 1, -1, -1):
         if not grads[i] or kept[i] is NO_VALUE:
             continue
@@ -193,8 +193,8 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run the forward of a unit (group of layers) and save only its inputs (activation checkpointing), as a dict from
-    activation number to array."""
+    """Run the forward pass of a unit (group of layers) and save only its inputs (activation checkpointing), as a dict
+    from activation number to array."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)
@@ -235,7 +235,8 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
 
 
 def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run both halves of backward node by node, so that arrays saved for parameter gradients are freed early."""
+    """Run both halves of the backward pass node by node, so that arrays saved for parameter gradients are freed
+    early."""
     u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)
     gradients, have = _get_or_create_gradients(run, pages, added), added[len(pages) :]
@@ -356,9 +357,9 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
 
 
 def _match_memory_order(target: Any, y: Any) -> Any:
-    """Return `target`, or a copy with channels last in memory if it is a field with channels first, and y a field of
-    the same shape with channels last. The loss and its gradient then read both in the same order. Tuples of fields are
-    matched one by one."""
+    """Return a copy of `target` with channels last in memory, if it is a field with channels first and `y` is a field
+    of the same shape with channels last. The loss and its gradient then read both arrays in the same order. Otherwise
+    return `target` itself. Tuples of fields are matched one by one."""
     if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
         return tuple(map(_match_memory_order, target, y))
     fields = isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.ndim > 2 and y.shape == target.shape
@@ -392,8 +393,8 @@ def compute_loss_only(run: ProgramRun, action: Action, taken: Values, read: Valu
 
 
 def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start backward from output gradients that the caller passes. They are taken as gradients of a mean loss, so
-    their total weight is 1, or 1 in each replica if replicas train independently."""
+    """Start the backward pass from output gradients that the caller passes. They are taken as gradients of a mean loss,
+    so their total weight is 1, or 1 in each replica if replicas train independently."""
     *have, weight = added
     factor, axes = run.scaler.value, run.placement.axes
     dys = [d * factor if factor != 1.0 else d for d in _drop_constant_gradients(run, taken[0])]

@@ -32,7 +32,7 @@ __all__ = ["DirectPrediction", "Engine"]
 
 
 class Engine:
-    """Runs programs on the state of one rank.
+    """Runs programs on one rank, using and changing the state of that rank.
 
     Attributes
     ----------
@@ -236,14 +236,15 @@ class Engine:
     def get_contexts_and_parameters(
         self, unit: int, held: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[list[LayerContext], list[Parameters]]:
-        """Return the contexts and the parameters with which a unit's layers run inference. An inference program must
-        have run before. `held` holds the unit's gathered pages (flat parameter buffers) and running statistics."""
+        """Return the contexts and the parameters with which the layers of a unit (group of layers) run inference. An
+        inference program must have run before. `held` holds the unit's gathered pages (flat parameter buffers) and
+        running statistics."""
         assert self._views is not None
         return self._contexts.get_contexts(False, False, inputs)[1][unit], self._views.view_unit_parameters(unit, held)
 
     def record_outside_program(self, what: str, begin: float, nbytes: int = 0) -> None:
-        """Report work outside programs, named `what`, to observers. The work began at time `begin` and ends now, and
-        this rank wrote or read `nbytes` bytes."""
+        """Report work done outside programs, which is named `what`, to observers. The work began at time `begin` and
+        ends now; this rank wrote or read `nbytes` bytes in it."""
         end = perf_counter()
         for outside in self.hooks.on_outside_program:
             outside(what, begin, end, nbytes)
@@ -278,7 +279,7 @@ class Engine:
 
 
 MAX_DIRECT_BYTES = 1 << 16
-"""Largest batch in bytes for `DirectPrediction`, which keeps all values between layers until the end."""
+"""Size in bytes of the largest batch for which `DirectPrediction` is used."""
 
 
 class DirectPrediction:

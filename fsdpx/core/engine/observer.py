@@ -20,8 +20,8 @@ class Observer:
     """Base class for observers of an engine. Override the methods for the events you need; the engine calls only
     overridden methods. Add an observer with `Engine.add_observer`.
 
-    Times are values of `perf_counter`. An exception in an observer ends the program, as an exception in an action
-    does."""
+    Times are values of `perf_counter`. An exception raised in an observer ends the program, like one raised in an
+    action."""
 
     __slots__ = ()
 

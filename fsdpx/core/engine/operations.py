@@ -1,10 +1,10 @@
-"""The operation of each verb (kind of action) on one rank. The table of verbs lists the slots (named values) of each
-verb, and operations use them in the order of that table: an operation gets the values of the slots that it takes,
-reads or adds to, and returns new values for those that it fills, then for those that it adds to.
+"""Operations: the functions that perform each verb (kind of action) on one rank. The table of verbs lists the slots
+(named values) of each verb. In the order of that table, an operation gets the values of the slots that it takes, reads
+or adds to. It returns the new values, first of the slots that it fills, then of the slots that it adds to.
 
-SEND and RECV are messages between pipeline stages: activations are sent forward to the next reader, gradients
-backward. UPDATE runs the optimizer on parameters. An `Executable` is a compiled program with its memory on one rank;
-it can run any number of times."""
+SEND and RECV are messages between pipeline stages: activations are sent forward to the next stage that reads them,
+gradients are sent backward. UPDATE runs the optimizer on parameters. An `Executable` is a compiled program with its
+memory on one rank; it can run any number of times."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send an activation or a gradient to another pipeline stage. No action of the program waits until the
-    message is sent; the run waits for it at its end."""
+    """Start to send an activation or a gradient to another pipeline stage. No action of the program waits for the
+    message to be sent; instead, the run waits for it at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -134,8 +134,8 @@ def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Va
 
 
 def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to average the loss over all ranks. The transfer runs during backward; the first action that needs the
-    mean loss waits for it."""
+    """Start to average the loss over all ranks. The transfer runs during the backward pass; the first action that needs
+    the mean loss waits for the transfer."""
     return (
         run.placement.start_all_gather_numbers(
             _pack_loss_and_scheduled_values(run, taken, read),
@@ -151,7 +151,7 @@ def _pack_loss_and_scheduled_values(run: ProgramRun, pairs: Values, weight: Valu
     weight of each microbatch; and the scheduled values (such as the learning rate), which must be the same on all
     ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
-    # return zeros, because another pipeline or tensor rank computes the loss
+    # return zeros: the loss of these samples is counted on another pipeline or tensor rank
     if not run.placement.counts_loss or not weight:
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
@@ -200,7 +200,7 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Free the values that the action takes from its slots: gathered parameters, or what storage has loaded."""
+    """Free the values that the action takes from its slots: gathered parameters, or arrays loaded from storage."""
     return ()
 
 
@@ -256,7 +256,7 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
         else _all_gather_tied_gradients(tie_group, tie_group.comm, taken, scratch, description)
     )
     total = gathered[-1]
-    # add the last copy first, because the backward of a single process reaches later layers first
+    # add the last copy first, because the backward pass of a single process reaches later layers first
     for other in reversed(gathered[:-1]):
         total += other
     for own_array in taken:
@@ -282,8 +282,8 @@ def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values
 def compute_loss_and_gradient_scale(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
-    """Compute the mean loss, the gradient norm and the factor for all gradients with a single collective. The factor
-    is 1 / (weight x loss scale), multiplied by max_norm / norm if the norm exceeds max_norm, the option `clip_norm`."""
+    """Compute the mean loss, the gradient norm and the factor for all gradients with a single collective. The factor is
+    1 / (weight x loss scale), multiplied by max_norm / norm if the norm exceeds max_norm (option `clip_norm`)."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
@@ -313,8 +313,8 @@ def _compute_clip_factor(norm: float, max_norm: float) -> float:
 
 def compute_update_scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Compute the factor for all gradients without communication, for steps that do not need the gradient norm. Each
-    rank checks only its own gradient shards for NaN and Inf. This action reads all gradients, so the reductions of all
-    gradients are complete before the first update."""
+    rank checks only its own gradient shards for NaN and Inf. Because this action reads all gradients, all their
+    reductions are complete before the first update."""
     require_finite_loss(run, read[0], run.sync_group)
     _require_finite_gradients(run, read[1:])
     factor = 1.0 / (read[0].gradient_divisor * run.scaler.value)
@@ -411,7 +411,7 @@ def _require_finite_gradients(run: ProgramRun, totals: Values) -> None:
 
 def _raise_numerics_error(run: ProgramRun, what: str, origin: str, comm: Communicator | None = None) -> NoReturn:
     """Raise NumericsError about `what`. `origin` says where this rank found NaN or Inf. If `comm` is given, all its
-    ranks must call this function, and they exchange their origins; if it is None, only this rank calls it."""
+    ranks must call this function, which exchanges these texts; if it is None, only this rank calls it."""
     origins = [origin] if comm is None else comm.all_gather_data(origin)
     told = next(filter(None, origins), "distribute(..., check_finite=True) names its origin")
     raise NumericsError(f"step {run.step + 1}: {what}, and nothing is updated with it: {told}")
@@ -474,7 +474,7 @@ OPERATIONS: dict[str, Operation] = {
     "COMMIT": call_commit_callback,
     "UPDATE": update_page,
 }
-"""Operations by verb. A new verb needs a row here and a row in `fsdpx.core.program.VERBS`. Extensions add their own."""
+"""Operations by verb. A new verb needs a row here and a row in `fsdpx.core.program.VERBS`. Extensions add rows."""
 
 
 class ExecutableAction(NamedTuple):
@@ -539,5 +539,5 @@ TARGET_TEXTS: dict[str, Callable[[Placement, int], str]] = {
     "unit": lambda placement, number: f"unit {placement.layout.units[number].name!r}",
     "page": lambda placement, number: f"page {placement.format_page_name(number)!r}",
 }
-"""Functions from (placement, number) to a phrase, by kind of an action's target: "unit", "page" or "edge". Extensions
-add their own."""
+"""For each kind of target of an action ("unit", "page" or "edge"), a function that takes (placement, number) and
+returns a phrase that names the target. Extensions add functions."""

@@ -55,7 +55,7 @@ class BufferViews:
     generation : `generation` of the arena (allocator of large buffers), which counts reallocations; the views are valid
         until it changes
     frozen : parameters whose gradients are hidden from layers
-    own : for each unit, its trainable parameters that no other unit uses
+    own : for each unit (group of layers), the trainable parameters that no other unit uses
     """
 
     def __init__(self, layout: ModelLayout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
@@ -278,7 +278,8 @@ Values = tuple[Any, ...]
 
 class LayerContextCache:
     """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). They are
-    made once. Later, only the position in training changes, and the sequence length if sequences may be sharded."""
+    made once. Later, only their position in training (step and sample) changes and, if sequences may be sharded, the
+    sequence length."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
@@ -294,8 +295,8 @@ class LayerContextCache:
         """Return the context of the model, and for each unit (group of layers) the contexts of its nodes (layer
         calls).
 
-        `recomputing` says whether the forward is run again for backward. `inputs` holds the input arrays of the model.
-        """
+        `recomputing` says whether the forward pass is run again within the backward pass. `inputs` holds the input
+        arrays of the model."""
         time = find_sequence_length(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
@@ -316,7 +317,7 @@ class ProgramRun:
     feed : inputs of this run
     units : the units (groups of layers) of the model, possibly wrapped by observers
     ties : index of a page -> the `TieGroup` whose first page it is
-    step, scaler : number of updates made, and the loss scale, when the run began
+    step, scaler : number of updates before this run, and the loss scale when it began
     missed : parameter name -> number of updates that the parameter missed while it was frozen
     track_transfer : function that registers a transfer that no action waits for, with the action that started it; the
         run waits for all such transfers when it ends

@@ -1,4 +1,4 @@
-"""Messages between pipeline stages, whose shapes and tags are computed once per action and batch shape."""
+"""Messages between pipeline stages. Their shapes and tags are computed once per action and batch shape."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fsdpx.core.state.step_inputs import Microbatch
 __all__ = ["StageMessage", "StageMessages", "is_dtype_sent"]
 
 MAX_PLANS = 1 << 14
-"""All plans of a program are dropped when there are this many, so that batches of varying shapes do not use more and
-more memory."""
+"""Maximum number of message plans of a program. When it is reached, all plans are dropped, so that batches of varying
+shapes do not use more and more memory."""
 
 
 class StageMessage(NamedTuple):

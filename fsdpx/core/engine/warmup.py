@@ -1,5 +1,5 @@
-"""Compile the kernels of a trainer before its first step, or load them from the cache, by calling each with small
-arrays."""
+"""Compile the kernels of a trainer before its first step, or load them from the cache, by calling each kernel with
+small arrays."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ OTHER_WARMUPS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "float16": lambda x, w, s: _warm_up_conversion(x, "float16"),
     "bfloat16": lambda x, w, s: _warm_up_conversion(x, "bf16"),
 }
-"""Warm-ups in addition to kernels, called with the arguments of `choice.Sample`."""
+"""Warm-up functions for names that are not kernels. They are called with the arguments of `choice.Sample`."""
 VARIANTS = {
     **dict.fromkeys(("gated", "gated_backward"), ("gelu", "gelu tanh")),
     **dict.fromkeys(("gelu", "gelu_backward", "bias_gelu", "gelu_recompute"), ("tanh",)),
 }
-"""Further variants of a kernel besides the default one, by kernel name."""
+"""For each kernel name, the variants of the kernel besides the default one."""
 
 
 def list_kernel_names() -> list[str]:
@@ -111,7 +111,7 @@ def _warm_up_kernel(name: str, *given: Any) -> None:
 
 
 def _warm_up_linear(x: Any, w: Any, s: Any) -> None:
-    """Warm up the matrix products of a Linear layer. They are not kernels, but run in the chosen BLAS library."""
+    """Warm up the matrix products of a Linear layer. They are not kernels; the chosen BLAS library runs them."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     kernels.sum_rows(np, x, s)
     if x.dtype.itemsize == 2:
