@@ -36,7 +36,7 @@ class ProgramKind:
     about : text that says what the program does
     ops : operations that compute: "FB" if the program follows a schedule of forwards and backwards, or a single
         operation that runs for all microbatches
-    loss : operation that ends a forward, such as LOSS
+    loss : operation that ends the forward pass of a microbatch, such as LOSS
     results : kinds of the slots (named buffers) that the caller reads at the end
     updates : whether the program ends with an update of parameters
     compile_without_peers : for programs in which no other rank takes part, the function that makes the full program
@@ -63,7 +63,7 @@ PROGRAM_KINDS = {
     "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
     "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
-"""Kinds by name. Extensions add their own."""
+"""Kinds of programs by name. Extensions add kinds."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class ProgramRequest:
     grads, parts : pages that have unreduced gradients (`grads`) or reduced gradient shards (`parts`) from earlier
         programs
     has_loss_weight : whether an earlier program left its share of the loss weight, by which gradients are divided
-    order : forwards and backwards of this rank's stages, in the order in which they run; None (default): forward and
-        backward of one microbatch after another
-    recompute : units that run forward again before their backward (activation checkpointing)
+    order : forward and backward actions of this rank's stages, in the order in which they run; None (default): forward
+        and backward of one microbatch after another
+    recompute : units whose forward pass runs again before their backward pass (activation checkpointing)
     scales : operations that compute the factor that scales all updates: SCALE, or NORM if the norm of all gradients is
         needed; also COMMIT if all ranks agree before the update that the step has succeeded
     sync : how ranks synchronize parameters in a step that updates
@@ -240,7 +240,7 @@ def _list_compute_actions(request: ProgramRequest) -> list[Action]:
 
 def _insert_loss_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
     """Insert the action MEAN, which averages the loss over ranks, right after the last loss, so that its communication
-    overlaps with the backward.
+    overlaps with the backward pass.
 
     In a pipeline, insert MEAN at the end instead: ranks compute their losses at different times, but must issue
     collectives in the same order."""
@@ -262,8 +262,8 @@ def _has_reduce(request: ProgramRequest) -> bool:
 
 
 def _make_update_actions(actions: list[Action], request: ProgramRequest) -> list[Action]:
-    """Return the actions that follow backward in a program that updates parameters. They begin with reductions of
-    gradients that earlier programs left unreduced."""
+    """Return the actions that follow the backward pass in a program that updates parameters. They begin with reductions
+    of gradients that earlier programs left unreduced."""
     stage, tail, sync = request.stage, list[Action](), request.sync
     if request.kind == "update":
         joins = stage.trained_pages if stage.needs_join else ()

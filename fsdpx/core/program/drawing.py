@@ -13,7 +13,7 @@ __all__ = ["draw_schedule", "format_marked_schedule_step"]
 
 
 def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 120) -> str:
-    """Draw what each rank computes in each time step as text.
+    """Draw, as text, what each rank computes in each time step.
 
     A cell consists of an operation and a microbatch, such as "F0". If a rank has several stages, a letter
     distinguishes them ("F0b"), and the last line explains the letters. An action longer than one time step continues
@@ -21,8 +21,8 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
     Parameters
     ----------
-    drawn : a schedule, drawn as if forward and each half of backward took one time step; or a list of events, drawn
-        with the duration of the shortest event as the time step
+    drawn : a schedule, drawn as if the forward pass and each half of the backward pass took one time step; or a list of
+        events, drawn with the duration of the shortest event as the time step
     width : number of characters per line; longer lines are truncated and end in "..."
 
     Returns
@@ -31,7 +31,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
     Raises
     ------
-    ProgramError : the schedule deadlocks
+    ProgramError : if the schedule deadlocks
     """
     events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT_COSTS)
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
@@ -51,7 +51,7 @@ def draw_schedule(drawn: PipelineSchedule | Sequence[ActionEvent], width: int = 
 
 def _assign_stage_letters(events: Sequence[ActionEvent]) -> dict[int | None, str]:
     """Map each stage to a letter that distinguishes the stages of one rank: its nth stage gets the nth letter. Return
-    {} if every rank has one stage."""
+    {} if every rank has only one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if event.action.unit is not None:
@@ -91,7 +91,7 @@ def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position:
     B1.0 F1.1".
 
     Entries are shown in list order, not by time, so this also works for schedules that cannot run. `position` is the
-    index of the marked entry. If the entry is missing at the end of its list, pass the length of the list."""
+    index of the marked entry. To mark a missing entry at the end of a list, pass the length of the list."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2

@@ -32,15 +32,15 @@ def order_sequentially(microbatches: int) -> tuple[Action, ...]:
 def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     """Expand actions of pipeline stages to actions of their units, and insert the sends and receives between stages.
 
-    The receives of an action are posted before the preceding action, so that the messages arrive in the meantime. The
-    outputs of a stage are sent as soon as they are computed.
+    The receives of an action are posted before the preceding action, so that the messages arrive while that action
+    runs. The outputs of a stage are sent as soon as they are computed.
 
     Parameters
     ----------
     order : actions F, E, B, I and W of this rank's stages, in which `unit` is the number of the stage
     stage : the part of the model on this rank
-    end : operation that ends the forward of each microbatch on the rank that computes the loss (LOSS or SCORE); None if
-        there is none
+    end : operation that ends the forward pass of each microbatch on the rank that computes the loss (LOSS or SCORE);
+        None if there is none
     """
     units, steps = dict(stage.own_stages), [_ScheduleStep(action, stage) for action in order]
     loaded: set[int | None] = set()
@@ -90,8 +90,8 @@ class _ScheduleStep:
 
 
 def insert_recompute(actions: Actions, units: Collection[int]) -> Actions:
-    """Insert activation recomputation for `units` (numbers of groups of layers): their forwards become C, which keeps
-    only the inputs, and R runs the forward again right before their backward."""
+    """Insert activation recomputation for `units` (numbers of groups of layers): their forward actions become C, which
+    keeps only the inputs, and R runs the forward pass again right before their backward actions."""
     result: Actions = []
     for action in actions:
         chosen = action.unit in units
@@ -106,8 +106,8 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     gathered parameters.
 
     All future uses are known, so the pages that are gathered before an action are exactly those that it needs and the
-    `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing is freed. The pages
-    `resident` are gathered already."""
+    `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing is freed. The pages in
+    `resident` are already gathered."""
     needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []

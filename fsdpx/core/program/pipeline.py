@@ -1,7 +1,7 @@
 """The model as a program sees it, divided into stages on pipeline ranks, with messages between stages.
 
-Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers. The words
-in the table of verbs, such as "full:pages", are resolved to slots (named buffers)."""
+Units (groups of layers), pages (flat parameter buffers) and values (activations) are identified by numbers. This module
+also resolves the words in the table of verbs, such as "full:pages", to slots (named buffers)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StageUnit:
     Attributes
     ----------
     pages : pages (flat parameter buffers) that the unit uses, its own first
-    takes : input values that no later unit reads, so that this unit frees them
+    takes : input values that no later unit reads, so this unit frees them
     reads : all other input values
     gives : output values that other units read
     """
@@ -90,7 +90,8 @@ class Stage:
     own_stages : this rank's stages as (number, units)
     edges : all messages between pipeline ranks
     twins : groups of pages that hold the same (tied) parameter for units of different stages
-    partial : pages whose gradients must be summed over tensor-parallel ranks, because each rank computes one summand
+    partial : pages whose gradients must be summed over tensor-parallel ranks, because each rank computes only a partial
+        sum
     needs_join : whether gradients must still be summed over replicas (by the action JOIN) after the reduce-scatter
     rank : index of this pipeline rank
     has_loss : whether this rank computes the loss
@@ -176,7 +177,7 @@ class Stage:
 
     @cached_property
     def units_with_backward(self) -> frozenset[int]:
-        """Numbers of the units (groups of layers) that run a backward: those with trainable parameters, or with an
+        """Numbers of the units (groups of layers) that run a backward pass: those with trainable parameters, or with an
         input that depends on trainable parameters."""
         units = enumerate(self.units)
         return frozenset(
@@ -190,8 +191,8 @@ class Stage:
         """Return the operation that a unit (group of layers) runs when its stage runs `op` (F, E, B, I or W); None if
         it runs none.
 
-        Units before the first trainable one have no backward. If a unit's inputs are constant or its parameters are
-        frozen, one half of its backward (I or W) is empty, so the other half runs as B."""
+        Units before the first trainable one have no backward pass. If a unit's inputs are constant or its parameters
+        are frozen, one half of its backward pass (I or W) is empty, so the other half runs as B."""
         if op in "FE":
             return op
         if unit not in self.units_with_backward:
@@ -317,8 +318,8 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
     "final": _resolve_final_gradients,
     "whole": _resolve_total_gradients,
 }
-"""Words of the table of verbs whose slots have another kind than the word, as functions of the text after the colon.
-Extensions add their own."""
+"""For words in the table of verbs whose slots are of a different kind than the word says: a function that returns the
+slots, given the text after the colon, the action and the stage. Extensions add words."""
 
 
 def _require_unit_number(action: Action) -> int:
@@ -361,7 +362,7 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
     ),
 }
 """Text after the colon of a word -> function that returns the (at, mb) pairs of its slots, for an action `a` in a stage
-`s` with `n` microbatches. Extensions add their own."""
+`s` with `n` microbatches. Extensions add entries."""
 
 
 def make_stages(
@@ -389,7 +390,7 @@ def make_stages(
     units : (pages, values read, values computed) of each unit, in execution order
     trainable : for each page, whether it is trained
     inputs, outputs : numbers of the values that enter and leave the model
-    stages : number of the stage of each unit, ascending
+    stages : for each unit, the number of its stage, in ascending order
     home : pipeline rank of each stage
     constant : values whose gradient is not needed; None: derive them from the units
     """

@@ -1,10 +1,10 @@
-"""Pipeline schedules as data: for each pipeline rank, the order of the forwards and backwards of its stages.
+"""Pipeline schedules as data: for each pipeline rank, the order of the forward and backward actions of its stages.
 
-An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward of stage 3 for microbatch 0, B is its
-backward, I the half of the backward that computes the gradient of the input, and W the half that computes the gradient
-of the parameters. A schedule is a function of the numbers of ranks, microbatches and stages per rank. It contains no
-messages or collectives: compiler passes add them. Below, P is the number of ranks, m the number of microbatches, and
-TF, TI and TW are the times of F, I and W.
+An entry of a schedule is an Action whose `unit` is a stage: F3.0 is the forward pass of stage 3 for microbatch 0. B is
+the backward pass; I is the half of it that computes the gradient of the input, and W is the half that computes the
+gradient of the parameters. A schedule is a function of the numbers of ranks, microbatches and stages per rank. It
+contains no messages or collectives: compiler passes add them. Below, P is the number of ranks, m the number of
+microbatches, and TF, TI and TW are the times of F, I and W.
 """
 
 import inspect
@@ -38,17 +38,18 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_SCHEDULE_FILE_BYTES = 100_000_000
-"""Size limit of a schedule file in bytes."""
+"""Maximum size of a schedule file, in bytes."""
 Actions = list[Action]
 ScheduleFunction = Callable[..., Any]
-"""Function (ranks, microbatches, per_rank) -> PipelineSchedule, or a list of actions (or their text) for each rank."""
+"""Function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for each rank, a list of actions or
+their text."""
 
 
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """Return the GPipe schedule: all forwards, then all backwards (Huang et al., NeurIPS 2019).
 
-    Every rank has all m microbatches in flight. The bubble is (P - 1) / (m + P - 1) of the step on P ranks if all
-    stages take equal time.
+    Every rank has all m microbatches in flight. If all stages take equal time, the bubble on P ranks is (P - 1) / (m +
+    P - 1) of the step.
     """
     _require_valid_counts("gpipe", ranks, microbatches, per_rank, 1)
     return _build_one_stage_per_rank("gpipe", ranks, microbatches, lambda rank: microbatches)
@@ -85,8 +86,8 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
 
 
 def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
-    """Build a schedule for any placement of stages, in the order of gpipe, 1f1b or interleaved. `home` is the rank of
-    each stage.
+    """Build a schedule for any placement of stages, by the rules of `name` ("gpipe", "1f1b" or "interleaved"). `home`
+    is the rank of each stage.
 
     The schedule is greedy: in each time step, each rank runs one of the actions that are ready. In gpipe, all forwards
     run first. Otherwise a ready backward has priority, and at most S - s microbatches are in flight at stage s of S;
@@ -122,7 +123,7 @@ def build_greedy_schedule(name: str, home: Sequence[int], microbatches: int) -> 
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
-    """Return the zero-bubble schedule ZB-H1 (Qi et al., ICLR 2024, section 2.1): 1F1B whose backward is split into two
+    """Return the zero-bubble schedule ZB-H1 (Qi et al., ICLR 2024, section 2.1): 1F1B with each backward split into two
     halves, I and W. W is delayed to fill the bubble at the end.
 
     At most P - r microbatches wait for I on rank r of P, as in 1F1B, and r more wait for W: P in total on every rank.
@@ -168,7 +169,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
 
 
 def _expand_letters(letters: str, down: int, back: int) -> Actions:
-    """Return the actions that `letters` abbreviate. Lower case means stage `down`, upper case stage `back`. Each
+    """Return the actions that `letters` abbreviate. Lower case means stage `down`, upper case means stage `back`. Each
     occurrence of a letter stands for the next microbatch of that letter."""
     count = {letter: itertools.count() for letter in "fiwFIW"}
     return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
@@ -179,8 +180,8 @@ def _build_one_stage_per_rank(
 ) -> PipelineSchedule:
     """Build a schedule with stage r on rank r.
 
-    `warm(rank)` is the number of forwards before forwards and backwards alternate. `late(rank)` is the number of
-    microbatches by which W lags behind I; if `late` is None, backward is not split."""
+    `warm(rank)` is the number of forwards that run before forwards and backwards alternate. `late(rank)` is the number
+    of microbatches by which W lags behind I; if `late` is None, backwards are not split into I and W."""
     rows = []
     for rank in range(ranks):
         forwards, backwards, weights = (
@@ -224,8 +225,8 @@ class NamedSchedule:
     Attributes
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
-    steady : from this number of microbatches per pipeline rank on, each additional microbatch takes the same time; None
-        if unknown, in which case plans list this schedule as not searched
+    steady : from this number of microbatches per pipeline rank on, each additional microbatch adds the same time; None
+        if unknown: plans then list this schedule as not searched
     fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
         placement); "" if they can
     interleaves : whether each rank has several stages, which run in rounds of as many microbatches as there are ranks
@@ -268,12 +269,12 @@ def make_schedule(
 
     Returns
     -------
-    PipelineSchedule : a schedule that can run, and gives the same bits as any other schedule
+    PipelineSchedule : a schedule that can run, and whose results are bitwise equal to those of any other schedule
 
     Raises
     ------
-    ConfigError : the numbers do not fit the schedule
-    ProgramError : the schedule cannot run
+    ConfigError : if the schedule does not allow these numbers
+    ProgramError : if the schedule cannot run
     """
     if callable(choice):
         return _call_schedule_function(choice, ranks, microbatches, per_rank)

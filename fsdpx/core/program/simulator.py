@@ -1,4 +1,5 @@
-"""Simulate programs and pipeline schedules: when each action of each rank begins and ends, and where ranks deadlock.
+"""Simulate programs and pipeline schedules, to find when each action of each rank begins and ends, and where ranks
+deadlock.
 
 A pipeline schedule lists the actions of each pipeline rank in order, by stage and microbatch. `simulate_tasks` runs
 the tasks of several ranks until all are complete or the ranks deadlock. A rank issues its tasks in order, each as soon
@@ -25,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A pipeline schedule: the order of forwards and backwards on each pipeline rank.
+    """A pipeline schedule: the order of the forward and backward actions of each pipeline rank.
 
     Attributes
     ----------
@@ -60,7 +61,7 @@ class PipelineSchedule:
 
         Raises
         ------
-        ProgramError : a text is not an action, or a stage has no F
+        ProgramError : if a text is not a valid action, or a stage has no F
         """
         ranks = tuple(_parse_schedule_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
@@ -90,7 +91,7 @@ class ActionEvent:
 
     Attributes
     ----------
-    rank : pipeline rank; in a trace, rank of the job
+    rank : pipeline rank; in a trace, rank among all ranks of the job
     action : the action
     start, end : times in seconds, or in the unit of the costs
     nbytes : bytes that this rank sent or received in the action
@@ -117,7 +118,8 @@ class SimulatedTask:
     Attributes
     ----------
     key : key that the task completes; if several tasks have the same key, the last one completes it
-    waits : (key, delay) pairs: the task can start once each key has been complete for its delay in seconds
+    waits : (key, delay in seconds) pairs: the task can start once each key has been complete for the delay given with
+        it
     seconds : duration of the task
     lane : the task runs on this lane, concurrently with its rank; None: the task occupies its rank
     until : a further key that must be complete before the task ends, although the rank may continue earlier; None: no
@@ -228,13 +230,13 @@ class StageCosts:
     Parameters
     ----------
     forward : time of F
-    backward_input : time of I, the half of the backward that computes input gradients
-    backward_params : time of W, the half that computes parameter gradients; B takes the sum of both
+    backward_input : time of I, the half of the backward pass that computes input gradients
+    backward_params : time of W, the half that computes parameter gradients; the time of B is the sum of both
     communication : time of a message between two ranks
 
     Raises
     ------
-    ConfigError : a time is negative
+    ConfigError : if a time is negative
     """
 
     forward: PerStage
@@ -262,7 +264,7 @@ class StageCosts:
 
         Raises
         ------
-        ConfigError : times are given for another number of stages
+        ConfigError : if times are given for a different number of stages
         """
         for name, value in vars(self).items():
             if not isinstance(value, int | float) and len(value) != stages:
@@ -304,8 +306,8 @@ def simulate(schedule: PipelineSchedule, costs: StageCosts) -> list[ActionEvent]
 
     Raises
     ------
-    ConfigError : the costs are for another number of stages
-    ProgramError : the schedule deadlocks
+    ConfigError : if the costs are for a different number of stages
+    ProgramError : if the schedule deadlocks
     """
     rows, stuck = simulate_until_deadlock(schedule, costs)
     for wait in stuck:
@@ -329,15 +331,15 @@ def simulate_until_deadlock(
 
 
 def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, costs: StageCosts) -> float:
-    """Return the bubble of a simulated schedule, (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
+    """Return the bubble fraction of a simulated schedule, (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
     Parameters
     ----------
-    events : events returned by `simulate`; span is the time from the first start to the last end on a rank, for the
-        rank where it is longest
+    events : events returned by `simulate`. For each rank, take the time from its first start to its last end; the
+        longest of these times is span
     schedule : the schedule that was simulated
-    costs : the simulated times; work is the total time of a rank's actions, for the rank where it is largest. With
-        equal stages, work is microbatches x stages per rank x (forward + both halves of backward)
+    costs : the simulated times. For each rank, take the total time of its actions; the largest of these totals is work.
+        With equal stages, work is microbatches x stages per rank x (forward + both halves of backward)
 
     Returns
     -------
@@ -358,9 +360,9 @@ class ActionTimes:
 
     Parameters
     ----------
-    seconds : mapping from (operation, unit) to a duration, in which a missing entry falls back to (operation, None)
-        and then to 0; or a function (rank, action) that returns the duration. For SEND, the unit is the number of the
-        message (`Stage.edges`), and the duration is the time that the message takes on the link
+    seconds : mapping from (operation, unit) to a duration; a missing entry is replaced by the one for (operation, None)
+        or, if that is missing too, by 0. Or a function (rank, action) that returns the duration. For SEND, the unit is
+        the number of the message (`Stage.edges`), and the duration is the time that the message takes on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
@@ -375,10 +377,10 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
     """Simulate the programs of all pipeline ranks. Return one event per action, rank by rank in the order of the
     programs.
 
-    A rank issues its actions in order. Before each action it waits until the slots (named buffers) that the action
-    uses are filled. Computation occupies the rank. Transfers run concurrently, one at a time per mesh axis, and fill
-    their slots when they end. Messages start when they are sent, one at a time per pair of ranks, and fill the slots
-    of the receiver.
+    A rank issues its actions in order. Before each action it waits until the slots (named buffers) that the action uses
+    are filled. Computation occupies the rank. Transfers run concurrently, one at a time per mesh axis, and fill their
+    slots when they end. A message starts when it is sent, and fills the slots of the receiver when it ends; each pair
+    of ranks transfers one message at a time.
 
     Parameters
     ----------
@@ -391,7 +393,7 @@ def simulate_programs(programs: Sequence[Program], machine: ActionTimes) -> list
 
     Raises
     ------
-    ProgramError : the programs deadlock
+    ProgramError : if the programs deadlock
     """
     return [event for row in simulate_programs_by_rank(programs, machine.seconds_of) for event in row]
 
@@ -402,7 +404,7 @@ def simulate_programs_by_rank(
     """Simulate the programs of all pipeline ranks and return the events of each rank. If `blocking` is true, a rank
     waits at each synchronizing action until all ranks have reached it.
 
-    Raises ProgramError at a deadlock.
+    Raise ProgramError if ranks deadlock.
     """
     events, stuck = simulate_tasks(
         [_make_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)]
@@ -423,8 +425,8 @@ def _explain_wait(program: Program, wait: Deadlock) -> Iterator[str]:
 
 
 def _make_tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[SimulatedTask]:
-    """Convert the program of one rank to simulated tasks, which wait for each other by keys. Each message has its own
-    key; all ranks that take part in a synchronization use the same key."""
+    """Convert the program of one rank to simulated tasks, whose dependencies are expressed by keys. Each message has
+    its own key; all ranks that take part in a synchronization use the same key."""
     coming: dict[Slot, Hashable] = {}  # for each slot (named buffer), the key of the transfer that fills it
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
@@ -460,11 +462,11 @@ def _make_task(
 
 
 def compute_idle_share(events: Sequence[ActionEvent]) -> float:
-    """Return the fraction of a step during which ranks do not compute, averaged over ranks. `events` are those of the
-    programs of the step.
+    """Return the fraction of a step during which ranks do not compute, averaged over ranks. `events` are the events of
+    all programs of the step.
 
-    The length of a step is the time of the slowest rank from its first to its last compute action. With this length,
-    the fraction is the bubble of Qi et al. (ICLR 2024)."""
+    The length of a step is the time of the slowest rank from its first to its last compute action. With this
+    definition, the fraction is the bubble of Qi et al. (ICLR 2024)."""
     rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in group_events_by_rank(events).values()]
     spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
     busy = sum(e.end - e.start for row in rows for e in row)

@@ -17,7 +17,7 @@ class StepChoices:
 
     Attributes
     ----------
-    seed : seed of initialization and dropout
+    seed : seed for initialization and dropout
     clip_norm : maximum global gradient norm; None: no clipping
     reproducible_chunks : number of equal parts of the global batch whose gradients are added along a fixed tree, so
         that results do not depend on the number of ranks; None: gradients are added as they are computed

@@ -23,13 +23,13 @@ Transfers = tuple[tuple[str, int], ...]
 """Collectives as (name, bytes that a rank sends) pairs."""
 
 PAGED_KINDS = ("full", "shard", "parts")
-"""Amounts that depend on the size of a page."""
+"""Values of `VerbTransfer.amount` that depend on the size of a page (flat parameter buffer)."""
 
 
 @dataclass(frozen=True)
 class TrafficSizes:
-    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer; mappings by page have the
-    page number as key.
+    """The sizes that determine the traffic of a rank. A page is a flat parameter buffer; in mappings, it is represented
+    by its number.
 
     Attributes
     ----------
@@ -46,14 +46,14 @@ class TrafficSizes:
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """(axis, collective) -> page -> the collectives that its codec uses instead; pages that are not listed are sent
-    uncompressed"""
+    """(axis, collective) -> page -> the collectives that the page's codec uses instead; pages that are not listed are
+    sent uncompressed"""
     # for each page, (axis, collective, elements) of each transfer that sums the page's tied gradients
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """amount of a transfer that is not part of a page -> (number, microbatch) -> bytes; keys that are not listed send
-    nothing"""
+    """for transfers of anything but pages: `VerbTransfer.amount` -> (`Action.unit`, microbatch) -> bytes; nothing is
+    sent for keys that are not listed"""
     # for each page, (axis, collective, bytes) of each transfer in the page's update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
@@ -70,9 +70,9 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
     """Count the calls and the bytes that a rank sends in one run of a program, for each mesh axis and collective.
     Reads from and writes to offloaded memory are included.
 
-    For a page of n elements, o of which this rank owns on the axis, an all-gather or reduce-scatter counts n - o
-    elements and an all-reduce 2 (n - o). Control messages of a few bytes and the communication inside layers along the
-    tensor axis are not counted.
+    For a page of n elements, o of which this rank owns on the axis, an all-gather or reduce-scatter counts as n - o
+    elements, and an all-reduce counts as 2 (n - o). Control messages of a few bytes and the communication inside layers
+    along the tensor axis are not counted.
 
     Parameters
     ----------
@@ -136,9 +136,9 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
     """Return the lifetimes of all temporary buffers of a program, sorted by start. These are the buffers that the
     program both fills and empties, and scratch memory.
 
-    Consecutive slots of one buffer share a lifetime. For example, the lifetime of the gradient buffer grad3 continues
-    with sum3. A buffer may have several lifetimes. Scratch memory that is held for a later action lives until that
-    action or, if there is none, until the last action of the program.
+    Consecutive slots that use the same buffer share a lifetime. For example, the lifetime of the gradient buffer grad3
+    continues with sum3. A buffer may have several lifetimes. Scratch memory that is held for a later action lives until
+    that action or, if there is none, until the last action of the program.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
-"""The table of verbs, which are the operations that actions of a program run, and the slots (named buffers) that they
-read and write."""
+"""The table of verbs (the operations that a program's actions run), and the table of slots (the named buffers that
+these operations read and write)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a program, such as F3.0: the forward (F) of unit 3 for microbatch 0.
+    """One entry of a program, such as F3.0: the forward pass (F) of unit 3 for microbatch 0.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
     Raises
     ------
-    ProgramError : a word is not an action
+    ProgramError : if a word is not a valid action
     """
     actions = []
     for word in text.split():
@@ -230,8 +230,8 @@ class Verb:
 
     @cached_property
     def is_synchronizing(self) -> bool:
-        """True if the operation waits until the other pipeline ranks run it as well. Such an operation sends only a
-        few bytes, for which simulations assume no time."""
+        """True if the operation waits until the other pipeline ranks run it as well. Such an operation sends only a few
+        bytes; simulations assume that this takes no time."""
         return self.lane in ("world", "peers")
 
     @cached_property
@@ -264,7 +264,7 @@ VERBS: dict[str, Verb] = {
                    scratch=(ScratchBuffer("wire", "full:page"),),
                    lane="shard", moves=(VerbTransfer("shard", "all_gather", "full", "param"),)),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
-    # run the forward or the backward of a unit (group of layers)
+    # run the forward or backward pass of a unit (group of layers)
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
               gives=("act:out", "saved:back")),
     "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept", "stats:moving"), gives=("act:out",)),
@@ -296,7 +296,7 @@ VERBS: dict[str, Verb] = {
                    within=(VerbTransfer("shard", "all_to_all", "parts", "update"),)),
 }
 # fmt: on
-"""Verbs by name. Extensions add their own."""
+"""Verbs by name. Extensions add verbs."""
 
 
 @cache

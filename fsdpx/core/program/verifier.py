@@ -1,4 +1,5 @@
-"""Check programs and schedules before they run: buffers are filled before they are read, and ranks do not deadlock."""
+"""Check programs and schedules before they run: buffers must be filled before they are read, and ranks must not
+deadlock."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def check(*programs: Program) -> None:
 
     Raises
     ------
-    ProgramError : a program is invalid; the message names the action and shows it among its neighbors
+    ProgramError : if a program is invalid; the message names the wrong action and shows it with its neighbors
     """
     for program in programs:
         _require_valid_slots(program)
@@ -96,7 +97,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
 
     Raises
     ------
-    ProgramError : ranks deadlock, a message has no send or no receive, or ranks issue collectives over all ranks in
+    ProgramError : if ranks deadlock, a message has no send or no receive, or ranks issue collectives over all ranks in
         different orders
     """
     simulate_programs_by_rank(programs, lambda rank, action: 0.0, blocking=True)
@@ -104,7 +105,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _require_matched_messages(programs)
 
 
-@lru_cache(maxsize=128)  # cached because all ranks in a process (threads or simulated ranks) make the same check
+@lru_cache(maxsize=128)  # cached because all ranks in a process (threads or simulated ranks) do the same check
 def compile_and_check_pipe(requests: tuple[ProgramRequest, ...]) -> None:
     """Compile the requests of all pipeline ranks and check the programs with `check_pipe`. The result is cached."""
     check_pipe([compile(request) for request in requests])
@@ -161,7 +162,7 @@ def validate(schedule: PipelineSchedule) -> None:
 
     Raises
     ------
-    ProgramError : a rule is broken; the message shows the schedule with an arrow at the entry
+    ProgramError : if a rule is broken; the message shows the schedule with an arrow at the wrong entry
     """
     for rank in range(len(schedule.ranks)):
         _require_valid_rank_order(schedule, rank)
