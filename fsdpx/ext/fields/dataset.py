@@ -1,5 +1,5 @@
 """`FieldDataset`: time windows of simulation data in HDF5, NetCDF, Zarr or NumPy files. Each rank reads only its own
-part."""
+part of each field."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class FieldVariable:
     Attributes
     ----------
     name : name of the field
-    path : path of its array in the file
-    dims : the dims of the array, one letter each
+    path : path of the field's array in the file
+    dims : the dims of the array, one letter per dim
     shape : size of the array along each dim
-    storage : how packed numbers are decoded; None if numbers are stored as they are
+    storage : how packed numbers are decoded; None if numbers are stored unpacked
     """
 
     name: str
@@ -81,9 +81,9 @@ class TrajectoryFile:
 
     Attributes
     ----------
-    file, group : path of the file and name of the group in it
-    variables, forcing : the fields to read as states, and those to read as forcing
-    names : names of all fields joined into one string, so that files can be compared; "" if the file is a single
+    file, group : path of the file, and name of the group in the file
+    variables, forcing : the fields to read as states, and the fields to read as forcing
+    names : names of all fields, joined into one string for comparison with other files; "" if the file is a single
         unnamed array
     count : number of trajectories
     windows : number of time windows in each trajectory
@@ -103,7 +103,7 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Return the arrays of a group, including those in The Well's subgroups, as a dict of name -> (path, array)."""
+    """Return, as a dict of name -> (path, array), the arrays in a group and in the subgroups that The Well uses."""
     found: dict[str, tuple[str, Any]] = {}
     for name, child in iterate_members(node):
         if not prefix and name in WELL_GROUPS and hasattr(child, "keys"):
@@ -116,10 +116,10 @@ def _list_arrays(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
 def list_arrays_by_group(
     root: Any, fields: tuple[str, ...] | None, cell_dims: int
 ) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return the arrays of each group that contains fields, as a dict of group name -> {name: (path, array)}.
+    """Return, as a dict of group name -> {name: (path, array)}, the arrays of each group that contains fields.
 
-    If the root contains fields, or no group does, the only key is "", which stands for the root. Otherwise the keys
-    are the groups in the root."""
+    If the root contains fields, or if no group does, the only key is "", which stands for the root. Otherwise, the keys
+    are the names of the groups in the root that contain fields."""
     inner = {"": _list_arrays(root)}
     if not _select_field_names(inner[""], fields, cell_dims):
         children = {
@@ -134,8 +134,8 @@ def list_arrays_by_group(
 def _select_field_names(
     arrays: Mapping[str, tuple[str, Any]], fields: tuple[str, ...] | None, cell_dims: int
 ) -> list[str]:
-    """Return the names of the arrays to read as fields: those in `fields` or, if it is None, all arrays with more than
-    `cell_dims` dims."""
+    """Return the names of the arrays to read as fields: those in `fields` or, if `fields` is None, all arrays with more
+    than `cell_dims` dims."""
     if fields is not None:
         return [name for name in fields if name in arrays]
     sizes = {
@@ -171,7 +171,7 @@ def find_variables(
     if missing or not names:
         what = f"no {_format_names(missing)}" if missing else "no field"
         raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
-    one_run = group[-1:].isdigit()  # PDEBench names the group of each trajectory by a number
+    one_run = group[-1:].isdigit()  # in PDEBench, each trajectory has its own group, whose name is a number
     return tuple(_make_variable(path, name, *arrays[name], cell_letters, dims, one_run) for name in names)
 
 
@@ -202,16 +202,16 @@ def _make_variable(
 def find_dim_sizes(
     path: Path, variables: Sequence[FieldVariable], cells: str, known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return a dict of dim letter -> size. The letter "n" stands for trajectories, "t" for time steps, and all other
-    letters for cell dims.
+    """Return the sizes of the variables' dims, as a dict of dim letter -> size. The letter "n" stands for trajectories,
+    "t" for time steps, and all other letters for cell dims.
 
-    `known` gives sizes that are fixed in advance, such as the number of cells of the grid. Raises DataError if the
-    size of a field along a dim differs from `known` or from another field."""
+    `known` contains sizes that are known in advance, such as the number of cells of the grid. Raises DataError if the
+    size of a field along a dim differs from `known` or from the size of another field."""
     sizes = dict(known)
     for v in variables:
         for letter in f"nt{cells}":
             n = v.size_along(letter)
-            # The Well stores a field that is constant along a dim with size 1 there
+            # if a field is constant along a dim, The Well stores it with size 1 along that dim
             if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):
                 continue
             if sizes.setdefault(letter, n) != n:
@@ -256,7 +256,8 @@ class MeshLike(Protocol):
 
 
 class NodeRows:
-    """Presents the nodes of a `Partition` as cells of a grid of one dim. The cells of a rank need not be consecutive.
+    """Presents the nodes of a `Partition` as the cells of a one-dimensional grid. The cells of a rank need not be
+    consecutive.
 
     Attributes
     ----------
@@ -274,14 +275,15 @@ class NodeRows:
         self.parts = FieldPartition.on_one_rank((mesh.total_nodes,))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_mesh": None}  # as for a grid
+        # the process that unpickles this object is not a rank of the mesh, so the copy has no mesh
+        return self.__dict__ | {"_mesh": None}
 
     def all_gather_data(self, value: Any) -> list[Any]:
         return all_gather_plain_data(self._mesh.comm, value)
 
 
 def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
-    """Return whether this rank's arrays have ghost cells beyond a wall, that is, beyond an end of a dim that is not
+    """Return whether this rank's arrays have ghost cells beyond a wall, which is an end of a dim that is not
     periodic."""
     dims = zip(grid.parts.cuts, grid.coords, grid.ghosts, grid.periods, strict=True)
     return any(
@@ -290,49 +292,49 @@ def _has_ghosts_beyond_walls(grid: GridLike) -> bool:
 
 
 class FieldDataset:
-    """Time windows of fields stored in files, as samples (x, y) for training. Collective if there is a grid.
+    """Time windows of fields that are stored in files, as samples (x, y) for training. Collective if there is a grid.
 
-    In each sample, `x` holds `inputs` states stacked along the channels, and `y` the next `targets` states. Both hold
-    only this rank's part, in the grid's layout. For each sample, a field is read in one block: the cells of this rank
-    at all steps of the window. Nothing else is read, and files stay open. If the grid has ghost cells, these are read
-    as well, except for ghost cells beyond walls, which files do not contain. Fields without a time dim, such as a
-    mask, are appended once to `x`, after its states, and are not in `y`.
+    In each sample, `x` holds `inputs` states, stacked along the channels, and `y` holds the `targets` states that
+    follow them. Both hold only this rank's part, in the grid's layout. For each sample, a field is read in one block:
+    the cells of this rank at all steps of the window. Nothing else is read, and files stay open. Ghost cells of the
+    grid are read as well, except for those beyond walls, because files do not contain these. Fields without a time dim,
+    such as a mask, are appended once to `x`, after its states, and do not occur in `y`.
 
     With `forcing`, samples are ((x, f), y), where `f` holds the forcing at the start of each of the `targets` steps: at
-    the time of the last state in `x`, and of all states in `y` except the last. `nn.Rollout(net, steps=targets,
-    inputs=inputs, constants=dataset.constants, forcing=...)` takes these inputs.
+    the time of the last state in `x`, and at the times of all states in `y` except the last. `nn.Rollout(net,
+    steps=targets, inputs=inputs, constants=dataset.constants, forcing=...)` accepts these inputs.
 
-    Reads HDF5 (The Well's groups, and PDEBench's datasets, all in one group or in one group per trajectory) and
-    NetCDF-4 with h5py, Zarr folders that hold a group or an array, and `.npy` files. Arrays that an HDF5 file takes
-    from other files, by external links or virtual datasets, raise DataError. Missing values become NaN and packed
-    numbers are unpacked, as in netCDF4 and xarray.
+    Supported files are HDF5 (with the groups of The Well, or with PDEBench's datasets in one group or in one group per
+    trajectory) and NetCDF-4, both read by h5py; Zarr folders that hold a group or an array; and `.npy` files. An array
+    that an HDF5 file takes from other files, by an external link or as a virtual dataset, raises DataError. Missing
+    values become NaN, and packed numbers are unpacked, as in netCDF4 and xarray.
 
-    A dataset can be pickled, for example for spawned workers of a PyTorch DataLoader. The copy reads the same part,
-    but has no grid.
+    A dataset can be pickled, for example for spawned workers of a PyTorch DataLoader. The unpickled copy reads the same
+    part of the fields, but has no grid.
 
     Parameters
     ----------
     files : one file, or several whose trajectories are concatenated
     grid : the `fsdpx.Grid` of the trainer; default None: samples are full fields (channels, *cells), the layout of
-        layers. If it is a `fsdpx.Partition`, files have values of all nodes, in the order of their global numbers, and
-        samples are (nodes, channels) with the nodes that this rank owns
-    fields : names of datasets, in the order of the channels; default None: all datasets that have more dims than cell
-        dims
+        layers. With a `fsdpx.Partition`, files hold the values of all nodes, in the order of their global numbers, and
+        samples are (nodes, channels) for the nodes that this rank owns
+    fields : names of the datasets to read, in the order of the channels; default None: all datasets with more dims than
+        there are cell dims
     inputs, targets : number of states in `x` and in `y`; default 1
-    forcing : names of datasets with a time dim whose future values are known, such as solar radiation; they are not
-        part of the states. Default: none
+    forcing : names of datasets with a time dim whose future values are known in advance, such as solar radiation; they
+        are not part of the states. Default: none
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
-    dims : order of the dims of a dataset, one letter each: "n" for trajectories, "t" for steps, the grid's letters ("i"
-        for the nodes of a mesh), and "c" for components, such as "tyx"; default None: "nt", then the cells in the
-        grid's order, then components (The Well's files record the order of their dims). A group whose name ends in a
-        digit is a single trajectory and has no dim "n"
+    dims : order of the dims of a dataset, one letter per dim, such as "tyx": "n" for trajectories, "t" for time steps,
+        the grid's letters ("i" for the nodes of a mesh), and "c" for components. Default None: "nt", then the cell dims
+        in the grid's order, then components (The Well's files record the order of their dims). A group whose name ends
+        in a digit is a single trajectory and has no dim "n"
     dtype : dtype of samples; default float32
 
     Raises
     ------
-    DataError : on all ranks, with the name of the file, if a file cannot be read, a dataset is missing or is not a
-        field of real numbers, or its cells differ from the grid's
+    DataError : on all ranks, with the name of the file, if a file cannot be read, or if a dataset is missing, does not
+        hold real numbers or differs from the grid in its number of cells
     """
 
     def __init__(
@@ -427,10 +429,11 @@ class FieldDataset:
         self._ends = list(accumulate(source.count * source.windows for source in self.sources))
 
     def _check_and_add_window_count(self, source: TrajectoryFile, steps: int) -> TrajectoryFile:
-        """Return a copy of `source` that records its number of time windows, computed from its number of steps.
+        """Return a copy of `source` that records its number of time windows, which is computed from its number of
+        steps.
 
-        Raises DataError if `source` is too short for one window, or if its fields or channels differ from those of the
-        first file."""
+        Raises DataError if `source` is too short for one window, or if its fields or numbers of channels differ from
+        those of the first file."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
             raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
@@ -451,22 +454,22 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        # the process that unpickles the copy is not a rank of the grid
+        # the process that unpickles this object is not a rank of the grid, so the copy has none
         return self.__dict__ | {"grid": None if self._rows is None else self.grid}
 
     @property
     def _rows(self) -> np.ndarray | None:
-        """Numbers of the nodes that this rank owns; None if samples are not node values."""
+        """Global numbers of the nodes that this rank owns. None if samples are not node values."""
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
     def constants(self) -> int:
-        """Number of channels in `x` that follow the states and come from fields without a time dim."""
+        """Number of channels in `x` that come from fields without a time dim. They follow the states."""
         return sum(v.channel_count for v in self.sources[0].variables) - self.channels
 
     @property
     def forcing_channels(self) -> int:
-        """Number of channels of the forcing of one step."""
+        """Number of forcing channels in one step."""
         return sum(v.channel_count for v in self.sources[0].forcing)
 
     def __len__(self) -> int:
@@ -487,7 +490,7 @@ class FieldDataset:
 
         Parameters
         ----------
-        indices : `(k,)` integers, the sample indices; k may be 0
+        indices : `(k,)` integers, the indices of the samples; k may be 0
 
         Returns
         -------
@@ -517,8 +520,8 @@ class FieldDataset:
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_bounds_with_ghosts(self) -> dict[str, tuple[int, int]]:
-        """Return a dict of dim letter -> (start, stop): the cells that this rank reads along the dim, including ghost
-        cells."""
+        """Return, as a dict of dim letter -> (start, stop), the cells that this rank reads along each dim, including
+        ghost cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
@@ -546,8 +549,8 @@ class FieldDataset:
             self._read_forcing_into(f, source, trajectory, window * self.every + (self.inputs - 1) * self.stride)
 
     def _read_forcing_into(self, f: np.ndarray, source: TrajectoryFile, trajectory: int, first_step: int) -> None:
-        """Read the forcing of all steps of a sample into `f`, (channels, *cells). The first of these steps starts at
-        step `first_step` of the file."""
+        """Read the forcing for all steps of a sample into `f`, (channels, *cells). The first of these steps starts at
+        file step `first_step`."""
         at = 0
         for variable in source.forcing:
             for step, values in enumerate(self._iterate_states(source, variable, trajectory, first_step, self.targets)):
@@ -557,8 +560,8 @@ class FieldDataset:
     def _iterate_states(
         self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, first_step: int, count: int
     ) -> Iterator[np.ndarray]:
-        """Yield `count` states of a field in order, each (channels, *cells), from a step of the file on. Consecutive
-        steps are read in one block."""
+        """Yield `count` states of a field in order, each (channels, *cells), starting at file step `first_step`.
+        Consecutive steps are read in one block."""
         if self.stride == 1:
             yield from self._read_field(source, variable, trajectory, slice(first_step, first_step + count))
             return
@@ -566,9 +569,9 @@ class FieldDataset:
             yield from self._read_field(source, variable, trajectory, slice(step, step + 1))
 
     def _read_field(self, source: TrajectoryFile, variable: FieldVariable, trajectory: int, steps: slice) -> np.ndarray:
-        """Read this rank's part of a field at the given steps, as (steps, channels, *cells).
+        """Return this rank's part of a field at the given file steps, as (steps, channels, *cells).
 
-        Dims that the field does not have get size 1."""
+        Dims that the field does not have are added with size 1."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
         known |= {} if self._rows is None else {"i": _find_runs(self._rows)}
@@ -591,7 +594,7 @@ class FieldDataset:
 
 
 def _find_runs(rows: np.ndarray) -> list[slice]:
-    """Return slices that cover `rows`. Rows that are close to each other share a slice, so that they are read
+    """Return slices that cover `rows`. Rows that are close to each other are covered by the same slice and thus read
     together."""
     if not rows.size:
         return [slice(0)]
@@ -602,7 +605,8 @@ def _find_runs(rows: np.ndarray) -> list[slice]:
 
 
 def _locate_in_runs(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
-    """Return the indices of `rows` in the concatenation of `runs`, the slices that `_find_runs` returns for them."""
+    """Return the indices of `rows` in the concatenation of `runs`, the slices that `_find_runs` returned for these
+    rows."""
     starts = np.array([run.start or 0 for run in runs])
     before = np.cumsum([0, *(run.stop - (run.start or 0) for run in runs)])[:-1]
     k = np.searchsorted(starts, rows, "right") - 1
@@ -610,8 +614,8 @@ def _locate_in_runs(rows: np.ndarray, runs: Sequence[slice]) -> np.ndarray:
 
 
 def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
-    """Split the range [start, stop) of a periodic dim into consecutive slices of its n cells, wrapping around at the
-    ends."""
+    """Return consecutive slices that cover the cells [start, stop) of a periodic dim with n cells, wrapping around at
+    its ends."""
     found, at = [], start
     while at < stop:
         end = min(at + n - at % n, stop)
@@ -621,9 +625,9 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
 
 
 def _read_block(array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Read the elements at all combinations of the slices along each dim, and return them as one array.
+    """Return one array with the elements at all combinations of the slices along each dim.
 
-    `index_prefix` is the index along the dims before those of `slices_per_dim`."""
+    `index_prefix` is the index along the dims that come before those in `slices_per_dim`."""
     if not slices_per_dim:
         return np.asarray(array[index_prefix])
     found = [_read_block(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]

@@ -1,4 +1,4 @@
-"""`Grid`: the domain decomposition of a solver, given by the part of the field that each rank holds."""
+"""`Grid`: the domain decomposition of a solver. Each rank describes the part of the field that it holds."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ Ghosts = int | Sequence[int | Sequence[int]]
 
 
 class GridArguments(NamedTuple):
-    """The arguments that one rank passes to `Grid`, in a form that ranks can exchange and compare.
+    """One rank's arguments to `Grid`, in a form that ranks can exchange and compare.
 
     `own` is the number of cells of the rank's part along each dim. `dims` is the number of ranks along each dim, or ()
     if these numbers follow from the offsets. `coords` are the rank's coordinates on a Cartesian communicator. `error`
-    describes what is wrong with the rank's arguments, or is ""."""
+    is an error message about the rank's arguments, or "" if they are valid."""
 
     own: tuple[int, ...]
     layout: str
@@ -56,7 +56,7 @@ class GridArguments(NamedTuple):
 
     @property
     def dim_letters(self) -> str:
-        """Letters of the cell dims in the layout, such as "yx"; the letter "c" of the channels is left out."""
+        """Letters of the cell dims in the layout, such as "yx", without the letter "c" for the channels."""
         return self.layout.replace("c", "")
 
 
@@ -64,34 +64,35 @@ class Grid(Domain):
     """Domain decomposition: a field partitioned over a Cartesian grid of ranks. Collective.
 
     Parts may have any size and may be empty; each rank passes the size of its own part, and the ranks exchange these
-    sizes. With `offsets`, each rank also passes the first cell of its part in the full field, and ranks may be numbered
+    sizes. With `offsets`, each rank also passes the position of its part in the full field, and ranks may be numbered
     in any order. If the communicator has k times as many ranks as the grid (the product of `dims`), there are k fields,
-    the members of an ensemble. The first ranks of the communicator then hold the parts of the first member.
+    which are the members of an ensemble. The first member is then held by the first ranks of the communicator, and so
+    on.
 
     Parameters
     ----------
-    comm : a communicator of mpi4py, which is duplicated, or any object with a `tompi4py()` method, such as
-        `PETSc.Comm`; a Cartesian one (`comm.Create_cart(...)`) determines the number of ranks along each dim
-    shape : cells of this rank's part along each dim of the grid, without ghost cells
+    comm : an mpi4py communicator, which is duplicated, or any object with a `tompi4py()` method, such as `PETSc.Comm`;
+        a Cartesian communicator (`comm.Create_cart(...)`) determines the number of ranks along each dim
+    shape : number of cells of this rank's part along each dim of the grid, without ghost cells
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
-    dims : number of ranks along each dim. Default: the numbers of a Cartesian `comm`, or the numbers that follow from
-        `offsets`, else a grid of one dim with all ranks. Without `offsets`, the last dim varies fastest from rank to
-        rank (C order), as in MPI's Cartesian communicators
+    dims : number of ranks along each dim. Default: as in a Cartesian `comm`, or as follows from `offsets`; otherwise,
+        all ranks are along a single dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as
+        in MPI's Cartesian communicators
     offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
         parts follow each other in rank order
-    ghosts : number of ghost cells that arrays have on each side of the part: one number for all dims, one for each, or
-        (low, high) for each; these numbers may differ from rank to rank along the dim. A convolution uses ghost cells
-        instead of padding if it is the first layer to read the field, or if all layers before it act on each cell
-        separately. On a side without ghost cells it pads. Default: no ghost cells
+    ghosts : number of ghost cells that arrays have on each side of the part: one number for all dims, one per dim, or
+        (low, high) per dim; these numbers may differ between ranks along a dim. A convolution uses ghost cells instead
+        of padding if it is the first layer to read the field, or if all layers before it act on each cell separately.
+        It pads sides that have no ghost cells. Default: no ghost cells
     periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: the periods of a
         Cartesian `comm`, else not periodic
 
     Raises
     ------
     ConfigError : on all ranks, if the parts overlap, leave a gap or do not form a rectangle, if offsets contradict
-        `dims` or a Cartesian `comm`, or if ranks pass contradicting arguments
+        `dims` or a Cartesian `comm`, or if the arguments of ranks contradict each other
     """
 
     _source: Grid | None = None
@@ -156,7 +157,7 @@ class Grid(Domain):
 
         Parameters
         ----------
-        shape : cells of the full field along each dim
+        shape : number of cells of the full field along each dim
         dims : number of ranks along each dim
         rank : the rank whose part the grid describes, in C order; default 0
         layout, periods : as in `Grid`
@@ -169,7 +170,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if `shape` and `dims` differ in length, or a number is below 1
+        ConfigError : if `shape` and `dims` differ in length, or any of their numbers is below 1
         """
         one = (1,) * len(dims)
         if len(shape) != len(dims) or min((*dims, *shape), default=0) < 1:
@@ -200,7 +201,7 @@ class Grid(Domain):
         return self._comm
 
     def as_rank(self, rank: int) -> Grid:
-        """Return this grid as another rank would see it, without a communicator, for dry runs.
+        """Return a copy of this grid as another rank would see it, without a communicator, for dry runs.
 
         Parameters
         ----------
@@ -216,11 +217,11 @@ class Grid(Domain):
         return made
 
     def with_partition(self, parts: FieldPartition) -> Grid:
-        """Return a grid for another field on the same ranks, such as the output of a model.
+        """Return a grid for another field that is partitioned over the same ranks, such as the output of a model.
 
         Parameters
         ----------
-        parts : partition of that field, without ghost cells
+        parts : partition of the other field, without ghost cells
 
         Returns
         -------
@@ -240,7 +241,7 @@ class Grid(Domain):
         """Return the grid of a staggered field, whose values lie on the faces of this grid's cells along one dim.
 
         Along a dim that is not periodic, n cells have n + 1 faces: each rank owns the low face of each of its cells,
-        and the last rank with cells also owns the last face. Along a periodic dim, n cells have n faces, which are
+        and the last rank that has cells also owns the last face. Along a periodic dim, n cells have n faces, which are
         partitioned like the cells.
 
         Parameters
@@ -253,12 +254,12 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            on the same communicator, with the ghost cells of this grid. Pass it as `domain=` if all inputs of the model
-            lie on these faces, or to `with_inputs`
+            on the same communicator, with as many ghost cells as this grid. Pass it as `domain=` if all inputs of the
+            model lie on these faces; otherwise pass it to `with_inputs`
 
         Raises
         ------
-        ConfigError : if the layout has no such dim, or this grid is already a grid of faces across it
+        ConfigError : if the layout has no dim `dim`, or if this grid already is a grid of faces across it
         """
         if not isinstance(dim, str) or len(dim) != 1 or dim not in self._dim_letters:
             raise ConfigError(f"Grid.faces: dim={dim!r}: choose one of {', '.join(self._dim_letters)}")
@@ -285,12 +286,12 @@ class Grid(Domain):
         Returns
         -------
         Grid
-            to pass as `domain=`. An output with the size of one of the inputs, or of the cells or faces of this grid,
-            is partitioned in the same way
+            to be passed as `domain=`. A model output that has the same size as one of the inputs, or as the cells or
+            faces of this grid, is partitioned like it
 
         Raises
         ------
-        ConfigError : if a grid is on other ranks or has another layout
+        ConfigError : if a grid is on other ranks than this one, or has a different layout
         """
         for i, grid in enumerate(grids):
             if not isinstance(grid, Grid):
@@ -309,10 +310,10 @@ class Grid(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """Positions in the grid, counted in C order, of the ranks whose memory and traffic a dry run reports.
+        """The ranks whose memory and traffic a dry run reports, as positions in the grid in C order.
 
-        The first is a rank with the most cells along each dim, the second a rank with the most neighbors. If they are
-        the same rank, it is listed once."""
+        The first has the most cells along each dim, and the second has the most neighbors. If these are the same rank,
+        it is listed once."""
         most: list[list[int]] = [[], []]
         for cuts, width, closed in zip(self.parts.cuts, self.dims, self.periods, strict=True):
             sizes = [(cuts[r + 1] - cuts[r], closed or 0 < r < width - 1) for r in range(width)]
@@ -321,7 +322,7 @@ class Grid(Domain):
         return tuple(dict.fromkeys(int(np.ravel_multi_index(place, self.dims)) for place in most))
 
     def local_array_shape(self, shape: Sequence[int], ghosts: bool = False) -> tuple[int, ...]:
-        """Return the shape of this rank's part of an array, given the shape of the array for the full field.
+        """Return the shape of this rank's part of an array, given the shape of the full array.
 
         Parameters
         ----------
@@ -333,7 +334,7 @@ class Grid(Domain):
         -------
         tuple of int
         """
-        if len(shape) < len(self.layout):  # an array with too few dims for a field is not partitioned
+        if len(shape) < len(self.layout):  # an array with fewer dims is not a field, so it is not partitioned
             return tuple(shape)
         for grid in self._inputs:
             if self._with_cell_sizes(grid.shape, shape) == tuple(shape):
@@ -349,7 +350,7 @@ class Grid(Domain):
 
     def __repr__(self) -> str:
         each = ["|".join(map(str, dict.fromkeys(_simplify_ghost_widths(sides)))) for sides in self._sides]
-        # ranks compare this text, so it must be the same on all of them
+        # ranks compare the result, so it must be the same on all of them
         ghosts = f", ghosts=({', '.join(each)})" if self.input_partition.ghosts else ""
         inputs = f", inputs={self._inputs!r}" if self._inputs else ""
         return f"Grid({self.shape} cells over {self.dims} ranks, layout={self.layout!r}{ghosts}{inputs})"
@@ -366,7 +367,7 @@ class Grid(Domain):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """First cell of this rank's part in the full field, along each dim."""
+        """Index, in the full field, of the first cell of this rank's part along each dim."""
         return tuple(cuts[r] for cuts, r in zip(self.parts.cuts, self.coords, strict=True))
 
     @property
@@ -376,19 +377,19 @@ class Grid(Domain):
 
     @property
     def input_partition(self) -> FieldPartition:
-        """Partition of the model's input over the ranks, with the ghost cells of the caller's arrays."""
+        """Partition of the model's input over the ranks, including the ghost cells that the caller's arrays have."""
         some = any(any(side) for sides in self._sides for side in sides)
         return replace(self.parts, ghosts=self._sides, periods=self.periods) if some else self.parts
 
     @property
     def input_partitions(self) -> tuple[FieldPartition, ...]:
-        """Partitions of the model's inputs that are fields: one for all, or one for each."""
+        """Partitions of those model inputs that are fields: one for all of them, or one for each."""
         return tuple(grid.input_partition for grid in self._inputs) or (self.input_partition,)
 
     @property
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """Partitions that the model's inputs would have if one process held the full fields, with ghost cells only
-        outside the domain; None if the grid has no ghost cells."""
+        """The partitions of the model's inputs for a single process that holds the full fields, with ghost cells only
+        outside the domain. None if the grid has no ghost cells."""
         if not any(parts.ghosts for parts in self.input_partitions):
             return None
         return tuple(parts.join_on_one_rank() for parts in self.input_partitions)
@@ -402,7 +403,7 @@ class Grid(Domain):
         Parameters
         ----------
         model : model of the full field
-        parts : partitions of the model's inputs; default None: `input_partitions`
+        parts : partitions of the model's inputs; default None: those in `input_partitions`
 
         Returns
         -------
@@ -412,7 +413,7 @@ class Grid(Domain):
 
         Raises
         ------
-        ConfigError : if a layer cannot run on a part of the field; the message has its path
+        ConfigError : if a layer cannot run on a part of the field; the message contains the path of the layer
         """
         made = self._partition_model(model) if parts is None else partition_model_of_fields(model, parts)
         return made.model, made.outputs
@@ -423,7 +424,8 @@ class Grid(Domain):
         )
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> FieldSamples:
-        """Return how inputs and outputs of `model` are distributed over the ranks of a mesh. Communicates nothing.
+        """Return an object that describes how the inputs and outputs of `model` are distributed over the ranks of a
+        mesh. Communicates nothing.
 
         Parameters
         ----------
@@ -436,11 +438,12 @@ class Grid(Domain):
 
         Raises
         ------
-        ShapeError : if an array that a layer holds for this rank's part of a field does not fit the part
+        ShapeError : if a layer holds an array for this rank's part of a field, such as a mask, that does not fit the
+            part
         """
         mistake = describe_padding_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
-        if self._comm is not None:  # a dry run uses one rank's arrays for all ranks
+        if self._comm is not None:  # not in a dry run, which uses one rank's arrays for all ranks
             require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
@@ -455,7 +458,7 @@ class Grid(Domain):
         Returns
         -------
         SampleGroups
-            as the grids of all ranks define them; in a dry run, groups of consecutive data ranks
+            groups that follow from the grids of all ranks or, in a dry run, groups of consecutive data ranks
 
         Raises
         ------
@@ -473,11 +476,11 @@ class Grid(Domain):
         """All-gather a number from each rank of this field, and return the numbers in the order of the grid.
         Collective over `comm`.
 
-        This translates positions in the grid to ranks of another communicator, such as the world.
+        The result maps positions in the grid to ranks of another communicator, such as the world.
 
         Parameters
         ----------
-        rank : this rank's number in some other communicator, such as the world
+        rank : this rank's number in that other communicator
 
         Returns
         -------
@@ -490,20 +493,19 @@ class Grid(Domain):
         return tuple(int(theirs[r]) for r in self._ranks)
 
     def take_local(self, array_or_index: Any) -> Any:
-        """Return this rank's part of an array of the full field, or convert an index of cells of the full field to an
-        index into this rank's arrays. Communicates nothing.
+        """Return this rank's part of an array for the full field, or convert an index into the full field to an index
+        into this rank's arrays. Communicates nothing.
 
         Parameters
         ----------
-        array_or_index : an array of the full field in the grid's layout, or a mask without channels, both without
+        array_or_index : an array for the full field in the grid's layout, or a mask without channels, both without
             ghost cells; or a tuple with one integer or slice per dim, which selects cells of the full field
 
         Returns
         -------
         array, or tuple of int and slice, or None
             for an array, a view of this rank's part without ghost cells; for a tuple, the index of the selected cells
-            in this rank's arrays, including the ghost cells that these arrays have, or None if this rank holds none of
-            the cells
+            in this rank's arrays (with their ghost cells), or None if this rank holds none of the selected cells
 
         Raises
         ------
@@ -553,7 +555,7 @@ class Grid(Domain):
     def gather(self, array: Any) -> Any:
         """Gather the parts of a field or mask, and return the full array on every rank. Collective over `comm`.
 
-        Every rank allocates the full field, so use it for small arrays only.
+        Every rank allocates the full field, so use this method for small arrays only.
 
         Parameters
         ----------
@@ -566,8 +568,8 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : on all ranks, if the array of a rank does not have the shape of its part, or dtypes or other dims
-            differ between ranks
+        DataError : on all ranks, if the array of a rank does not have the shape of its part, or if the arrays of ranks
+            differ in dtype or in other dims
         """
         array = self.without_ghosts(np.asarray(array))
         everyone = [(tuple(shape), dtype) for shape, dtype in self.all_gather_data((array.shape, array.dtype.str))]
@@ -597,7 +599,7 @@ class Grid(Domain):
 
         Parameters
         ----------
-        array : this rank's part in the grid's layout; an array that has no ghost cells is returned unchanged
+        array : this rank's part in the grid's layout; if it has no ghost cells, it is returned unchanged
 
         Returns
         -------
@@ -606,8 +608,8 @@ class Grid(Domain):
         return self._strip_ghosts(array, self.input_partition)
 
     def _strip_ghosts(self, array: Any, parts: FieldPartition) -> Any:
-        """Return a view of an array of this rank without the ghost cells that the partition `parts` of a field gives
-        it; an array that has no ghost cells is returned unchanged."""
+        """Return a view of this rank's array without the ghost cells that it has according to the partition `parts`. An
+        array without ghost cells is returned unchanged."""
         cells, ghosts = parts.local_shape(self.coords), self._get_ghosts_of(parts)
         if not self._has_cells(array, _count_cells_with_ghosts(cells, ghosts)):
             return array
@@ -628,11 +630,11 @@ class Grid(Domain):
         Returns
         -------
         array
-            one sample if the array has no samples dim, one channel if the layout has no channels
+            with one sample if the given array has no samples dim, and one channel if the layout has no channels
 
         Raises
         ------
-        DataError : if the shape is not that of this rank's part
+        DataError : if the array does not have the shape of this rank's part
         """
         cells, letters = parts.local_shape(self.coords), self.layout
         if parts.ghosts:
@@ -651,13 +653,13 @@ class Grid(Domain):
         return whole.transpose(0, 1 + letters.index("c"), *(1 + letters.index(letter) for letter in self._dim_letters))
 
     def from_model_layout(self, array: Any, batched: bool) -> Any:
-        """Return a view of an array (samples, channels, *cells) in the grid's layout. This is the inverse of
+        """Return a view, in the grid's layout, of an array (samples, channels, *cells). This is the inverse of
         `to_model_layout`.
 
         Parameters
         ----------
         array : (samples, channels, *cells)
-        batched : whether the result keeps the samples dim; if False, the result is the first sample
+        batched : whether to keep the samples dim; if False, the result is the first sample
 
         Returns
         -------
@@ -665,7 +667,7 @@ class Grid(Domain):
 
         Raises
         ------
-        DataError : if the array has several channels and the layout has no channels
+        DataError : if the array has several channels but the layout has no channels
         """
         if "c" not in self.layout:
             if array.shape[1] != 1:
@@ -680,7 +682,7 @@ class Grid(Domain):
         return found if batched else found[0]
 
     def has_sample_dim(self, array: Any) -> bool:
-        """Return whether an array has a leading samples dim in addition to the dims of the layout.
+        """Return whether an array has a samples dim before the dims of the layout.
 
         Parameters
         ----------
@@ -693,7 +695,7 @@ class Grid(Domain):
         return np.ndim(array) > len(self.layout)
 
     def _get_ghosts_of(self, parts: FieldPartition) -> tuple[GhostWidths, ...]:
-        """Return the widths (before, after) of the ghost cells that this rank's part of a field has along each dim."""
+        """Return the widths (before, after), along each dim, of the ghost cells of this rank's part of a field."""
         found = tuple(sides[r] for sides, r in zip(parts.ghosts, self.coords, strict=False))
         return found or ((0, 0),) * len(self.dims)
 
@@ -706,7 +708,7 @@ class Grid(Domain):
         return array.ndim >= len(self.layout) and self._with_cell_sizes(cells, array.shape) == tuple(array.shape)
 
     def _make_part_index(self, coords: Sequence[int], ndim: int) -> tuple[slice, ...]:
-        """Return the index that selects the part of the rank at `coords` from a full array with `ndim` dims."""
+        """Return the index that selects, from a full array with `ndim` dims, the part of the rank at `coords`."""
         index = [slice(None)] * ndim
         for cuts, dim, r in zip(self.parts.cuts, self._find_cell_dims(ndim), coords, strict=True):
             index[dim] = slice(cuts[r], cuts[r + 1])
@@ -720,8 +722,8 @@ class Grid(Domain):
         return tuple(found)
 
     def _find_cell_dims(self, ndim: int) -> list[int]:
-        """Return the positions of the cell dims in an array with `ndim` dims, in the order of the grid. An array with
-        fewer dims than the layout is assumed to have no channels dim."""
+        """Return the indices of the cell dims of an array with `ndim` dims, in the grid's order. An array with fewer
+        dims than the layout is assumed to have no channels dim."""
         letters = self._dim_letters if ndim < len(self.layout) else self.layout
         return [ndim - len(letters) + letters.index(letter) for letter in self._dim_letters]
 
@@ -737,7 +739,8 @@ class Grid(Domain):
             )
 
     def _explain_changed_output_size(self, parts: FieldPartition) -> str:
-        """Return a sentence for error messages if the model's output and the grid's field differ in size, else ""."""
+        """Return a sentence for error messages if the model's output differs in size from the grid's field, otherwise
+        ""."""
         output, field = (" x ".join(str(cuts[-1]) for cuts in one.cuts) for one in (parts, self.parts))
         if output == field:
             return ""
@@ -747,7 +750,7 @@ class Grid(Domain):
         )
 
     def _explain_staggered(self, shape: Sequence[int], cells: Sequence[int]) -> str:
-        """Return advice for error messages if an array has one value more than there are cells along some dims, as on a
+        """Return advice for error messages if an array has one more value than there are cells along some dims, as on a
         staggered grid; otherwise return ""."""
         if len(shape) < len(self._dim_letters):
             return ""
@@ -767,7 +770,7 @@ class Grid(Domain):
 
 @dataclass(frozen=True)
 class FieldSamples(SplitSamples):
-    """The sample layout in which every sample is a field and each rank holds a part of it.
+    """The sample layout for fields: each rank holds a part of every sample.
 
     Attributes
     ----------
@@ -775,7 +778,7 @@ class FieldSamples(SplitSamples):
     input_kinds, output_kinds : how each input and output of the model is distributed: the partition of a field, or
         `Replicated` for scalars (samples, n), which every rank holds in full
     axes : the communicators of the mesh on this rank
-    padding_mistake : warning about a layer whose padding conflicts with the grid's periodicity, or ""
+    padding_mistake : warning about a layer whose padding conflicts with the grid's periodicity, or "" if there is none
     """
 
     grid: Grid
@@ -792,15 +795,15 @@ class FieldSamples(SplitSamples):
 
     @property
     def outputs(self) -> FieldPartition:
-        """Partition of the first output that is a field."""
+        """Partition of the first model output that is a field."""
         return next(kind for kind in self.output_kinds if isinstance(kind, FieldPartition))
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         return self.grid.has_sample_dim(self.get_first_split_input(inputs))
 
     def describe_array(self, array: Any) -> str:
-        """Return text with the dtype and the number of channels, for comparison: it must be equal on all ranks. It
-        leaves out the numbers of samples and cells, which may differ."""
+        """Return a description of the array's dtype and number of channels, which ranks compare and which must be equal
+        on all of them. It leaves out the numbers of samples and cells, which may differ between ranks."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
@@ -819,8 +822,8 @@ class FieldSamples(SplitSamples):
         return make_overlap_warning(shared) if shared else self.padding_mistake
 
     def compute_full_input_shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
-        """Return the shape of the full field, including ghost cells outside the domain, given the shape of this rank's
-        part of input number `index`."""
+        """Return the shape of the full field of input number `index`, including ghost cells outside the domain, given
+        the shape of this rank's part."""
         kind = self.input_kinds[index]
         if not isinstance(kind, FieldPartition):
             return shape
@@ -855,7 +858,7 @@ class FieldSamples(SplitSamples):
         return self.grid.from_model_layout(array, batched)
 
     def take_local_target(self, y: Any, index: int) -> Any:
-        """Return this rank's part of the target `y`, without its ghost cells."""
+        """Return `y`, this rank's part of the target of output number `index`, without its ghost cells."""
         for parts in (*self.input_kinds, self.grid.input_partition):
             if isinstance(parts, FieldPartition) and parts.without_ghosts() == self.output_kinds[index]:
                 return self.grid._strip_ghosts(y, parts)
@@ -879,17 +882,18 @@ def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]
 
 
 def _simplify_ghost_widths(ghosts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return, for each dim, one number if both sides have equally many ghost cells, else (low, high)."""
+    """Return, for each dim, a single number if both sides have the same number of ghost cells, otherwise (low,
+    high)."""
     return tuple(sides[0] if len(set(sides)) == 1 else sides for sides in ghosts)
 
 
 def _unravel_rank(rank: int, dims: Sequence[int]) -> tuple[int, ...]:
-    """Return the coordinates of a rank in the grid; the last dim varies fastest."""
+    """Return a rank's coordinates in the grid. The last coordinate varies fastest."""
     return tuple(int(i) for i in np.unravel_index(rank, dims))
 
 
 def _convert_to_int_tuple(numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the numbers as a tuple of ints; raise TypeError if one is not an integer."""
+    """Return the numbers as a tuple of ints; raise TypeError if any of them is not an integer."""
     for n in numbers:
         if isinstance(n, bool):
             raise TypeError(f"{n} is no whole number")
@@ -899,7 +903,8 @@ def _convert_to_int_tuple(numbers: Sequence[int]) -> tuple[int, ...]:
 def _parse_arguments(
     comm: Any, size: int, shape: Any, layout: Any, dims: Any, offsets: Any, ghosts: Any, periods: Any
 ) -> GridArguments:
-    """Return this rank's arguments of `Grid` as `GridArguments`; raise TypeError or ValueError if one is invalid."""
+    """Return this rank's arguments to `Grid` as `GridArguments`; raise TypeError or ValueError if any of them is
+    invalid."""
     at = None
     if hasattr(comm, "Get_cart_rank"):
         ranks, closed, at = comm.Get_topo()
@@ -924,7 +929,7 @@ def _parse_arguments(
 
 
 def _find_argument_error(args: GridArguments, size: int) -> str:
-    """Return a text that says what is wrong with the arguments of one rank, or "" if they are valid."""
+    """Return an error message about one rank's arguments, or "" if they are valid."""
     width, layout, count = args.dims, args.layout, len(args.dims or args.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"
@@ -949,7 +954,8 @@ def _find_argument_error(args: GridArguments, size: int) -> str:
 
 
 def _require_consistent_arguments(all_args: Sequence[GridArguments]) -> None:
-    """Raise ConfigError if any rank has invalid arguments, or if the arguments of ranks contradict each other."""
+    """Raise ConfigError if any rank's arguments are invalid, or if the arguments of different ranks contradict each
+    other."""
     for rank, fact in enumerate(all_args):
         if fact.error:
             raise ConfigError(f"Grid: rank {rank}: {fact.error}")
@@ -975,9 +981,9 @@ class FieldCuts(NamedTuple):
     Attributes
     ----------
     ranks : ranks of the communicator, in the order of the grid
-    cuts : for each dim, the first cell of each slab (the parts at one position along the dim), followed by the number
-        of cells of the field
-    sides : for each dim and slab, the widths (before, after) of ghost cells
+    cuts : for each dim, the first cell of each slab, followed by the number of cells of the field; a slab consists of
+        all parts at the same position along the dim
+    sides : for each dim and slab, the widths (before, after) of its ghost cells
     """
 
     dims: tuple[int, ...]
@@ -990,7 +996,7 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
     """Derive the partition of one field from the arguments of its ranks; raise ConfigError if the parts do not form a
     rectangle.
 
-    `rank0` is the communicator rank that holds the first part of the field."""
+    `rank0` is the rank, in the communicator, of the first rank that holds this field."""
     dims, ranks = _find_dims_and_ranks(all_args, rank0)
     cuts, sides = [], []
     for d, letter in enumerate(all_args[0].dim_letters):
@@ -1014,14 +1020,14 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
 
 
 def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
-    """Return the number of cells or ghost cells (`quantity`) of a rank along dim `d`, as text for error messages."""
+    """Return text for error messages with a rank's number of cells or ghost cells (`quantity`) along dim `d`."""
     if quantity == "cells":
         return f"{args.own[d]} cells"
     return "{} ghost cells before and {} after".format(*args.ghosts[d])
 
 
 def _find_dims_and_ranks(all_args: Sequence[GridArguments], rank0: int) -> tuple[tuple[int, ...], Sequence[int]]:
-    """Return the number of ranks along each dim, and the rank at each position of the grid.
+    """Return the number of ranks along each dim, and the rank at each position in the grid.
 
     Raises ConfigError if the offsets contradict `dims` or the Cartesian communicator."""
     said, letters = all_args[0].dims, all_args[0].dim_letters
