@@ -118,7 +118,7 @@ class Member(NamedTuple):
     ----------
     initial_rank : its rank when the job began
     training_rank : its rank among the ranks that train; None if idle
-    fresh : whether the rank can start again from the initial parameters as step 0
+    fresh : whether the rank can restart from step 0, with the initial parameters
     generations : the snapshots of the state that the rank holds in memory
     """
 
@@ -169,7 +169,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Assembler:
-    """Builds an `Assembly` at the start of a run and after each change of ranks, always from the settings given here.
+    """Builds an `Assembly` at the start of a run and after each change of ranks, always with the same settings.
 
     `commit` is called before each update (see `StepInputs`)."""
 
@@ -191,7 +191,7 @@ class Assembler:
         between them. Collective.
 
         Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
-        state. `report` is called with text about the progress. `timeout` is the timeout in seconds for the new
+        state. `report` is called with messages about the progress. `timeout` is the timeout in seconds for the new
         watchdog. It is taken from the previous watchdog, because the timeout of `control` is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
@@ -246,7 +246,8 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of each tensor that is complete in the ranks' snapshots of step `step`, taken together."""
+    """Return name -> shape of each tensor that is complete in the snapshots of step `step` of all ranks taken together.
+    """
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)

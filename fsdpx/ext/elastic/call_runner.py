@@ -43,7 +43,7 @@ class BatchPair(NamedTuple):
 
 
 class RecentBatches:
-    """Copies of the most recent batches, by step number from 1, so that their steps can be repeated.
+    """Copies of the most recent batches, by step number (from 1), so that their steps can be repeated.
 
     Copies are needed because the caller may reuse its arrays."""
 
@@ -259,7 +259,7 @@ class ElasticRunner(CallRunner):
 
         Parameters
         ----------
-        ranks : number of ranks, at least 1; if there are fewer, or if the mesh cannot use that many, as many as
+        ranks : number of ranks, at least 1; if fewer ranks exist, or if the mesh cannot use that many, as many as
             possible train
 
         Raises

@@ -56,10 +56,10 @@ class ElasticConfig(CallRunnerChoice):
         return open_survivor_communicator(comm)
 
     def make_call_runner(self, recipe: Recipe, world: Any) -> CallRunner:
-        # imported here, because the runner reads these options
+        # imported here, because the module of the runner imports this one
         module = import_extension_module("fsdpx.ext.elastic.call_runner", "elastic training")
         runner: CallRunner = module.ElasticRunner(recipe, world, self)
         if (opened := get_default()) is not None:
-            # a watchdog over all ranks that were started would end the job when one of them dies
+            # a watchdog over all ranks that were started would end the job when one of them dies, so stop it
             detach_watchdog(opened.comm)
         return runner

@@ -44,13 +44,13 @@ from fsdpx.ext.watch.watchdog import Watchdog
 __all__ = ["Coordinator", "Recovery"]
 
 NO_LOSS, COPIES_ARRIVED, SIZE_UNCHANGED = 1, 2, 4
-"""Flags that a rank sets at each agreement. If all ranks set NO_LOSS, no rank was lost; if all set COPIES_ARRIVED,
-copies under way have arrived; if all set SIZE_UNCHANGED, no change of the number of ranks is requested."""
+"""Flags that a rank sets at each agreement. If all ranks set NO_LOSS, no rank was lost; if all set COPIES_ARRIVED, all
+pending copies have arrived; if all set SIZE_UNCHANGED, no change of the number of ranks is requested."""
 INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
-"""From bit INTERVAL_SHIFT on, each bit stands for an interval: copies every 1, 2, 4, ... 2^MAX_INTERVAL_LOG2 steps are
-cheap enough. The lowest bit that all ranks set is used."""
+"""Each of the flags from bit INTERVAL_SHIFT on says that a copy interval is cheap enough: one copy every 1, 2, 4, ...
+2^MAX_INTERVAL_LOG2 steps. The shortest interval that all ranks consider cheap enough is used."""
 MAX_COPY_TIME_SHARE = 0.01
-"""Largest share of the time that copies may take, if the user does not set the interval."""
+"""Maximum share of the training time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
 """Time to send and receive a copy, relative to the time to create it on this rank, on cores that also compute."""
 
@@ -107,7 +107,7 @@ class CopyInterval:
         self.restart_timing()
 
     def restart_timing(self) -> None:
-        """Discard the measured times of steps and copies, because the change of ranks has also changed the speed."""
+        """Discard the measured times of steps and copies, because a change of ranks also changes the speed."""
         self._last, self._takes = perf_counter(), 0
         self._steps: deque[float] = deque(maxlen=9)  # duration of each of the most recent steps, in seconds
 
@@ -136,7 +136,7 @@ class CopyInterval:
 
     def set_smallest_common_interval(self, common_bits: int) -> None:
         """Set the interval to the smallest one that is cheap enough on all ranks. `common_bits` is the bitwise AND of
-        their masks."""
+        the masks of all ranks."""
         self.every = self._elastic.every or common_bits & -common_bits
 
 
@@ -149,8 +149,8 @@ class StepPosition:
     step : number of the last step that all ranks committed
     secure_step : newest step that will never be repeated, because its state has been copied
     scalars : copy of the scalars, such as the loss scale, from before the next step
-    before : copies of the running statistics and codec memory from before the next step. A step changes these before
-        all ranks have agreed on the step
+    before : copies of the running statistics and codec memory from before the next step, because a step changes these
+        before all ranks have agreed on it
     under_way : number of the step whose copies have not arrived yet; None if there is none
     updating : whether a step is agreed on but this rank has not finished its update
     """
@@ -283,8 +283,8 @@ class Coordinator:
         return found
 
     def copy_state_and_wait(self) -> None:
-        """After the state was replaced, for example from a checkpoint, copy it to other ranks and wait for the copies.
-        Collective."""
+        """Copy the state to other ranks, and wait for the copies, after the state was replaced, for example by a
+        checkpoint. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()
             self._position = replace(self._position, under_way=self.last_step + 1)
@@ -339,7 +339,7 @@ class Coordinator:
         begin, before, members = perf_counter(), self.last_step, self.assembly.initial_ranks
         self.report_to_observers("recovery: begins")
         self.assembly.control.revoke()
-        if not isinstance(error, AgreementRefused):  # this agreement tells the other ranks of the loss
+        if not isinstance(error, AgreementRefused):  # after AgreementRefused, all ranks already know of the loss
             self.assembly.control.agree_on_flags(0)
         self._drain_transfers_and_abandon_copies()
         control, generations, tried = self.assembly.control, self._list_snapshots_in_memory(), []

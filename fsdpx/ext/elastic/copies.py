@@ -46,10 +46,10 @@ def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[in
     others. The last group takes the remaining ranks and is a ring, in which each rank keeps the state of the `copies`
     ranks before it. So every rank keeps as many copies as it has buddies.
 
-    With the same memory, groups survive more losses than one ring of all ranks. State is lost when a rank and all its
-    buddies are lost at once; a ring has N such sets of ranks, groups have only N / (copies + 1). If N ranks form
-    pairs, k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that no
-    two are in the same pair. At N = 16 and k = 3 that is 0.80; in a ring it is 0.63."""
+    With the same memory, groups survive more losses than a single ring of all ranks. State is lost when a rank and all
+    its buddies are lost at once; a ring has N such sets of ranks, but groups have only N / (copies + 1). If N ranks
+    form pairs, k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that
+    no two are in the same pair. For N = 16 and k = 3, this is 0.80; for a ring, it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_copy_groups(hosts, copies):
         n = len(group)
@@ -72,8 +72,8 @@ def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _group_ranks_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks grouped by host, with the hosts of many ranks first, so that the last group has ranks of many
-    hosts."""
+    """Return the ranks grouped by host, beginning with the hosts that have the most ranks, so that the last group of
+    ranks comes from many hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
@@ -91,8 +91,8 @@ def _order_ranks_across_hosts(ranks: list[int], hosts: Sequence[str]) -> list[in
 
 
 def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
-    """Return whether ranks must keep copies of state. They need none if every element is on more than `copies`
-    replicas anyway, or if there is only one rank."""
+    """Return whether ranks must keep copies of state. They need none if every element is on more than `copies` ranks
+    anyway, as in data parallelism, or if there is only one rank."""
     return ranks > 1 and replicas <= copies
 
 
@@ -119,7 +119,7 @@ class CopyPartners(NamedTuple):
     ----------
     buddies : ranks that keep a copy of this rank's state
     own : the parts of tensors that make up this rank's state
-    kept : for each rank whose copies this rank keeps, rank -> parts of that rank's state
+    kept : rank -> parts of that rank's state, for each rank of which this rank keeps a copy
     """
 
     buddies: tuple[int, ...]
@@ -127,7 +127,7 @@ class CopyPartners(NamedTuple):
     kept: dict[int, list[ShardDescriptor]]
 
 
-LEDGER_KINDS["copy"] = LedgerKind("copies for recovery")  # of other ranks' state, and of this rank's at earlier steps
+LEDGER_KINDS["copy"] = LedgerKind("copies for recovery")  # other ranks' state, and this rank's earlier state
 
 
 class GenerationBuffers:
@@ -167,11 +167,11 @@ class StateCopies:
     """The last two generations of in-memory checkpoints. All ranks of `comm` must make the same calls in the same
     order.
 
-    A generation is the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have agreed
-    that its transfers have arrived (`advance_and_test_copies`), `promote_generation` makes it the newest complete one.
-    Until then, the previous generation is complete and unchanged, so that whenever a rank dies, there is a generation
-    that all ranks have. Nothing is kept if there are enough replicas. Idle ranks have no state of their own, but keep
-    copies for other ranks.
+    A generation consists of the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have
+    agreed that its transfers have arrived (`advance_and_test_copies`), `promote_generation` makes it the newest
+    complete one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies, the
+    surviving ranks have a complete generation in common. Nothing is kept if there are enough replicas. Idle ranks have
+    no state of their own, but keep copies for other ranks.
 
     A rank sends `copies` times the bytes of its state for each generation. A rank without buddies on other hosts has
     its copies on its own host."""

@@ -30,9 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 Gaps = tuple[np.ndarray, np.ndarray]
-"""Runs [start, stop) of a tensor that no rank holds, in order."""
+"""The ranges of a tensor that no rank holds, in order, as (array of starts, array of stops)."""
 MAX_REPORTED_GAPS = 4
-"""Number of gaps of one tensor that are listed; the rest are only counted."""
+"""Maximum number of gaps of one tensor that a message lists; the others are only counted."""
 
 
 class ShardDescriptor(NamedTuple):
@@ -53,8 +53,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def flat_array_key(self) -> tuple[int, int, ShardSpec | None]:
-        """Key of the flat array whose elements `start` counts. Two shards of a tensor with equal keys can be compared
-        by `start` and `stop`."""
+        """Key of the flat array in which `start` is an index. If the keys of two shards of a tensor are equal, their
+        `start` and `stop` can be compared."""
         return self.rank, self.width, self.cut
 
     @property
@@ -121,7 +121,7 @@ def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any]
 
 def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
     """Yield (key, array) of the state that a step changes before all ranks agree on it: running statistics, which
-    change in forward, and error-feedback memory of codecs, which changes in gradient reductions."""
+    change in the forward pass, and error-feedback memory of codecs, which changes in gradient reductions."""
     return (
         (row.key, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in ("statistic", "memory")
     )
@@ -177,7 +177,8 @@ def _group_by_name(parts: Iterable[ShardDescriptor]) -> defaultdict[str, list[Sh
 
 
 class ElementRows(NamedTuple):
-    """Some elements of the rank's shard number `part`, as runs: run i has size[i] elements from offset at[i]."""
+    """Some elements of shard number `part` of this rank, as contiguous runs: run i has size[i] elements from offset
+    at[i] on."""
 
     part: int
     at: np.ndarray
@@ -251,8 +252,8 @@ class ReshardMessage(NamedTuple):
 
     Attributes
     ----------
-    number : sort key of the message, which sender and receiver compute alike: (round, position among the messages
-        between the two ranks, sender). In round k, each rank sends to rank + k
+    number : sort key of the message, the same on sender and receiver: (round, position among the messages between the
+        two ranks, sender). In round k, each rank sends to rank + k
     sends : whether this rank sends the message
     peer : the other rank
     rows : elements in the message, as positions in the shards that this rank holds if it sends the message, or in the
@@ -387,8 +388,8 @@ class ReshardPlan:
         """Divide moves into messages of `block` bytes, and return the rows of each.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
-        `block` bytes. So sender and receiver divide the sequence alike, and most of a long run is sent in messages of
-        its own."""
+        `block` bytes. So sender and receiver divide the sequence in the same places, and most of a long run is sent in
+        messages that contain nothing else."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
@@ -456,8 +457,8 @@ def choose_sources_of_shard(
 
 
 def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chunk: int) -> np.ndarray:
-    """Return positions that divide the wanted elements into intervals, each of which a single rank can send: a rank
-    holds either all elements of an interval or none."""
+    """Return positions that divide the wanted elements into intervals such that each rank holds either all elements of
+    an interval or none, so that a single rank can send each interval."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // chunk) * chunk, last, chunk, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in held for edge in some[:2]), lines])
@@ -466,7 +467,7 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
     """Return, for each of `elements` of the full tensor, its offset in the local array that consists of the runs
-    `some`, or -1 if the array lacks it."""
+    `some`, or -1 if the local array does not contain it."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)

@@ -1,7 +1,7 @@
 """Replacement of PyTorch operations in exported modules by fsdpx's matmuls and kernels.
 
-The replacements use the fastest library available and save less for backward. Dtypes and devices that they do not
-support are left to PyTorch."""
+The replacements use the fastest library available, and save less memory for the backward pass. PyTorch handles the
+dtypes and devices that they do not support."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULTS = (None, None, None, None, 1e-5)  # default arguments of aten.layer_nor
 
 
 def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute `aten.linear` with fsdpx's matmul, or with PyTorch where fsdpx does not support it."""
+    """Compute `aten.linear` with fsdpx's matmul, or with PyTorch if fsdpx does not support the arguments."""
     if not _can_run_natively(x, weight, bias):
         return aten.linear.default(x, weight, bias)
     return _apply_linear(x, weight, bias, None)
@@ -33,7 +33,7 @@ def run_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 def run_addmm(
     bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Compute `aten.addmm`, with samples as rows, with fsdpx's matmul where it is supported."""
+    """Compute `aten.addmm`, with samples as rows, using fsdpx's matmul if it supports the arguments."""
     if not _can_run_natively(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
         return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
     return _apply_linear(x, weight.t(), bias, None)
@@ -65,7 +65,7 @@ def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `aten.scaled_dot_product_attention` with fsdpx's attention kernel where it is supported."""
+    """Compute `aten.scaled_dot_product_attention`, using fsdpx's attention kernel if it supports the arguments."""
     alike = q.ndim == 4 and (enable_gqa or q.shape[1] == k.shape[1]) and (not is_causal or q.shape[2] == k.shape[2])
     if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _can_run_natively(q, k, v):
         options = {"scale": scale, "enable_gqa": enable_gqa}
@@ -81,7 +81,7 @@ mode (training or evaluation)."""
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Views and the reshapes that replace them. A view is valid only for certain strides of a tensor. PyTorch's exporter
 knows the strides that its own operations produce in one process, but fsdpx's operations and messages may produce
-others. Exported graphs never write in place, so a copy gives the same result."""
+different strides. Exported graphs never write in place, so a copy is as good as a view."""
 
 
 def fuse_operations(graph: fx.Graph) -> None:

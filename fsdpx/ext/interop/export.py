@@ -1,8 +1,8 @@
 """Splits a PyTorch module into layers that can be gathered, freed and placed on pipeline stages separately.
 
-A child process lets PyTorch export the module's `forward` as a graph, and returns a description of it. The operations
-of each unit (a submodule) become one layer. Operations without parameters that lie between units, such as masks and
-positions, are repeated in every layer that reads them."""
+A child process lets PyTorch export the module's `forward` as a graph, and returns a description of the resulting
+layers. The operations of each unit (a submodule) become one layer. Operations without parameters that lie between
+units, such as masks and positions, are repeated in every layer that reads them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class UnitShapes:
     def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
         """Return (shape, dtype) of the output for given inputs, or None if only PyTorch can determine them.
 
-        That is the case if the dtypes or shapes of the inputs do not match the export."""
+        Only PyTorch can determine them if the dtypes or shapes of the inputs do not match the export."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -148,7 +148,8 @@ class ModuleUnit:
     reads, result : names of the values that the layer reads, and name of the value that it returns
     parameters : (name in the unit, name in the module), in the order of the graph
     constants : names of the module's buffers and constants that the unit reads, in the order of the graph
-    graph : its operations as a function of the values read, then parameters, then constants; None for a batch norm
+    graph : the unit's operations as a function of the values that it reads, its parameters and its constants, in this
+        order; None for a batch norm
     shapes : shapes of inputs and output
     """
 
@@ -245,7 +246,7 @@ def load_layout(text: bytes) -> ModuleLayout:
 EXPORT_TIMEOUT_SECONDS = 600.0
 """Time limit for the child process, after which this process exports the module itself."""
 HARMLESS_THREADS = {"fsdpx watchdog", TIMER_NAME}
-"""Threads of this process that hold no lock which PyTorch needs."""
+"""Names of threads that hold no locks that PyTorch needs, so that forking is safe while they run."""
 COMPLETE_MARK = b"."  # the last byte that the child sends; without it, the result is incomplete
 
 
@@ -317,7 +318,7 @@ class UnitFunction(AutogradLayer):
     parameters : names in the order of the graph, with their tensors
     constants : buffers and constants, in the order of the graph
     name : name of the unit, for messages
-    shapes : shapes of the unit's inputs and output in the dtype of its parameters; None (default) if unknown
+    shapes : shapes and dtypes of the unit's inputs and output; None (default) if unknown
     norms : names of parameters that belong to norms
     """
 
@@ -430,8 +431,8 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 
 @dataclass
 class _ExportSegment:
-    """The operations in an exported graph that belong to the unit `name`, in order, and those of them whose results
-    other units read."""
+    """The operations in an exported graph that belong to the unit `name` (`nodes`, in order), and those among them
+    whose results other units read (`results`)."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -525,7 +526,7 @@ class _ExportPlan:
     def _list_nodes_with_dependencies(self, segment: _ExportSegment) -> list[fx.Node]:
         """Return the operations of a unit, and all operations without parameters on which they depend, in order.
 
-        Where an operation needs the size of a tensor, it is read from a tensor that is an input anyway."""
+        Where an operation needs the size of a tensor, the size is read from a tensor that is an input anyway."""
         needed, waiting = set[fx.Node](), [segment.result]
         while waiting:
             node = waiting.pop()
@@ -550,8 +551,8 @@ class _ExportPlan:
     def _find_unit(self, node: fx.Node) -> str | None:
         """Return the name of the unit to which an operation belongs, or None if it belongs to none.
 
-        Of the modules that contain the operation, this is the outermost one that was selected as a unit or has
-        parameters of its own."""
+        The unit is the outermost module around the operation that was selected as a unit or has parameters of its own.
+        """
         path = _get_module_path(node)
         names = path.split(".") if path else []
         for i in range(1, len(names) + 1):
@@ -616,8 +617,8 @@ class _ExportPlan:
 
 
 def _export_module(module: torch.nn.Module, example: Sequence[Any], output: str | int | None) -> Any:
-    """Export a module by `torch.export`, in training mode and for inputs of any size. Raises ConfigError if that
-    fails."""
+    """Export a module with `torch.export`, in training mode and for inputs of any size. Raises ConfigError if the
+    export fails."""
     tensors = tuple(a if isinstance(a, torch.Tensor) else to_tensor(np.asarray(a)) for a in example)
     sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
     try:
@@ -670,7 +671,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def find_tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """Return additional name -> first name, for the parameters that a module holds under several names."""
+    """For the parameters that a module holds under several names, return each additional name -> the first name."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]
@@ -720,8 +721,8 @@ def _make_size_node(
 
 
 def _choose_replacement(unit: str, node: fx.Node) -> Any:
-    """Return the function that runs in place of an exported operation; raise ConfigError if the operation is not
-    supported."""
+    """Return the function to call for an exported operation: its replacement or, if there is none, the operation
+    itself. Raise ConfigError if the operation is not supported."""
     if node.target not in REPLACED_OPERATIONS and any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
     return REPLACED_OPERATIONS.get(node.target, node.target)

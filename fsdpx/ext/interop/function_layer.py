@@ -20,7 +20,7 @@ __all__ = ["AutogradFunction", "DifferentiableLayer"]
 class DifferentiableLayer(Layer):
     """Base class for layers that compute `y = function(params, *inputs)`. The subclass differentiates the function.
 
-    `function` must be deterministic and return one array whose dim 0 is samples. `names` are the names of the
+    `function` must be deterministic and return one array whose dim 0 is the sample dim. `names` are the names of the
     parameters, in the order of their initial values. `n_inputs` is the number of arrays that the function takes in
     addition to the parameters."""
 
@@ -81,16 +81,18 @@ class DifferentiableLayer(Layer):
 
 
 class AutogradFunction(DifferentiableLayer):
-    """A function written in `autograd.numpy` as one layer, whose parameters are gathered and freed together.
+    """A layer that computes a function written with `autograd.numpy`. All of its parameters are gathered and freed
+    together.
 
-    Backward evaluates the function again, because autograd would keep references to parameters whose memory is freed
-    between forward and backward. A dry run evaluates it once, with zeros. Only NumPy arrays are supported.
+    The backward pass evaluates the function again, because autograd would keep references to parameters, whose memory
+    is freed between the forward and the backward pass. A dry run evaluates it once, with zeros. Only NumPy arrays are
+    supported.
 
     Parameters
     ----------
-    function : y = function(params, *inputs); y is one array; dim 0 of y and of the inputs is samples
-    params : initial values (those of rank 0 are used), in dicts, lists and tuples; parameters are named by their paths,
-        such as "0.w" in [{"w": ...}]
+    function : y = function(params, *inputs), where y is one array, and dim 0 of y and of the inputs is the sample dim
+    params : nested dicts, lists and tuples of initial values, of which those of rank 0 are used; parameters are named
+        by their paths, such as "0.w" in [{"w": ...}]
     inputs : number of arrays that the function takes in addition to `params`; default 1
 
     Raises

@@ -24,7 +24,7 @@ class InitialValues:
     Parameters
     ----------
     arrays : the values by name
-    missing : name -> why a parameter has no values
+    missing : name of a parameter without values -> message that explains why it has none
     remakers : name -> function that returns the values again or, once the object that owns them is gone, None
     """
 

@@ -21,20 +21,21 @@ from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
 
-_lock = threading.Lock()  # ranks that run as threads share the layer
+_lock = threading.Lock()  # ranks that run as threads share the layer, so they compile it one at a time
 
 
 class JaxFunction(DifferentiableLayer):
-    """A JAX function with a pytree of parameters as one layer, whose parameters are gathered and freed together.
+    """A layer that computes a JAX function of a pytree of parameters. All of its parameters are gathered and freed
+    together.
 
-    `jax.jit` compiles it once for each input shape, forward and backward (`jax.vjp`) separately. Forward saves the
-    residuals of backward, except parameters and inputs. Arrays are passed to JAX without copies where JAX supports
-    this.
+    `jax.jit` compiles the forward and the backward pass (`jax.vjp`) separately, once for each input shape. The forward
+    pass saves the residuals that the backward pass needs, except parameters and inputs. Arrays are passed to JAX
+    without copies where JAX supports this.
 
     Parameters
     ----------
-    function : y = function(params, *inputs), pure, as JAX requires; y is one array; dim 0 of y and of the inputs is
-        samples
+    function : y = function(params, *inputs), which must be pure, as JAX requires; y is one array, and dim 0 of y and of
+        the inputs is the sample dim
     params : pytree of the initial values (those of rank 0 are used); parameters are named by their paths, such as "0.w"
         in [{"w": ...}]
     inputs : number of arrays that the function takes in addition to `params`; default 1
@@ -84,7 +85,7 @@ class JaxFunction(DifferentiableLayer):
             return self._made[key]
 
     def _compile_function(self, p: Any, inputs: Any) -> _CompiledFunction:
-        """Return forward and backward, compiled by JAX for inputs of these shapes.
+        """Return the forward and backward functions, compiled by JAX for inputs of these shapes.
 
         Forward returns the result and the residuals that backward needs, except parameters and inputs: parameters are
         freed after forward and gathered again for backward."""
@@ -123,8 +124,8 @@ class JaxFunction(DifferentiableLayer):
 
 @dataclass(frozen=True)
 class _CompiledFunction:
-    """Forward and backward as compiled by JAX for certain input shapes. `result` and `kept` are the shapes of what
-    forward returns."""
+    """The forward and backward functions that JAX compiled for certain input shapes. `result` and `kept` are the shapes
+    of the two values that forward returns."""
 
     result: Any
     kept: list[Any]
@@ -143,7 +144,7 @@ def _to_jax(array: Array) -> jax.Array:
 def _from_jax(xp: Any, array: jax.Array) -> Array:
     """Wait until JAX has computed an array, and return it as an array of `xp`.
 
-    JAX returns arrays before they are computed. Until they are, the engine must not reuse the memory of the inputs."""
+    JAX returns arrays before they are computed. Until then, the engine must not reuse the memory of the inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

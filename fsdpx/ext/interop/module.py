@@ -66,8 +66,8 @@ class AutogradLayer(Layer):
     device = "meta"
     """PyTorch device of dry runs: "meta", or, for modules that need values, "cpu" with arrays of zeros."""
     draws = True
-    """Whether the layer's operations may draw random numbers. If not, nothing is intercepted, because that would
-    import PyTorch's compiler."""
+    """Whether the layer's operations may draw random numbers. If not, no operations are intercepted, because
+    interception would import PyTorch's compiler."""
 
     constants: Mapping[str, torch.Tensor]
     """Buffers and constants by name; they keep their dtype."""
@@ -78,7 +78,7 @@ class AutogradLayer(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations do not accept 0 samples
+        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations reject 0 samples, so compute 1
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -116,15 +116,15 @@ class AutogradLayer(Layer):
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
             try:
                 return RecordedForward(env.xp, run, read, p, trained)
-            # meta tensors fail if the module reads values of tensors or makes tensors on the CPU
+            # meta tensors fail if the module reads values of tensors or makes tensors on the CPU, so retry on the CPU
             except (RuntimeError, NotImplementedError):
                 self.device = "cpu"
                 return RecordedForward(env.xp, run, read, p, trained, "cpu")
 
     @contextmanager
     def _explaining_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
-        """Context manager that turns a dtype error of PyTorch into a ConfigError, if there are buffers whose dtype
-        differs. The ConfigError names these buffers."""
+        """Context manager that turns a dtype error of PyTorch into a ConfigError if the dtype of some buffers differs
+        from that of the inputs and parameters. The ConfigError names these buffers."""
         try:
             yield
         except RuntimeError as error:
@@ -151,7 +151,7 @@ class AutogradLayer(Layer):
 
 
 class TorchModule(AutogradLayer):
-    """Any `torch.nn.Module` as one layer, whose parameters are gathered and freed together.
+    """A layer that runs any `torch.nn.Module`. All of its parameters are gathered and freed together.
 
     Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves become parameters
     that are not trained. Batch norms use the global batch, and dropout uses fsdpx's random numbers, so results do not
@@ -169,7 +169,8 @@ class TorchModule(AutogradLayer):
 
     given_values: InitialValues
     split_hint = ""
-    """How to split the module, for a warning; "" if it has fewer than two submodules with parameters, or options."""
+    """Text for a warning that tells the user how to split the module. It is "" if the module has fewer than two
+    submodules with parameters, or if `inputs` or `output` was given."""
 
     def __init__(
         self, module: torch.nn.Module, inputs: Sequence[str] | None = None, output: str | int | None = None
@@ -258,7 +259,7 @@ OVER_FIELDS = {
 }  # fmt: skip
 OVER_FIELDS |= {f"{name}{dims}d": name for name in ("BatchNorm", "InstanceNorm") for dims in (1, 2, 3)}
 OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid", "SiLU", "Tanh", "Upsample")}
-"""PyTorch layers, and the layers of fsdpx that compute the same on parts of a field."""
+"""Name of a PyTorch layer -> name of the layer of fsdpx that computes the same on a shard of a field."""
 
 
 class _BareModule:
@@ -269,7 +270,7 @@ class _BareModule:
     shapes : shapes of parameters and saved buffers, by name
     state : names of running statistics
     of_norms : names of the scales and shifts of norms
-    counts : names of integer buffers, which are constants
+    counts : names of integer buffers, which fsdpx treats as constants
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -360,7 +361,7 @@ Run = Callable[[dict[str, torch.Tensor], list[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True)
 class InputAndParameterGradients:
-    """The gradients that backward of a layer computes.
+    """The gradients that the backward pass of a layer computes.
 
     `inputs` has one gradient per input, None for integer inputs. `parameters` has the gradients of the parameters that
     affect the output, by name."""
@@ -383,7 +384,8 @@ class _SavedTensorSource:
 
 
 class RecordedForward:
-    """A forward recorded by autograd. The caller holds the arrays that autograd saved, and passes them to `backward`.
+    """A forward pass recorded by autograd. The caller holds the arrays that autograd saved, and passes them to
+    `backward`.
 
     The saved arrays are in `kept`. Parameters are left out, because they are gathered again for backward, possibly at
     another address.
@@ -423,8 +425,8 @@ class RecordedForward:
     def backward(
         self, given: Arrays, kept: Sequence[Any], dy: Any, inputs: bool, trained: Sequence[str]
     ) -> InputAndParameterGradients:
-        """Return the gradients, given the gradient `dy` of the output. This frees the graph, so it can be called only
-        once.
+        """Return the gradients, given the gradient `dy` of the output. This call frees the graph, so it can be made
+        only once.
 
         `given` are the current parameters and buffers by name, and `kept` the arrays saved by forward. `inputs` says
         whether to compute gradients of inputs, and `trained` names the parameters whose gradients are needed."""

@@ -25,7 +25,7 @@ def to_tensor(array: Any, device: str = "meta") -> torch.Tensor:
         return torch.from_dlpack(array)
     if array.dtype.name == "bfloat16":
         return to_tensor(array.view(np.int16)).view(BFLOAT16)
-    # PyTorch supports neither read-only arrays nor negative strides
+    # PyTorch supports neither read-only arrays nor negative strides, so such arrays are copied
     if not array.flags.writeable or min(array.strides, default=0) < 0:
         array = array.copy()
     return torch.from_numpy(array)

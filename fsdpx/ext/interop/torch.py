@@ -104,17 +104,17 @@ SAME_SHAPE_FUNCTIONS = {
         "multilabel_margin_loss", "multilabel_soft_margin_loss",
     )
 }  # fmt: skip
-"""Losses that need output and target of the same shape. PyTorch would broadcast a target of another shape, and compare
-each sample with all others."""
+"""Losses that need output and target of the same shape. PyTorch would broadcast a target of another shape, and so
+compare each output with the targets of all samples."""
 
 
 class TorchLoss(Loss):
     """Wraps a PyTorch loss, or a function of (output, target) that returns the mean over the samples, for use as an
     fsdpx loss.
 
-    The losses of all parts of a batch are summed, and the sum is divided as PyTorch would divide it for the full
-    batch: by the number of elements or, in classification, by the total weight of the targets that are not ignored.
-    For any other function, the means of the parts are averaged, weighted by the number of samples in each part. 16-bit
+    The losses of all shards of a batch are summed, and the sum is divided as PyTorch would divide it for the full
+    batch: by the number of elements or, in classification, by the total weight of the targets that are not ignored. For
+    any other function, the means of the shards are averaged, weighted by the number of samples in each shard. 16-bit
     outputs are first converted to float32, as under `torch.autocast`.
 
     Parameters
@@ -137,7 +137,7 @@ class TorchLoss(Loss):
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         given, wanted = to_tensor(y).detach().requires_grad_(), to_tensor(target)
         with torch.enable_grad():
-            output = given.float() if given.dtype.itemsize < 4 else given  # a mean in 16 bits would be too coarse
+            output = given.float() if given.dtype.itemsize < 4 else given  # a 16-bit mean would be too inaccurate
         if isinstance(self.function, LABELS) and not wanted.is_floating_point():
             wanted = wanted.to(torch.int64)
         elif wanted.is_floating_point() or self._needs_same_shape:

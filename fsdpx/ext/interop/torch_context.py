@@ -181,11 +181,12 @@ REPLACED_OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch._higher_order_ops.wrap_with_set_grad_enabled: _call_with_grad_mode,
     **NATIVE_KERNELS,
 }
-"""Operations of modules exported in training mode, and their replacements, some of which depend on the current mode."""
+"""Operation of a module that was exported in training mode -> its replacement. Some replacements depend on whether the
+layer is training."""
 
 
 DROPOUT_ARGUMENT = {_apply_dropout: 1, _apply_native_dropout: 1, _apply_attention: 4}
-"""Operations with dropout, and the position of their probability among the arguments."""
+"""Operation with dropout -> position of the dropout probability among its arguments."""
 
 
 def may_draw_random_numbers(graph: fx.GraphModule) -> bool:

@@ -186,7 +186,8 @@ class RankTrace:
 
     @property
     def clock_error(self) -> float:
-        """Upper bound, in seconds, on the error of times that are converted from this rank's clock to rank 0's clock."""
+        """Upper bound, in seconds, on the error of times that are converted from this rank's clock to rank 0's clock.
+        """
         return max(reading.error for reading in self.header.clock)
 
 

@@ -128,7 +128,8 @@ def _is_compute(event: ActionEvent) -> bool:
 
 
 def explain_missing_matplotlib() -> str:
-    """Return a message that explains why plots cannot be drawn and how to install Matplotlib, or "" if it is installed."""
+    """Return a message that explains why plots cannot be drawn and how to install Matplotlib, or "" if it is installed.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
