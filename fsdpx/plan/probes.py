@@ -45,7 +45,8 @@ def list_memory_bound_calls(xp: Any, name: str, nbytes: int) -> list[Call]:
 def _list_elementwise_calls(xp: Any, a: Any, b: Any, c: Any) -> list[Call]:
     k, row = kernels, xp.full((WIDTH,), 0.5, dtype=a.dtype)
     return [
-        lambda: k.relu(xp, a), lambda: k.relu_backward(xp, a, b), lambda: k.sigmoid(xp, a), lambda: k.silu(xp, a),
+        lambda: k.relu(xp, a), lambda: k.relu_backward(xp, a, b), lambda: k.sigmoid(xp, a),
+        lambda: k.sigmoid_backward(xp, a, b), lambda: k.silu(xp, a),
         lambda: k.silu_backward(xp, a, b), lambda: k.gelu(xp, a), lambda: k.gelu_backward(xp, a, b),
         lambda: k.gelu_recompute(xp, a, c), lambda: k.bias_gelu(xp, c, row), lambda: k.gated(xp, a, b),
         lambda: k.gated_backward(xp, a, b, c), lambda: k.add(xp, a, b), lambda: k.add_bias(xp, c, row),

@@ -198,21 +198,21 @@ class Domain(ABC):
         Raise ConfigError for layers that cannot work on a part of a sample."""
 
     @property
-    @abstractmethod
     def busiest_ranks(self) -> tuple[int, ...]:
         """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample: first
         the rank that computes most, then, if it is another one, the rank that communicates most."""
+        return (0,)
 
-    @abstractmethod
     def as_rank(self, rank: int) -> Domain:
         """Return this domain as another rank would see it, without a communicator, for dry runs."""
+        raise ConfigError(f"{self!r} cannot be used in plans and dry runs, as {type(self).__name__} defines no as_rank")
 
-    @abstractmethod
     def compute_local_shapes(
         self, model: Layer, inputs: Sequence[Shape], target: Shape
     ) -> tuple[Sequence[Shape], Shape]:
         """Return the shapes of this rank's part of a batch, given the shapes of inputs and target of unsplit
         samples."""
+        raise ConfigError(f"{self!r} cannot be planned, as {type(self).__name__} defines no compute_local_shapes")
 
     def make_unsharded_model(self, model: Layer) -> Layer:
         """Return the model that a single process would run on unsplit samples."""

@@ -32,7 +32,7 @@ class ChannelLayerNorm(Layer):
         require_positive(self, num_channels=num_channels)
         self.num_channels, self.eps = num_channels, float(eps)
         self._norm = LayerNorm(num_channels, eps)
-        self.kernel_names = self._norm.kernel_names
+        self.kernel_names = ("channels_last", *self._norm.kernel_names)
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self._norm.specs()

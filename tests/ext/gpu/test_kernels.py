@@ -58,6 +58,10 @@ def close(got: Any, want: Any, bound: float) -> None:
         assert want is got is None or got == pytest.approx(want, rel=bound)
 
 
+OF_HOSTS = {"group_norm", "group_norm_backward_input"}
+"""Kernels that only the host has: on a GPU, GroupNorm runs the kernels of fields that are split over ranks."""
+
+
 def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> None:
     """One call on the stand-in and the same, plain, on NumPy: results, and what is changed in place."""
     if name == "correlate" and len(arguments) == 6 and dtype == "bfloat16":
@@ -81,8 +85,8 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
 @needs_compiler
 @pytest.mark.parametrize("dtype", few(BOUNDS, 3))
 def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:
-    assert {*CALLS} | {"store", "add_widened"} == {*GPU_KERNELS}
-    for name, calls in CALLS.items():
+    assert {*CALLS} - OF_HOSTS | {"store", "add_widened"} == {*GPU_KERNELS}
+    for name, calls in ((name, CALLS[name]) for name in CALLS if name not in OF_HOSTS):
         for arguments in calls:
             compare(cupy, name, arguments, dtype)
 
