@@ -1,4 +1,5 @@
-"""Allocate and initialize the training state of a rank, in private memory or in memory shared by ranks of a host."""
+"""Allocate and initialize the training state of a rank, in private memory or in memory that the ranks of a host
+share."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ __all__ = [
 
 
 def find_shared_memory_allocator(world: Communicator, xp: Any) -> WindowMemory | None:
-    """Return an allocator for memory shared by the ranks of a host, if some host has several ranks and the memory can
-    hold arrays of the namespace `xp`. Otherwise return None on all ranks."""
+    """Return an allocator of memory that the ranks of a host share. Return None on all ranks if no host has several
+    ranks, or if such memory cannot hold arrays of the array module `xp`."""
     node = find_node_communicator(world)
     if node is None or node.xp is not xp or max(map(len, node.ranks_by_host)) == 1:
         return None
@@ -41,11 +42,11 @@ def find_shared_memory_allocator(world: Communicator, xp: Any) -> WindowMemory |
 
 
 def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
-    """Return how many ranks of this host can share one copy of their full parameters; 0 if they cannot. With a shared
-    copy, the shard of each rank is a view of that copy, so an all-gather moves no data within the host.
+    """Return how many ranks of this host can share one copy of the full parameters, or 0 if they cannot share one. The
+    shard of each rank is then a view of the shared copy, so an all-gather moves no data within the host. Collective.
 
-    Ranks can share a copy in two cases: if all ranks of each shard axis are on one host, or if full parameters are
-    kept until the update. Collective."""
+    A copy can be shared in two cases: if all ranks along each shard axis are on one host, or if full parameters are
+    kept until the update."""
     if arena.memory is None or not _are_rows_in_memory(placement, "master"):
         return 0
     node, own_format = find_node_communicator(placement.axes.shard), placement.formats.wire is None
@@ -63,9 +64,10 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def try_allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate, in shared memory, the arrays that these rows of the ledger (table of arrays) describe. If `together` is
-    True, all ranks of a host share one block; otherwise each rank has its own block, which other ranks can read. If a
-    host has too little shared memory, warn and return False. `what` names the arrays in the warning. Collective."""
+    """Allocate the arrays that these rows of the ledger (table of a rank's arrays) describe in shared memory, and
+    return True. If `together` is True, all ranks of a host share one block; otherwise each rank has its own block,
+    which other ranks can read. If a host has too little shared memory, issue a warning and return False. `what` names
+    the arrays in the warning. Collective."""
     nbytes, node, block = (
         sum(map(_count_aligned_bytes, rows)) + ALIGN,
         find_node_communicator(placement.axes.shard),
@@ -99,16 +101,16 @@ def _warn_on_rank0_of_little_shared_memory(placement: Placement, what: str) -> N
 
 
 BLOCK_ELEMENTS = 1 << 20
-"""Number of elements of a parameter that are initialized at once. It is limited because the temporary arrays are larger
-than the elements."""
+"""Maximum number of parameter elements that are initialized at once. It is limited because initialization needs
+temporary arrays that are larger than these elements."""
 
 
 def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
-    """Allocate the training state of this rank. Initialize the parameters if `initial` is True; otherwise the caller
-    must fill them. Collective."""
+    """Allocate the training state of this rank. If `initial` is True, also initialize the parameters; otherwise the
+    caller must fill them. Collective."""
     world, xp = placement.axes.world, placement.xp
     common = list(placement.sync_policy.open_shared_memory())
-    # no shared memory for asynchronous training, because ranks would wait for each other while they allocate it
+    # asynchronous training does not use shared memory, because ranks would have to wait for each other to allocate it
     arena = Arena(xp, find_shared_memory_allocator(world, xp) if placement.sync_policy.is_synchronous else None)
     rows = _list_rows_and_allocate_shared(placement, arena)
     for key, array in common:
@@ -126,7 +128,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return this rank's ledger rows, one for each array. Allocate the arrays among them that several ranks share.
+    """Return this rank's ledger rows, one for each array. Arrays in shared memory are allocated here already.
     Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
@@ -141,8 +143,8 @@ def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[L
 
 
 def _are_rows_in_memory(placement: Placement, kind: str) -> bool:
-    """Return whether arrays of this kind, such as "master" or "grad", are kept in device memory rather than offloaded.
-    The result is the same on all ranks, even on ranks without such an array."""
+    """Return whether arrays of this kind, such as "master" or "grad", are kept in device memory and not offloaded. The
+    result is the same on all ranks, including those that have no such array."""
     row = LedgerRow(LedgerKey(kind, 0), placement.formats.gradients, ElementRange(0, 0), lifetime="step")
     return bool(placement.options.storage.assign_row_level(row).level == "device")
 
@@ -164,8 +166,8 @@ def _fill_initial_statistics(placement: Placement, ledger: Ledger) -> None:
 
 
 def initialize_parameters(state: TrainState) -> None:
-    """Initialize this rank's parameter shards. A value depends only on the seed, the parameter name and the element's
-    index in the full parameter, not on sharding."""
+    """Initialize this rank's parameter shards. The value of an element depends only on the seed, the parameter name
+    and the element's index in the full parameter, and not on how parameters are sharded."""
     layout, seed = state.placement.layout, state.seed
     spread = layout.spread
 
@@ -183,8 +185,8 @@ def initialize_parameters(state: TrainState) -> None:
         )
 
     def read_values_into(name: str, start: int, target: Any) -> bool:
-        """Read initial values from a file directly into `target`. Return False if the parameter is not initialized
-        from a file."""
+        """Read initial values from a file directly into `target`, and return True. If the parameter is not initialized
+        from a file, or only part of it is needed because of tensor parallelism, do nothing and return False."""
         spec = layout.specs[name]
         into = getattr(spec.init, "read_into", None) if spec.cut is None or spread.width == 1 else None
         return into is not None and into(target, start)
@@ -199,11 +201,11 @@ def fill_parameter_shards(
     max_elements: int = sys.maxsize,
     read_into: Callable[[str, int, Any], bool] | None = None,
 ) -> None:
-    """Set this rank's parameter shards from `values`, a function of (parameter name, start, stop).
+    """Fill this rank's parameter shards with the results of `values(parameter name, start, stop)`.
 
-    `start` and `stop` are element indices within this tensor rank's part of the parameter, at most `max_elements`
-    apart. `read_into` is an optional function of (name, start, array) that fills the array itself, or returns False if
-    `values` is to be called instead."""
+    `start` and `stop` are element indices within the part of the parameter that this tensor rank holds. They are at
+    most `max_elements` apart. `read_into` is an optional function of (name, start, array): it fills the array and
+    returns True, or it returns False if `values` must be called instead."""
     for p, page in state.placement.pages.items():
         for field, first, own_array in page.page.iterate_fields_in_range(
             state.ledger.get_array("master", p), page.own_range
@@ -224,8 +226,8 @@ def _draw_initial_values(spec: ParameterSpec, seed: int, name: str, runs: Sequen
 
 
 def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
-    """Create the communicators for tied parameters, and return this rank's tie groups, keyed by the index of the first
-    page (flat parameter buffer) of each group. Collective."""
+    """Create the communicators for tied parameters, and return a dict of this rank's tie groups. The key of a group is
+    the index of its first page (flat parameter buffer). Collective."""
     layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
     home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, TieGroup] = {}
@@ -242,8 +244,8 @@ def _connect_tie_groups(placement: Placement) -> dict[int, TieGroup]:
 
 
 def _make_pipe_subgroup(axes: MeshAxes, ranks: Sequence[int]) -> Communicator:
-    """Return a communicator for the given ranks of this rank's pipeline. Every other rank gets a communicator that
-    contains only itself. Collective."""
+    """Return a communicator for the given `ranks` of this rank's pipeline. Any other rank gets a communicator that
+    contains only that rank itself. Collective."""
     place = axes.coordinates
     line = [axes.mesh.rank_of(place._replace(pipe=rank)) for rank in ranks]
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])

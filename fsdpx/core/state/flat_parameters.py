@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 Interval = tuple[int, int]
-"""Elements [start, stop) of a full tensor, in C order."""
+"""Indices [start, stop) of elements of a full tensor, in C order."""
 
 
 @dataclass(frozen=True)
 class ElementRange:
-    """Elements [start, stop) of a flat array."""
+    """The elements of a flat array with indices in [start, stop)."""
 
     start: int
     stop: int
@@ -43,8 +43,8 @@ class ElementRange:
 
 @dataclass(frozen=True)
 class OverlapPiece:
-    """The overlap [start, stop) of two element ranges: the one at index `have` of a first list, and the one at index
-    `want` of a second list."""
+    """The overlap [start, stop) of two element ranges: the range at index `have` in a first list and the range at index
+    `want` in a second list."""
 
     have: int
     want: int
@@ -54,9 +54,9 @@ class OverlapPiece:
 
 def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) -> list[OverlapPiece]:
     """Return all non-empty overlaps between a range in `have` and a range in `want`. Within each list, ranges must be
-    sorted and disjoint. Takes O(n + m) time.
+    sorted and disjoint. For lists of n and m ranges, this takes O(n + m) time.
 
-    Used to load and reshard checkpoints, and to find the parameters in a shard."""
+    It is used to load and reshard checkpoints, and to find the parameters in a shard."""
     pieces = []
     h = w = 0
     while h < len(have) and w < len(want):
@@ -72,13 +72,13 @@ def find_overlaps(have: Sequence[ElementRange], want: Sequence[ElementRange]) ->
 
 @dataclass(frozen=True)
 class PageField:
-    """Where a parameter is stored in a page (flat parameter buffer): in elements [offset, offset + size), in C order.
+    """The position of a parameter in a page (flat parameter buffer): elements [offset, offset + size), in C order.
 
     Attributes
     ----------
     name : name of the parameter
-    shape : shape of this tensor rank's part of the parameter
-    offset, size : first element in the page, and number of elements
+    shape : shape of the part of the parameter that this tensor rank holds
+    offset, size : index of its first element in the page, and its number of elements
     source : name of the parameter whose values are stored here; it differs from `name` only for a copy of a parameter
         that is tied across ranks
     """
@@ -97,11 +97,11 @@ class Page:
     Attributes
     ----------
     index : number of the page in the model
-    fields : the parameters, in the order of their elements
+    fields : the parameters, in the order in which they are stored
     size : number of elements
     trainable : whether the parameters have gradients
-    partial : whether each tensor rank computes only a summand of the gradient
-    rule : number of the rule by which the gradient is reduced
+    partial : whether each tensor rank computes only a partial sum of the gradient
+    rule : number of the rule that chooses how the gradient is compressed when it is reduced
     """
 
     index: int
@@ -133,26 +133,27 @@ class Page:
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
-        """Return a dict from parameter name to a view of `flat` in the parameter's shape. `flat` holds the elements of
-        the page."""
+        """Return a dict from parameter name to a view of `flat` that has the parameter's shape. `flat` must hold all
+        elements of the page."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields_in_range(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """Yield the parameters that overlap a range of elements of the page, as (field, index of the overlap's first
-        element within the parameter, view of the overlap in `flat`). `flat` holds the values of the range."""
+        """Yield (field, start, view) for each parameter that overlaps a range of elements of the page. `start` is the
+        index of the overlap's first element within the parameter, and `view` is the overlap as a view of `flat`. `flat`
+        must hold the elements of the range."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page. The attribute `have` of the
-        piece is the index of the parameter in `fields`."""
+        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page. The attribute `have` of each
+        piece is the index of its parameter in `fields`."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors in a range of elements, in order. A tensor that is only partly in the range
-        contributes its complete rows, plus a vector for an incomplete row before them and one for an incomplete row
-        after them."""
+        """Return the shapes of the tensors in a range of elements, in order. A tensor that lies only partly in the
+        range is split into its complete rows, a vector for an incomplete row before these, and a vector for an
+        incomplete row after them."""
         tensor_shapes: list[tuple[int, ...]] = []
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
@@ -168,17 +169,18 @@ class Page:
 
     def list_block_edges(self) -> list[int]:
         """Return the element indices at which a shard may begin without splitting a block (fixed range of a
-        parameter's elements). Sums over blocks are the same for any number of shards that begin at such indices."""
+        parameter's elements). If all shards begin at such indices, the sum over each block does not depend on the
+        number of shards."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]
         return edges + [self.size]
 
 
 def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[ElementRange, ...]:
-    """Split a page (flat parameter buffer) into `ranks` shards without padding: rank r holds [floor(n r / ranks),
-    floor(n (r+1) / ranks)) of n elements.
+    """Split a page (flat parameter buffer) of n elements into `ranks` shards without padding. Rank r holds elements
+    [floor(n r / ranks), floor(n (r+1) / ranks)).
 
-    With `align_to_blocks`, each bound moves to the nearest block edge, so that blockwise sums do not depend on the
-    number of shards."""
+    If `align_to_blocks` is True, each bound moves to the nearest block edge, so that blockwise sums do not depend on
+    the number of shards."""
     bounds = [page.size * r // ranks for r in range(ranks + 1)]
     if align_to_blocks and ranks > 1:
         edges = page.list_block_edges()
@@ -187,9 +189,9 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
-    """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run. A
-    group spans at most `max_size` elements in all, and at most `max_sparsity` times as many elements as its runs
-    contain."""
+    """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run.
+    Including gaps, a group spans at most `max_size` elements, and at most `max_sparsity` times as many elements as its
+    runs contain."""
     group: list[Interval] = []
     inside = 0
     for run in runs:
@@ -217,7 +219,7 @@ class ShardedPage:
     Attributes
     ----------
     page : the full page
-    shards : the elements that each rank of the axis holds
+    shards : the elements that each rank along the axis holds
     rank : this rank's index on the axis
     """
 

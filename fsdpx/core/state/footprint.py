@@ -1,5 +1,5 @@
-"""Memory use of a rank's process: its arena (large buffers), memory shared with other ranks of the host, and everything
-else."""
+"""Memory use of a rank's process: its arena (large buffers), the memory that it shares with other ranks of the host,
+and everything else."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = [
 
 
 class ProcessBytes(NamedTuple):
-    """Bytes of memory in a process.
+    """Number of bytes of memory that a process uses.
 
     Attributes
     ----------
-    rss : resident bytes; memory shared by several ranks counts in full for each of them
-    pss : resident bytes; memory shared by several ranks is divided by their number
+    rss : resident bytes; memory shared by several ranks counts in full for each of these ranks
+    pss : resident bytes; memory shared by several ranks is divided by the number of these ranks
     """
 
     rss: int
@@ -44,8 +44,8 @@ class Footprint:
 
     Parameters
     ----------
-    parts : name of a part, such as "arena" -> its bytes; together the parts are the memory of the process
-    ranks_here : number of ranks on the host; None if unknown
+    parts : name of a part, such as "arena" -> its bytes; together, the parts make up the memory of the process
+    ranks_here : number of ranks on the host; None if it is unknown
     """
 
     parts: Mapping[str, ProcessBytes]
@@ -53,23 +53,23 @@ class Footprint:
 
     @property
     def rss(self) -> int:
-        """Resident bytes of this rank's process, in which memory shared with other ranks counts in full."""
+        """Resident bytes of this rank's process. Memory shared with other ranks counts in full."""
         return sum(part.rss for part in self.parts.values())
 
     @property
     def pss(self) -> int:
-        """Resident bytes of this rank's process, in which memory shared by several ranks is divided by their number.
-        The sum over the ranks of a host is the memory that they use together."""
+        """Resident bytes of this rank's process. Memory shared by several ranks is divided by the number of these
+        ranks, so the sum over all ranks of a host is the memory that they use together."""
         return sum(part.pss for part in self.parts.values())
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of all ranks on the host, if each of them uses as much memory as this rank; None if the number of
-        ranks is unknown."""
+        """Bytes that all ranks on the host use together, provided that each uses as much memory as this rank. None if
+        the number of ranks is unknown."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
 
     def __str__(self) -> str:
-        """Format the parts, their sum, and the sum over the ranks of the host as a table."""
+        """Return a table of the parts, their sum, and the total over all ranks of the host."""
         rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
         rows += [(name, format_bytes(part.rss), format_bytes(part.pss)) for name, part in self.parts.items()]
         rows += [("in all", format_bytes(self.rss), format_bytes(self.pss))]
@@ -82,26 +82,26 @@ class Footprint:
 
         Parameters
         ----------
-        budget : bytes as a number, or as text such as "2GiB"
+        budget : number of bytes, or text such as "2GiB"
 
         Returns
         -------
-        bool : True if it fits
+        bool : True if the memory use is within the budget
         """
         return self.pss <= parse_byte_count(budget, "memory")
 
 
 def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
-    """Return the resident bytes of a rank's arena and of its shared memory, as planned.
+    """Return the planned number of resident bytes of a rank's arena and of its shared memory.
 
-    To sum gradients, each rank reads its shard from the shared memory of the other ranks, so the memory that it reads
-    becomes resident in its process and is counted as well."""
+    To sum gradients, each rank reads its shard from the shared memory of the other ranks. The memory that it reads
+    becomes resident in its own process too, so it is counted as well."""
     arena, total = state.arena, sum(state.count_bytes_by_kind().values())
     shared = [row for row in state.ledger if row.is_kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    # do not count arrays that each update frees, because they reuse the memory of activations
+    # don't count arrays that each update frees, because they use the same memory as activations
     private = max(total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0)
     parts = {
         "arena": ProcessBytes(private, private),
@@ -111,9 +111,9 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
 
 
 def make_footprint_reader(state: TrainState) -> partial[Footprint | None]:
-    """Return a function that measures the memory of this process on Linux, and returns None on other systems.
+    """Return a function that measures the memory use of this process. On systems other than Linux, it returns None.
 
-    Call that function sparingly: Linux then walks all memory pages of the process."""
+    Call the function rarely, because each call makes Linux walk all memory pages of the process."""
     node, world = find_node_communicator(state.placement.axes.world), state.placement.axes.world
     here = len(node.ranks_on_host) if node else 1 if world.size == 1 else None
     return partial(
@@ -138,9 +138,9 @@ def _measure_footprint(arena: int, ranks_here: int | None) -> Footprint | None:
 
 
 def get_peak_rss() -> int:
-    """Return the peak of the resident memory of this process, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     try:
-        # read /proc, because getrusage would include the peak of the parent process
+        # read /proc where it exists, because getrusage would include the peak of the parent process
         return 1024 * _parse_kilobyte_lines(Path("/proc/self/status"))["VmHWM"]
     except (OSError, KeyError):
         import resource
@@ -153,10 +153,10 @@ PROCESS_LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData"
 
 
 def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """Return a pair: a text about the available memory, and the number of bytes that each rank may plan to use. The
-    number is None if the available memory is unknown.
+    """Return a description of the available memory, and the number of bytes that each rank may plan to use. The number
+    is None if the available memory is unknown.
 
-    `held` is how many of the planned bytes this rank has already allocated, and `ranks_here` the number of ranks on
+    `held` is how many of the planned bytes this rank has already allocated, and `ranks_here` is the number of ranks on
     this host."""
     try:
         machine, process_status = (_parse_kilobyte_lines(Path("/proc", name)) for name in ("meminfo", "self/status"))
@@ -179,8 +179,8 @@ def find_memory_budget(held: int, ranks_here: int) -> tuple[str, int | None]:
 
 
 def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """Yield the memory limits, in bytes, of the Linux control groups (cgroups, version 1 or 2) that a process is in.
-    `text` is the content of /proc/self/cgroup."""
+    """Yield the memory limits, in bytes, of the Linux control groups (cgroups, version 1 or 2) to which a process
+    belongs. `text` is the content of /proc/self/cgroup."""
     for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -194,6 +194,6 @@ def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -
 
 
 def _parse_kilobyte_lines(file: Path) -> dict[str, int]:
-    """Parse a file of lines "name: number kB", and return a dict from name to number."""
+    """Parse a file with lines such as "name: number kB", and return a dict from name to number."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

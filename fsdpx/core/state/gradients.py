@@ -1,8 +1,8 @@
-"""Accumulated gradients of flat parameter buffers (pages), either as one sum or per chunk of the batch, and the fixed
+"""Accumulated gradients of pages (flat parameter buffers), either as one sum or per chunk of the batch, and the fixed
 binary tree along which the gradients of chunks are added.
 
-Node (level, index) of the tree is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
-of chunks. All sums follow this tree, so they are bitwise the same no matter which rank computes which chunks, or when.
+Node (level, index) of the tree is the sum over chunks [index * 2**level, (index + 1) * 2**level), clipped to the number
+of chunks. All sums follow this tree, so they are bitwise identical no matter which rank computes which chunks, or when.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class TreeNode:
 
 
 def get_chunks_of_rank(chunks: int, rank: int, ranks: int) -> range:
-    """Return the range of chunks (equal parts of the global batch) that data rank `rank` of `ranks` computes: from
-    floor(chunks * rank / ranks) up to, but not including, floor(chunks * (rank + 1) / ranks)."""
+    """Return the range of chunks (equal parts of the global batch) that data rank `rank` of `ranks` computes:
+    [floor(chunks * rank / ranks), floor(chunks * (rank + 1) / ranks))."""
     return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
 
 
 def count_samples_of_rank(samples: int, rank: int, ranks: int, chunks: int | None) -> int:
-    """Return how many samples of a global batch of `samples` samples data rank `rank` gets from `DataLoader`."""
+    """Return how many samples `DataLoader` gives to data rank `rank` if the global batch has `samples` samples."""
     if chunks is not None:
         return samples // chunks * len(get_chunks_of_rank(chunks, rank, ranks))
     return samples * (rank + 1) // ranks - samples * rank // ranks
@@ -63,17 +63,17 @@ def get_root_node(chunks: int) -> TreeNode:
 
 
 class PairwiseSumStack(Generic[T]):
-    """A stack that sums values in the order of a binary tree. Two siblings are added as soon as both are on the stack,
-    like a carry in a binary counter, so the stack holds at most log2(chunks) + 1 partial sums.
+    """A stack that sums values along a binary tree. Two siblings are added as soon as both are on the stack, like a
+    carry in a binary counter, so the stack holds at most log2(chunks) + 1 partial sums.
 
-    `add` is a function (left, right) -> sum, which may work in place on `left`."""
+    `add` is a function (left, right) -> sum that may modify `left`."""
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
         self.chunks, self.add = chunks, add
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Push the value of a tree node. Push nodes from left to right, without gaps."""
+        """Push the value of a tree node. Nodes must be pushed from left to right, without gaps."""
         self.entries.append((self._find_highest_equal_ancestor(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
@@ -86,8 +86,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
-        """Return the highest tree node that sums the same chunks as `node`. A left child sums the same chunks as its
-        parent if its right sibling would begin after the last chunk."""
+        """Return the highest tree node that is a sum over the same chunks as `node`. A left child has the same chunks
+        as its parent if its right sibling would begin after the last chunk."""
         top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -95,8 +95,8 @@ class PairwiseSumStack(Generic[T]):
 
 
 def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
-    """Return the smallest set of tree nodes that together sum the chunks (parts of the batch) in `run`. These are the
-    nodes that remain on a `PairwiseSumStack` after all these chunks have been pushed."""
+    """Return the smallest set of tree nodes that together cover exactly the chunks (parts of the batch) in `run`. These
+    are the nodes that are left on a `PairwiseSumStack` after all these chunks have been pushed."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     for c in run:
         stack.push_node(TreeNode(0, c), None)
@@ -104,8 +104,8 @@ def cover_chunks_with_nodes(chunks: int, run: range) -> tuple[TreeNode, ...]:
 
 
 def count_live_partial_sums(chunks: int, run: range) -> int:
-    """Return the largest number of partial sums (at least 1) that a rank holds at once while it adds the gradients of
-    the chunks (parts of the batch) in `run`."""
+    """Return the maximum number of partial sums (at least 1) that a rank holds at the same time while it adds the
+    gradients of the chunks (parts of the batch) in `run`."""
     stack: PairwiseSumStack[None] = PairwiseSumStack(chunks, lambda a, b: None)
     most = 1
     for c in run:
@@ -119,10 +119,10 @@ class Reduction(NamedTuple):
 
     Attributes
     ----------
-    carrier : codec and communicator that send the gradient
+    carrier : the codec and the communicator with which the gradient is sent
     page : the page and its shards
-    part : array that receives this rank's shard of the sum
-    first : whether nothing has been added to `part` yet
+    part : array for this rank's shard of the sum
+    first : True if nothing has been written to `part` in this step
     scratch : temporary memory for a tree reduction
     """
 
@@ -134,17 +134,17 @@ class Reduction(NamedTuple):
 
 
 class FullGradient:
-    """An unsharded gradient on this rank, which adds up microbatches in the order in which they run.
+    """An unsharded gradient on this rank. The gradients of microbatches are added in the order in which they run.
 
     Attributes
     ----------
-    is_blank : whether nothing has been written yet, so that the first write must set every element
+    is_blank : True if nothing has been written yet, so that the next write must set every element instead of adding
     """
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
-        """Accumulate in `buffer`, whose values may be undefined. If `keep_offset` is True, this rank's shard of the
-        sum is stored at its own offset in the buffer, because other ranks may be reading the rest of the buffer; if
-        False, at the front of the buffer."""
+        """Accumulate in `buffer`, whose values may be undefined. If `keep_offset` is False, this rank's shard of the
+        sum is stored at the front of the buffer. If it is True, the shard is stored at its own offset in the buffer,
+        because other ranks may be reading the other shards."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 
@@ -152,7 +152,7 @@ class FullGradient:
         return self.buffer
 
     def add_empty_microbatch(self) -> None:
-        """Account for a microbatch without samples: set the gradient to zero if nothing has been written yet."""
+        """Handle a microbatch without samples: set the gradient to zero if nothing has been written yet."""
         if self.is_blank:
             self.buffer[...] = 0
             self.is_blank = False
@@ -161,8 +161,8 @@ class FullGradient:
         """Start the reduce-scatter over the shard axis. Waiting for the transfer returns this rank's shard of the sum.
         Collective.
 
-        The first sum of a step is written directly into the accumulated shard. Later sums are written into this
-        gradient's buffer, and must then be added to the shard."""
+        The first sum of a step is written directly to the accumulated gradient shard. Later sums are written to this
+        gradient's buffer, and the caller must then add them to the shard."""
         full, r = self.buffer, reduction
         if r.carrier.comm.size == 1:
             r.carrier.add_and_clear_kept_error(full)
@@ -176,28 +176,28 @@ class FullGradient:
 
 
 class ChunkGradients:
-    """The gradients of chunks of the batch, added along the binary tree as soon as two siblings are complete. `leaves`
-    holds one buffer for each partial sum that this rank holds at the same time.
+    """The gradients of chunks of the batch. Two siblings in the binary tree are added as soon as both are complete.
+    `leaves` must have as many buffers as there are partial sums that this rank holds at the same time.
 
     Attributes
     ----------
-    is_blank : whether nothing has been written for the current chunk yet, as in `FullGradient`
+    is_blank : True if nothing has been written for the current chunk yet, as in `FullGradient`
     """
 
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
         """Start without gradients. `chunks` are the chunks that this rank computes, and `total` is the number of
-        chunks of the global batch. `held` lists, for each rank of the shard axis, the tree nodes whose sums that rank
-        has after backward."""
+        chunks in the global batch. `held` lists, for each rank along the shard axis, the tree nodes whose sums that
+        rank has after the backward pass."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the buffer for the gradient of the chunk that is computed as microbatch number `microbatch`. If this
-        starts a new chunk, first add the gradient of the previous chunk to the tree."""
+        """Return the buffer for the gradient of the chunk that is microbatch number `microbatch` of this rank. If the
+        chunk is a new one, first add the gradient of the previous chunk to the tree."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -208,11 +208,11 @@ class ChunkGradients:
         """Do nothing, because a microbatch without samples is not a chunk."""
 
     def start_reduce_scatter(self, reduction: Reduction) -> TimedTransfer:
-        """Start to send this rank's partial sums to the owners of their elements, who add them along the tree.
-        Collective.
+        """Start an exchange in which each rank receives its shard of the partial sums of all ranks. Waiting for the
+        transfer adds them along the tree. Collective.
 
-        With N ranks and a gradient of n elements, each rank sends n - n/N elements for each of its partial sums. A
-        rank has only one partial sum if the number of chunks per rank is a power of two."""
+        With N ranks and a gradient of n elements, a rank sends n - n/N elements for each of its partial sums. It has
+        only one partial sum if the number of chunks per rank is a power of two."""
         self._push_current_chunk()
         r, (_, comm, *_, what) = reduction, reduction.carrier
         trade = PartialSumExchange(
@@ -239,13 +239,13 @@ Gradient = FullGradient | ChunkGradients
 
 @dataclass(frozen=True)
 class PartialSums:
-    """This rank's shard of partial sums that are still to be added over replicas.
+    """This rank's shard of partial sums that must still be added across replicas.
 
     Attributes
     ----------
     entries : pairs (tree node, values)
-    scratch : remaining temporary memory
-    total : number of chunks of the global batch
+    scratch : temporary memory that is still unused
+    total : number of chunks in the global batch
     """
 
     entries: list[tuple[TreeNode, Any]]
@@ -255,9 +255,9 @@ class PartialSums:
     def all_reduce_over_replicas(
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
-        """Write the sum over the replica axis into `out` and return it. `groups` lists, for each replica, the tree
-        nodes whose sums it has, and `what` names the transfers in errors. Collective; blocks, because the memory of
-        the partial sums is reused afterwards."""
+        """Write the sum over the replica axis to `out`, and return `out`. `groups` lists, for each replica, the tree
+        nodes whose sums it has. `what` names the transfers in error messages. Return only when the transfers are
+        complete, because the memory of the partial sums is then reused. Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out
@@ -270,9 +270,9 @@ class PartialSums:
 
 
 class PartialSumExchange:
-    """An all-to-all of partial sums. Each rank receives its own shard of every rank's partial sums, and adds these
-    shards along the tree. `held` lists, for each rank, the tree nodes whose sums it has. `scratch` is memory for the
-    received elements."""
+    """An all-to-all exchange of partial sums. Each rank receives its own shard of every rank's partial sums, and adds
+    them along the tree. `held` lists, for each rank, the tree nodes whose sums that rank has. `scratch` is memory for
+    the received elements."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class PartialSumExchange:
                 ]
 
     def test(self) -> bool:
-        # call test() on every handle, because MPI transfers may make progress only during such calls
+        # call test() on every handle (no short circuit), because MPI may advance a transfer only during such a call
         done = [handle.test() for handle in self.handles]
         return all(done)
 

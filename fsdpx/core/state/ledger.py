@@ -1,5 +1,5 @@
-"""The ledger: a table with one row for each array that a rank holds. A row says what the array contains and where it
-is stored."""
+"""The ledger: a table with one row for each array that a rank holds. A row describes what the array contains and where
+it is stored."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ class LedgerKind:
 
     Attributes
     ----------
-    memory : the heading under which memory reports count arrays of this kind
-    slot : the kind of slot (named value) through which programs access arrays of this kind; "" if no program does
-    saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; arrays that
-        are not saved can be recomputed from those that are
+    memory : heading under which memory reports list arrays of this kind
+    slot : kind of slot (named value of a program) through which programs access arrays of this kind; "" if programs
+        don't access them
+    saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; other
+        arrays can be recomputed from the saved ones
     prefix : prefix of the arrays' names in checkpoints
     """
 
@@ -57,7 +58,7 @@ LEDGER_KINDS = {
     "master": LedgerKind("parameters", "shard", saved=True),
     # gathered parameters, in the dtype in which layers compute
     "full": LedgerKind("parameters"),
-    # unsharded gradients, to which backward adds
+    # unsharded gradients, to which the backward pass adds
     "grad": LedgerKind("gradients"),
     # gradient shards, summed over ranks
     "part": LedgerKind("gradients"),
@@ -65,30 +66,31 @@ LEDGER_KINDS = {
     "slot": LedgerKind("optimizer", "slots", saved=True),
     # error-feedback residuals of compression codecs
     "memory": LedgerKind("codec memory", "memory", saved=True),
-    # other state of compression codecs, set to zero after a load or a resharding
+    # other state of compression codecs, which is set to zero after loading or resharding
     "trace": LedgerKind("codec memory", "memory"),
     # running statistics of layers such as BatchNorm
     "statistic": LedgerKind("state", saved=True),
     # averages of parameters over time (EMA, SWA), updated by the optimizer
     "average": LedgerKind("averages", "slots", saved=True),
 }
-"""The kinds of arrays by name. Extensions add their own."""
+"""Name of a kind of array -> its description. Extensions add kinds of their own."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
-"""The ranks that hold the same elements. "shard": ranks with the same index on the shard axis. "all": all ranks, if no
-other axis shards the tensor. "data": ranks with the same index on the data axis, so replicas shard the row as well.
-"replica": as "shard", but only within one replica, because replicas have different contents. "private": only this
-rank."""
+"""The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks,
+unless another axis shards the tensor. "data": all ranks with the same index on the data axis, because replicas also
+shard the array. "replica": as "shard", but only within one replica, because replicas have different values. "private":
+only this rank."""
 
 Level = Literal["device", "host", "slow", "map", "rank"]
-"""Where the bytes are stored. "device": in the memory of the device that computes. "host": in host memory. "slow": in a
-slower level, such as a disk. "map": also in the slower level, but memory-mapped, so that the system caches as much as
-memory allows. "rank": in the memory of another rank."""
+"""Where an array is stored. "device": in the memory of the device that computes. "host": in host memory. "slow": at a
+slower storage level, such as a disk. "map": as "slow", but memory-mapped, so that the operating system caches as much
+of it as memory allows. "rank": in the memory of another rank."""
 
 Lifetime = Literal["run", "step", "pass", "use"]
-"""How long the contents are valid. "run": as long as the trainer exists. "step": until the next update. "use": only
-while an action uses them; such rows have no memory of their own, and programs plan it. "pass": as long as "step", but
-the memory is allocated at the first use, when activations no longer need it, and freed at the update."""
+"""How long the contents of an array are valid. "run": as long as the trainer exists. "step": until the next update.
+"use": only while an action uses them; such arrays have no permanent memory, and programs plan the memory for them.
+"pass": as long as "step", but the array is allocated at first use, in memory that activations no longer need, and freed
+by the update."""
 
 
 class LedgerKey(NamedTuple):
@@ -96,9 +98,9 @@ class LedgerKey(NamedTuple):
 
     Attributes
     ----------
-    kind : name of its `LedgerKind`, such as "master" or "grad"
-    page : number of the page (flat parameter buffer); None for a tensor that is in no page
-    name : name of the optimizer slot, such as "m", or of the tensor
+    kind : name of the row's `LedgerKind`, such as "master" or "grad"
+    page : number of the page (flat parameter buffer); None for a tensor that does not belong to a page
+    name : name of the tensor or, within a page, of the array, such as the optimizer slot "m"
     """
 
     kind: str
@@ -113,9 +115,9 @@ class LedgerRow:
     Attributes
     ----------
     key : identity of the row
-    span : the elements that the array holds, numbered within the page (flat parameter buffer) or the tensor
-    times : number of arrays of this size that are stored one after another, such as partial sums
-    inside, at : for a view, the key of the row that owns the memory, and the offset (in elements) within it
+    span : the elements that the array holds, as indices into the page (flat parameter buffer) or into the tensor
+    times : number of copies of this range that the array holds one after another, such as several partial sums
+    inside, at : for a view, the key of the row that owns the memory, and the view's offset in it, in elements
     sharers : number of ranks of this host that share the memory
     """
 
@@ -140,12 +142,12 @@ class LedgerRow:
 
     @property
     def is_kept(self) -> bool:
-        """True if the array keeps its memory between programs, once allocated."""
+        """True if the array stays allocated between programs once it has been allocated."""
         return self.lifetime != "use" and self.level != "slow"
 
     @property
     def is_freed_by_update(self) -> bool:
-        """True if each update frees the memory of the array."""
+        """True if each update frees the array's memory."""
         return self.lifetime == "pass"
 
     @property
@@ -154,26 +156,26 @@ class LedgerRow:
 
 
 class Ledger:
-    """Table of a rank's arrays: one row for each array, in the order in which they were added, and the arrays that are
-    kept in memory.
+    """Table of a rank's arrays. It has one row for each array, in the order in which rows were added, and holds the
+    arrays that are kept in memory.
 
     Parameters
     ----------
     rows : the initial rows
-    slower : function that loads the array of a row that is stored outside memory, for example on disk; the array is
-        valid while it is referenced
+    slower : function that loads the array of a row from outside memory, for example from disk; the array is valid as
+        long as it is referenced
 
     Attributes
     ----------
-    planned_bytes : kind of memory -> bytes of the initial rows
-    peak_bytes : kind of memory -> peak bytes so far
+    planned_bytes : kind of memory, such as "gradients" -> total bytes of the initial rows
+    peak_bytes : kind of memory -> peak of the total bytes so far
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
         self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
-        """`error_norms` of `BoundCodec` in the last reduction, by (axis, page), for reports."""
+        """(axis, page) -> the `error_norms` of the `BoundCodec` in the last reduction, for reports."""
         self._slower = slower
         self.planned_bytes = self.count_bytes_by_kind()
         self.peak_bytes = Counter(self.planned_bytes)
@@ -198,8 +200,8 @@ class Ledger:
             self.peak_bytes[kind] = max(self.peak_bytes[kind], self._now[kind])
 
     def get_array(self, kind: str, page: int | None, name: str = "") -> Any:
-        """Return the array of a row. Return None if there is no such row, or if the array is not kept here because
-        programs manage its memory."""
+        """Return the array of a row. Return None if there is no such row, or if the ledger does not hold the array
+        because programs manage its memory."""
         row = self.rows.get(LedgerKey(kind, page, name))
         return None if row is None else self._get_row_array(row)
 
@@ -213,8 +215,8 @@ class Ledger:
         return self.arrays.get(row.key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the bytes of all arrays kept in memory. Views do
-        not count, and shared memory is divided by the number of ranks that share it."""
+        """Return a dict from kind of memory, such as "gradients", to the number of bytes of all arrays kept in memory.
+        Views are not counted, and the size of shared memory is divided by the number of ranks that share it."""
         total: Counter[str] = Counter()
         for row in self:
             if row.is_kept and row.inside is None and row.level != "map":
@@ -222,13 +224,13 @@ class Ledger:
         return dict(total)
 
     def count_bytes_freed_by_update(self, now: bool = False) -> int:
-        """Return the bytes of the arrays that are freed by each update. With `now`, count only those that are
-        allocated at the moment."""
+        """Return the number of bytes of the arrays that each update frees. If `now` is true, count only those that are
+        currently allocated."""
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_offloaded_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the bytes of all arrays that are offloaded, for
-        example to disk."""
+        """Return a dict from kind of memory, such as "gradients", to the number of bytes of all offloaded arrays (for
+        example, those on disk)."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
@@ -241,13 +243,13 @@ class Ledger:
 
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield one ledger row for each array of this rank. `windows` says whether the ranks of a host share memory, and
-    `sharers` is the number of ranks that share one copy of their full parameters (0 if none do)."""
+    """Yield one ledger row for each array of this rank. `windows` is True if the ranks of a host share memory.
+    `sharers` is the number of ranks that share one copy of their full parameters, or 0 if none do."""
     return map(placement.options.storage.assign_row_level, _list_rows_without_offload(placement, windows, sharers))
 
 
 def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield one ledger row for each array of this rank, as if none were offloaded."""
+    """Yield one ledger row for each array of this rank, as if no array were offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
         yield from _list_parameter_rows(placement, page, sharers)
@@ -264,8 +266,8 @@ def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int
 
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
-    """Yield the rows of the full parameters and of the parameter shard of a page (flat parameter buffer). The shard is
-    a view of the full parameters if these are kept in the same dtype."""
+    """Yield two rows for a page (flat parameter buffer): one for its full parameters, and one for this rank's parameter
+    shard. The shard is a view of the full parameters if these are kept between uses, in the same dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keeps_full_parameters or sharers > 0
@@ -286,9 +288,9 @@ def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) 
 
 
 def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
-    """Yield the rows of the full gradient and of the reduced gradient shard of a page (flat parameter buffer). If the
-    full gradient is kept, the shard is a view of it. In shared memory, the view is at the shard's own offset, because
-    other ranks may be reading the rest; in private memory, it is at the front."""
+    """Yield two rows for a page (flat parameter buffer): one for its full gradient, and one for this rank's shard of
+    the reduced gradient. If the full gradient is kept, the shard is a view of it. In private memory, the view is at the
+    front. In shared memory, it is at the shard's own offset, because other ranks may be reading the other shards."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keeps_full_gradients
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
@@ -302,8 +304,8 @@ def _list_gradient_rows(placement: Placement, page: ShardedPage, windows: bool) 
 
 
 def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
-    """Yield the ledger rows of the arrays that compression codecs keep for the gradient of a page (flat parameter
-    buffer), such as error-feedback residuals."""
+    """Yield one row for each array that compression codecs keep between steps for the gradient of a page (flat
+    parameter buffer), such as an error-feedback residual."""
     p, axes, spans = page.page.index, placement.axes, {"shard": ElementRange(0, page.size), "replica": page.own_range}
     sizes = {axis: spans[axis].size for axis in axes.reduction_axes}
     for kept in placement.get_codec_route(p).iterate_memory(sizes, single_rank=axes.data.size == 1):
@@ -313,8 +315,8 @@ def _list_codec_rows(placement: Placement, page: ShardedPage) -> Iterator[Ledger
 
 
 def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
-    """Return the row of an unsharded gradient that `no_sync` keeps on this rank until the update. It is needed for
-    shardings that otherwise free unsharded gradients after use."""
+    """Return the row for an unsharded gradient that `no_sync` keeps on this rank until the update. It is needed with
+    shardings that would otherwise free unsharded gradients after each use."""
     span, times = ElementRange(0, placement.pages[page].size), placement.accumulation.times
     return LedgerRow(
         LedgerKey("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times
@@ -322,29 +324,29 @@ def make_local_gradient_row(placement: Placement, page: int) -> LedgerRow:
 
 
 def make_checkpoint_name(slot: str, parameter: str) -> str:
-    """Return the checkpoint name of a tensor: "m/0.weight" for the optimizer slot "m" of "0.weight", or "0.weight" for
-    the parameter itself (slot "")."""
+    """Return the name of a tensor in a checkpoint. For the parameter "0.weight", this is "m/0.weight" for the optimizer
+    slot "m", and "0.weight" for the parameter itself (slot "")."""
     return f"{slot}/{parameter}" if slot else parameter
 
 
 def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
-    """Return the prefix before the parameter's name in the checkpoint name of an array: "m", or "replica1/m" if each
-    replica has its own array."""
+    """Return the part before the parameter name in an array's checkpoint name. For the optimizer slot "m", this is "m",
+    or "replica1/m" if each replica has its own array."""
     name = LEDGER_KINDS[row.key.kind].prefix + row.key.name
     return add_replica_prefix(name, replica) if row.owner == "replica" else name
 
 
 def add_replica_prefix(name: str, replica: int) -> str:
-    """Prefix a checkpoint name with the number of a replica: "replica1/m" for "m"."""
+    """Return a checkpoint name with the number of a replica before it, such as "replica1/m" for "m"."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 
 def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
-    """Return a dict from name to spec for all tensors that a checkpoint of the full model stores, in the same order on
-    all ranks: parameters and running statistics, then the optimizer state of trained parameters.
+    """Return a dict from name to spec for all tensors that a checkpoint of the full model stores. The order is the same
+    on all ranks: parameters and running statistics, then the optimizer state of trained parameters.
 
-    `replicas` is the number of replicas that train independently, each with its own optimizer state; None: as many as
-    the mesh has."""
+    If replicas train independently, each has its own optimizer state, and `replicas` is the number of these replicas.
+    None means the number of replicas in the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     specs_by_name = {
@@ -356,7 +358,7 @@ def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dic
 
 
 def get_state_dtype(placement: Placement, name: str) -> np.dtype:
-    """Return the dtype in which ranks keep the state that a checkpoint stores as tensor `name`."""
+    """Return the dtype in which ranks keep the state that checkpoints store as the tensor `name`."""
     formats = placement.formats
     if "/" in name and name not in placement.layout.specs:
         # names are "m/PARAMETER", or "replica1/m/PARAMETER" if each replica has its own state

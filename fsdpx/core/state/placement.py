@@ -1,4 +1,4 @@
-"""The placement of one rank: everything that stays fixed until the set of ranks changes (model, parameter layout,
+"""The placement of one rank: everything that stays the same until the set of ranks changes (model, parameter layout,
 mesh, dtypes, options, synchronization policy)."""
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ __all__ = [
 
 @dataclass
 class PipelineChoice:
-    """The user's choice of pipeline schedule, and the schedule made from it for each number of microbatches.
+    """The user's choice of pipeline schedule, and the schedules made from it for different numbers of microbatches.
 
     Attributes
     ----------
-    choice : name of the schedule, a function, or the path of a file
+    choice : name of a schedule, a function that makes one, or the path of a file that contains one
     width : number of pipeline ranks
     stages : number of stages, or the pipeline rank of each stage; None if the schedule decides
     """
@@ -74,8 +74,8 @@ class PipelineChoice:
     _proved: set[ProgramRequest] = field(default_factory=set)
 
     def get_schedule(self, microbatches: int) -> PipelineSchedule:
-        """Return the schedule for this number of microbatches. Raise ConfigError if the schedule needs more
-        microbatches."""
+        """Return the schedule for this number of microbatches. Raise ConfigError if there are too few microbatches for
+        the schedule."""
         if microbatches not in self._schedules:
             numbers = self.choice, self.width, microbatches
             pipeline_schedule = (
@@ -85,30 +85,31 @@ class PipelineChoice:
         return self._schedules[microbatches]
 
     def get_stage_ranks(self, microbatches: int) -> tuple[int, ...]:
-        """Return the pipeline rank of each stage. With a single pipeline rank, the model is one stage."""
+        """Return the pipeline rank of each stage. If there is only one pipeline rank, the model is a single stage."""
         home = self.get_schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
     def describe_stages_per_rank(self, home: tuple[int, ...]) -> str:
-        """If the schedule has chosen more stages than there are pipeline ranks, return a phrase for error messages
-        that says how many stages each rank has; otherwise return "". `home` is the pipeline rank of each stage."""
+        """Return a phrase for error messages that tells how many stages each pipeline rank has. Return "" unless the
+        schedule itself has chosen more stages than there are pipeline ranks. `home` is the pipeline rank of each
+        stage."""
         if self.stages is not None or len(home) <= self.width:
             return ""
         name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
         return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
 
     def format_schedule(self, microbatches: int) -> str:
-        """Return the schedule as text, one line per rank; "" without a pipeline."""
+        """Return the schedule as text, with one line per rank, or "" without a pipeline."""
         return str(self.get_schedule(microbatches)) if self.width > 1 else ""
 
     def get_actions_of_rank(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
-        """Return the forwards and backwards of a pipeline rank in the order in which it runs them. Return None without
-        a pipeline, where microbatches run one after another."""
+        """Return the forward and backward actions of a pipeline rank, in the order in which it runs them. Without a
+        pipeline, return None: microbatches then run one after another."""
         return None if self.width == 1 else self.get_schedule(microbatches).ranks[rank]
 
     def require_no_deadlock(self, request: ProgramRequest, stages: tuple[Stage, ...]) -> None:
-        """Compile the programs of all pipeline ranks for a request, and raise ProgramError if they would deadlock.
-        Raise ConfigError if they need more message tags than are available."""
+        """Compile the programs that all pipeline ranks would run for a request, and raise ProgramError if they would
+        deadlock. Raise ConfigError if they need more message tags than are available."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), has_loss_weight=False)
         if self.width == 1 or bare in self._proved:
             return
@@ -133,9 +134,9 @@ class RecomputeChoice:
 
     Attributes
     ----------
-    every : recompute every k-th unit (group of layers); 0: none
-    budget : bytes that activations saved for backward may take on a rank; None: no limit
-    cores : kinds of layers that save fewer activations for backward and recompute the missing ones themselves
+    every : k, to recompute every k-th unit (group of layers); 0: none
+    budget : maximum number of bytes of activations that a rank saves for the backward pass; None: no limit
+    cores : kinds of layers that save fewer activations for the backward pass, and recompute the others themselves
     """
 
     every: int = 0
@@ -168,12 +169,12 @@ class StepOptions(StepChoices):
 
     Attributes
     ----------
-    check_finite : whether to check the results of every unit (group of layers) for NaN and Inf
+    check_finite : whether to check the results of each unit (group of layers) for NaN and Inf
     schedule : the pipeline schedule as text
-    recompute : which units run forward again before their backward
-    storage : which state is offloaded, for example to disk, between uses
-    sync_choice : how and when ranks synchronize (not in every step with strategies such as local SGD)
-    planned : text that says what strategy="auto" chose and why
+    recompute : which units repeat their forward pass before their backward pass
+    storage : which state is offloaded between uses, for example to disk
+    sync_choice : how and when ranks synchronize (with strategies such as local SGD, not in every step)
+    planned : text that describes what strategy="auto" chose, and why
     """
 
     check_finite: bool = False
@@ -186,15 +187,15 @@ class StepOptions(StepChoices):
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """The dtypes of parameters, gradients, statistics, computation and communication.
+    """The dtypes that are used for parameters, gradients, statistics, computation and communication.
 
     Attributes
     ----------
     master : dtype of sharded parameters and optimizer state
     gradients : dtype in which gradients are summed
     statistics : dtype of running statistics
-    compute : dtype in which layers compute, and so the dtype of gathered parameters and activations
-    wire : dtype in which parameters are sent; None: the same as `compute`
+    compute : dtype in which layers compute, which is also the dtype of gathered parameters and of activations
+    wire : dtype in which parameters are sent between ranks; None: the same as `compute`
     precision : the option from which these dtypes follow
     """
 
@@ -208,12 +209,12 @@ class NumberFormats:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The fixed data of one rank: model, layout, mesh, dtypes and options.
+    """Everything about one rank that stays fixed: model, layout, mesh, dtypes and options.
 
     Attributes
     ----------
     xp : array module, such as `numpy`
-    model : layers in the order of execution, as this tensor rank runs them
+    model : layers in the order of execution, in the form in which this tensor rank runs them
     layout : layout of the parameters in units (layers gathered together) and pages (flat buffers)
     stages : the part of the model that each pipeline rank runs
     pipe : the pipeline schedule that the user chose
@@ -238,7 +239,8 @@ class Placement:
 
     def list_sample_counts_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
         """Return the number of samples of each group of data ranks that comes before this rank's group. The sum of
-        these numbers is the index of this rank's first sample. `rows` holds the number of samples of each data rank."""
+        these numbers is the index of the first sample of this rank's group. `rows` holds the number of samples of each
+        data rank."""
         return self.sample_layout.count_samples_per_group(rows)[: self.axes.samples.rank]
 
     @cached_property
@@ -247,12 +249,12 @@ class Placement:
 
     @cached_property
     def device(self) -> Device:
-        """The device on which arrays are stored and computed."""
+        """The device that stores arrays and computes with them."""
         return get_device_of_namespace(self.xp)
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """The pages (flat parameter buffers) of this pipeline rank with their shards, keyed by page number."""
+        """Page number -> page (flat parameter buffer) with its shards, for all pages of this pipeline rank."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
@@ -264,7 +266,7 @@ class Placement:
 
     @cached_property
     def has_resident_shards(self) -> bool:
-        """True if parameter shards stay in memory between programs, False if they are offloaded."""
+        """True if parameter shards stay in memory between programs, and False if they are offloaded."""
         return all(slot.kind != "shard" for slot, _ in self.stage.stored_slots)
 
     @cached_property
@@ -279,8 +281,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if gathered parameters are kept until the update. This is the case if the sharding asks for it or there
-        is only one shard, provided that shards are not offloaded."""
+        """True if gathered parameters are kept until the update. They are if the sharding asks for it or if there is
+        only one shard, unless shards are offloaded."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
@@ -291,8 +293,8 @@ class Placement:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """True if gradients are reduced after each microbatch. False with the option `reproducible_chunks`, because
-        reducing all partial sums together sends fewer bytes."""
+        """True if gradients are reduced after each microbatch. With the option `reproducible_chunks` it is False,
+        because one reduction of all partial sums sends fewer bytes."""
         return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
 
     @property
@@ -303,20 +305,20 @@ class Placement:
 
     @property
     def counts_loss(self) -> bool:
-        """True if this rank's loss enters the global mean. If all tensor ranks compute the same loss, only the first
-        tensor rank's loss counts."""
+        """True if this rank's loss is part of the global mean. If all tensor ranks compute the same loss, this is True
+        only on the first of them."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
     def get_sample_offset_on_tensor_axis(self, batch: Microbatch) -> int:
-        """Return the index of this tensor rank's first sample within a microbatch. It is 0 unless the tensor axis
-        shards samples."""
+        """Return the index of this tensor rank's first sample within a microbatch. It is 0 unless samples are sharded
+        over the tensor axis."""
         tensor = self.axes.tensor
         return shard_bounds(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """Unit number -> names of the running statistics that the layers of the unit (group of layers) update. Only
-        units of this rank that have running statistics are included."""
+        """Unit number -> names of the running statistics that the layers in this unit (group of layers) update. Only
+        units that this rank runs and that have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
         return {unit: names for unit, names in statistics_by_unit.items() if names}
@@ -331,7 +333,7 @@ class Placement:
 
     def get_codec_route(self, page: int) -> CodecRoute:
         """Return the compression codecs for the gradient of a page (flat parameter buffer). If replicas train
-        independently, the codecs between replicas compress the change of the parameters instead of a gradient."""
+        independently, the codecs between replicas compress parameter changes instead of gradients."""
         return self._codec_routes[page]
 
     @cached_property
@@ -348,8 +350,8 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page number -> the parameters in this rank's shard of the page (flat parameter buffer), as the segments that
-        the optimizer updates. Only trained pages are included."""
+        """Page number -> the segments that the optimizer updates, one for each parameter in this rank's shard of the
+        page (flat parameter buffer). Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -359,9 +361,9 @@ class Placement:
     def make_shard_segments(
         self, page: int, comm: Communicator, parts: Sequence[ElementRange], alone: bool
     ) -> ShardSegments:
-        """Return the parameters in this rank's part of a page (flat parameter buffer), as the segments that the
-        optimizer updates. `parts` holds one range of elements for each rank of `comm`, in rank order. `alone` says
-        whether this rank holds these parameters in full."""
+        """Return the segments that the optimizer updates, one for each parameter in this rank's part of a page (flat
+        parameter buffer). `parts` holds the part of each rank of `comm`, in rank order, as a range of elements. `alone`
+        is True if this rank holds all these parameters in full."""
         of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_all_gather_per_parameter, self, page, comm)
 
@@ -372,8 +374,8 @@ class Placement:
         return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
-        """Return the collectives that an optimizer needs to update this rank's shard of a page (flat parameter
-        buffer), as (axis, collective, bytes that this rank sends). Most optimizers need none."""
+        """Return, as (axis, collective, bytes that this rank sends), the collectives that the optimizer needs to update
+        this rank's shard of a page (flat parameter buffer). Most optimizers need none."""
         optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -398,12 +400,12 @@ class Placement:
         return slot_dtype
 
     def format_page_name(self, page: int) -> str:
-        """Return a name for a page (flat parameter buffer) in error messages: its first and last parameter, as in
-        "0.weight..2.bias"."""
+        """Return a name for a page (flat parameter buffer) for use in error messages. It consists of the names of the
+        first and the last parameter in the page, as in "0.weight..2.bias"."""
         return self._page_names[page]
 
     def list_parameters_of_page(self, page: int) -> list[str]:
-        """Return the names of the parameters of a page (flat parameter buffer)."""
+        """Return the names of the parameters in a page (flat parameter buffer)."""
         return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
 
     @cached_property
@@ -413,7 +415,7 @@ class Placement:
 
     def all_gather_numbers(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
         """Gather a list of float64 numbers from every rank of `comm` (default: all ranks). Return these lists in rank
-        order. `what` names the transfer in errors. Collective."""
+        order. `what` names the transfer in error messages. Collective."""
         rows: list[list[float]] = self.start_all_gather_numbers(values, what, lambda rows: rows, comm).wait()
         return rows
 
@@ -421,8 +423,8 @@ class Placement:
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
         """Start to gather `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer calls `use`
-        with a list of every rank's values, and returns the result of `use`. `what` names the transfer in errors.
-        Collective."""
+        with a list of the values of each rank, and returns the result of `use`. `what` names the transfer in error
+        messages. Collective."""
         comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return TimedTransfer(COMPLETED, lambda: use([values]))
@@ -440,21 +442,21 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements of its gradient shard this rank sums in an all-reduce over replicas. `page` is the
-        number of the page (flat parameter buffer) to which the shard belongs."""
+        """Return how many elements of its gradient shard this rank sums in an all-reduce over replicas. The shard
+        belongs to page (flat parameter buffer) number `page`."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
 
 def list_unit_statistics(layout: ModelLayout, unit: Unit) -> tuple[str, ...]:
-    """Return the names of the running statistics that the layers of a unit (group of layers) update."""
+    """Return the names of the running statistics that the layers in a unit (group of layers) update."""
     names = (layout.canonical_name(join_path(n.path, local)) for n in unit.nodes for local in n.layer.specs())
     return tuple(dict.fromkeys(name for name in names if name in layout.statistic_specs))
 
 
 def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterSpec]) -> tuple[ShardSegment, ...]:
-    """Return the parameters in the range `span` of the elements of a page (flat parameter buffer), as the segments
-    that the optimizer updates."""
+    """Return the segments that the optimizer updates, one for each parameter in the elements `span` of a page (flat
+    parameter buffer)."""
     items, start = [], span.start
     for piece in page.find_field_overlaps(span):
         f = page.fields[piece.have]
@@ -466,12 +468,12 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Gather `width` numbers for each parameter of a page (flat parameter buffer) from every rank of `holders` and of
-    the tensor axis. `mine` maps parameter names to this rank's numbers; a missing name stands for zeros. Return a dict
-    from parameter name to one list of numbers per rank.
+    """Gather `width` numbers for each parameter in a page (flat parameter buffer) from every rank of `holders` and of
+    the tensor axis. `mine` maps parameter names to this rank's numbers; missing names stand for zeros. Return a dict
+    from parameter name to the lists of numbers of all these ranks. Collective.
 
-    For a parameter that all tensor ranks hold in full, the numbers of the first tensor rank are used, and the lists of
-    the other tensor ranks are zeros. Collective."""
+    For a parameter that all tensor ranks hold in full, only the numbers of the first tensor rank are used; the lists of
+    the other tensor ranks contain zeros."""
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, description = placement.list_parameters_of_page(page), f"UPDATE{page} ({placement.format_page_name(page)})"
     for name in names:
