@@ -1,8 +1,8 @@
-"""Memory of a rank: the arena, which allocates all large buffers of the rank, and a C heap that does not return freed
-memory to the system.
+"""The memory of a rank: the arena, which allocates all large buffers of the rank, and the C heap, which is configured
+not to return freed memory to the system.
 
 Some buffers live as long as the trainer. All other buffers live for part of a program, which is the list of actions of
-a step. The lifetimes of these other buffers are known before the program runs, so they are packed into one slab, in
+a step. Their lifetimes are known before the program runs, so these buffers are packed into one allocation, the slab, in
 which buffers that are never alive at the same time share memory. Memory that a step frees stays with the process, so
 that the next step has no page faults."""
 
@@ -29,8 +29,8 @@ NEVER = -1
 
 
 def keep_freed_memory() -> bool:
-    """Make the C library keep freed memory for later allocations, instead of returning large arrays (above 128 KiB) to
-    the system. Return whether this works. It works on Linux with glibc; elsewhere nothing changes.
+    """Make the C library keep freed memory for later allocations, instead of returning the memory of large arrays
+    (above 128 KiB) to the system. Return whether this worked. It works on Linux with glibc; elsewhere nothing changes.
 
     This saves time, because each new memory page costs a page fault, in which the kernel fills the page with zeros.
     For a page of 4 KiB, the fault takes about as long as writing data to the entire page. The price is that the memory
@@ -40,8 +40,8 @@ def keep_freed_memory() -> bool:
 
 
 def trim_heap() -> None:
-    """Return free heap memory to the system. Called once before training, because steps do not need the memory that
-    the setup used."""
+    """Return free heap memory to the system. Called once before training, because steps do not need the memory that was
+    used during setup."""
     library = _load_glibc()
     if library is not None:
         library.malloc_trim(0)
@@ -143,8 +143,8 @@ def _compute_peak_bytes(lives: Sequence[BufferLifetime]) -> int:
 
 
 def _map_zero_pages(nbytes: int) -> Any:
-    """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory
-    nor time, whereas `numpy.zeros` may reuse freed memory, which it must clear first."""
+    """Return `nbytes` zero bytes mapped from the operating system. Pages that are never written take neither memory nor
+    time, whereas `numpy.zeros` may reuse freed memory, which has to be cleared first."""
     # Windows does not have these flags
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     try:
@@ -175,8 +175,8 @@ class WindowMemory(Protocol):
 
     def free_shared_later(self, arrays: list[Any]) -> None:
         """Free arrays of `allocate_shared` whose arena has been garbage-collected: at once if that is safe, otherwise
-        later. This does not communicate, because garbage collection happens on this rank only, in any thread and at any
-        time."""
+        later. This method must not communicate, because garbage collection happens on this rank only, in any thread and
+        at any time."""
         ...
 
 
@@ -186,8 +186,8 @@ class Arena:
     Parameters
     ----------
     xp : array module that allocates the buffers (NumPy, CuPy, or shape-only arrays)
-    memory : memory shared with other ranks, in which the slab is allocated if there is enough of it. If it is given,
-        all ranks must use slab plans of equal size
+    memory : memory shared with other ranks, in which the slab is allocated if there is enough space. If `memory` is
+        given, all ranks must use slab plans of equal size
     """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
@@ -209,8 +209,8 @@ class Arena:
         """Return the buffer with this name, which lives until `drop_buffer`. If there is none, create one of `size`
         elements, filled with zeros.
 
-        Set `temporary` if the buffer will be dropped before other buffers: it is then allocated on its own, since a
-        block that several buffers share is freed only as a whole.
+        Set `temporary` if the buffer will be dropped before other buffers. It then gets a separate allocation, since a
+        block that several buffers share can be freed only as a whole.
         """
         if name not in self.kept:
             make = self._allocate_aligned_zeros if self.xp is np and not temporary else self.xp.zeros
@@ -296,5 +296,5 @@ class Arena:
 def get_data_pointer(array: Any) -> int:
     """Return the memory address of an array's first byte, on the host or on a device; 0 for arrays without data."""
     if isinstance(array, np.ndarray):
-        return array.__array_interface__["data"][0]  # quicker than `array.ctypes.data`
+        return array.__array_interface__["data"][0]  # faster than `array.ctypes.data`
     return int(array.data.ptr) if hasattr(array, "data") else 0

@@ -1,5 +1,5 @@
-"""Devices, which hold arrays and compute on them. The CPU is implemented here. Other devices are subclasses, which are
-looked up by their name, by their array module or by one of their arrays."""
+"""Devices, which hold arrays and compute on them. The CPU is implemented here. Other devices are subclasses of
+`Device`. A device is looked up by its name, by its array module or by one of its arrays."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Device:
     ----------
     name : name that `distribute(device=...)` accepts
     holds_data : whether arrays have values; False for shape-only arrays
-    has_sum_kernels : whether the device has its own kernels for sums over rows and channels. They take per-channel
-        values in float64
+    has_sum_kernels : whether the device has its own kernels for sums over rows and channels. These kernels take
+        per-channel values in float64
     """
 
     name, holds_data, has_sum_kernels = "cpu", True, False
@@ -43,8 +43,8 @@ class Device:
         """Raise ConfigError if this process cannot compute on the device."""
 
     def require_valid_map(self, device_map: DeviceMap) -> None:
-        """Raise ConfigError if the user assigns devices to local ranks by `device_map`, although a host has only one
-        device of this kind."""
+        """Raise ConfigError if the user assigns devices to local ranks with `device_map`, although each host has only
+        one device of this kind."""
         if device_map is not None:
             raise ConfigError(f"device_map={device_map!r}: a host has only one device={self.name!r}; name another")
 
@@ -68,12 +68,12 @@ class Device:
         return self.xp.asarray(array)
 
     def describe_location(self, array: Any) -> str:
-        """Return text for messages that says where an array of this device is stored."""
+        """Return a description, for messages, of where an array of this device is stored."""
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on one device, and that device is one on which this rank can compute
-        (the host or the rank's own device)."""
+        """Raise DataError unless all arrays are on the same device, and this rank can compute on it (it is the host or
+        the rank's own device)."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         """Return a context manager inside which this thread computes on the device that holds `array`."""
@@ -94,8 +94,8 @@ class Device:
             return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
 
     def find_kernel(self, name: str, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-        """Return the device's own implementation of a kernel for these arguments. Return None if the kernel is to run
-        as plain array code or as Numba code."""
+        """Return the device's own implementation of a kernel for these arguments. Return None if the device has none,
+        so that the kernel runs as plain array code or as Numba code."""
         return None
 
     def try_multiply_matrices(self, a: Any, b: Any) -> Any | None:
@@ -109,13 +109,13 @@ class Device:
         return False
 
     def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
-        """Run the update formula `name` of an optimizer on these arrays and numbers, as a kernel of this device.
-        Return False if the device has no kernel of this name."""
+        """Run the device's own kernel for `name`, the update formula of an optimizer, on these arrays and numbers.
+        Return False if the device has no such kernel."""
         return False
 
     def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Call `run`, which updates a shard of parameters p with gradients g and the optimizer's state arrays `slots`.
-        If the arrays have no values, return False without calling `run`."""
+        """Call `run`, which updates a shard p of the parameters, given its gradients g and the optimizer's state arrays
+        `slots`. If the arrays have no values, return False without calling `run`."""
         run()
         return True
 
@@ -123,8 +123,8 @@ class Device:
         """Wait until the device has completed all work that this thread has issued."""
 
     def make_copier(self, array: Any) -> Any:
-        """Return an object that copies between `array` and pinned host memory: its method `start_copy(target, source)`
-        returns a `Handle`."""
+        """Return an object that copies between `array` and pinned host memory. Its method `start_copy(target, source)`
+        starts a copy and returns a `Handle`."""
         raise NotImplementedError
 
     def allocate_pinned(self, nbytes: int) -> np.ndarray:

@@ -25,17 +25,17 @@ REORDER = {"reassoc", "nsz", "contract"}
 """Compiler flags that let LLVM sum a row in vector lanes. The order of the sum depends only on the length of the
 row."""
 
-_lock = threading.RLock()  # lets only one thread compile at a time, since ranks may be threads
+_lock = threading.RLock()  # only one thread may compile at a time, and ranks may be threads
 _fixed: dict[Any, CompiledFunction] = {}
 _bare: dict[tuple[Any, str], Any] = {}
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """Make a function that Numba compiles on its first call with each combination of argument types. The compiled code
-    releases the GIL and divides according to IEEE 754.
+    """Decorate a function, so that Numba compiles it on its first call with each combination of argument types. The
+    compiled code releases the GIL, and its divisions follow IEEE 754.
 
-    If a factory defines the function several times, each time around a different inner function, each definition must
-    get a different `name`."""
+    If a factory defines the function several times, each time with a different inner function, each definition must get
+    a different `name`."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__  # becomes part of the cache file's name
@@ -51,9 +51,9 @@ def specialize(
     Parameters
     ----------
     function : function to compile
-    arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for an array with two dims in any layout,
-        `C2` for one in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A
-        final `r` means that the function only reads the array, so a read-only or unaligned array may be passed
+    arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for a 2-D array of any layout, `C2` for a
+        2-D array in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A final
+        `r` means that the function only reads the array, so a read-only or unaligned array may be passed
     formats : names of the dtypes that arrays without `h` or `s` may have
     """
     compiled = _fixed.get(function)
@@ -68,12 +68,11 @@ class CodeStore(Protocol):
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         """Load a function from disk for arguments of these kinds (dtypes and layouts), or compile and store it. Return
-        a callable, which returns NotImplemented for arguments of other kinds. Return None if the code cannot be
-        stored."""
+        a callable that returns NotImplemented for arguments of other kinds, or None if the code cannot be stored."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Make Numba's dispatcher store on disk what it compiles. `bare` says that the code has no entry point for
-        Python."""
+        """Make Numba's dispatcher store the code that it compiles on disk. `bare` is true if the code has no entry
+        point for Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
         """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared by
@@ -87,8 +86,8 @@ def _load_code_store() -> CodeStore | None:
 
 
 def format_fastmath_for_file_name(fastmath: Any) -> str:
-    """Return the compiler flag `fastmath` as part of a file name. The name must contain it, because reordered sums
-    change the bits of results."""
+    """Return the compiler flag `fastmath` as part of a file name. The name must contain the flag, because the sums that
+    it reorders have different bits."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
 
@@ -137,7 +136,7 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 class CompiledFunction:
     """A Python function that is compiled when it is called. `wanted` is a function that maps the arguments of a call
-    to the argument kinds to compile for (default: the kinds that they have)."""
+    to the argument kinds to compile for (default: their own kinds)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function

@@ -2,7 +2,7 @@
 is imported.
 
 Files of compiled code import the stand-ins, so importing such a file loads neither library. `resolve_lazy_objects`
-copies a function that is to be compiled, and replaces the stand-ins in the copy by the libraries' own objects.
+copies a function that is to be compiled, and replaces the stand-ins in the copy with the libraries' own objects.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
 class LazyObject:
-    """Stand-in for an object of a library, or for the result of calling it. The object is imported only when it is
-    needed."""
+    """Stand-in for an object of a library, or for the result of calling such an object. The object is imported only
+    when it is needed."""
 
     def __init__(self, module: str, path: tuple[str, ...] = (), given: tuple[Any, ...] | None = None) -> None:
         self._parts = module, path, given
@@ -88,8 +88,8 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
 
 
 def resolve_lazy_objects(function: Any) -> Any:
-    """Return a copy of the function in whose globals and closure all stand-ins are replaced by objects of Numba and
-    llvmlite."""
+    """Return a copy of the function in whose globals and closure all stand-ins are replaced with the objects of Numba
+    and llvmlite."""
     bound_copy = _copies.get(function)
     if bound_copy is not None:
         return bound_copy
@@ -135,8 +135,8 @@ def _make_intrinsic(value: LazyIntrinsic) -> Any:
 
 
 def _may_use_lazy_names(value: Any) -> bool:
-    """Return whether `value` is a function in which names must be replaced. Functions of NumPy, Numba and llvmlite
-    contain none."""
+    """Return whether `value` is a function in which stand-ins must be replaced. Functions of NumPy, Numba and llvmlite
+    contain no stand-ins."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 
@@ -164,8 +164,8 @@ def hash_function(function: Any) -> str:
 
 @functools.cache
 def _describe_function_and_callees(function: FunctionType) -> tuple[str, list[FunctionType]]:
-    """Return text with everything on which the machine code of a function may depend, and the functions that it calls.
-    The text is the same in every process."""
+    """Return a text that contains everything on which the machine code of a function may depend, and a list of the
+    functions that it calls. The text is the same in every process."""
     reached: list[FunctionType] = []
     if not _may_use_lazy_names(function):
         return f"{function.__module__}.{function.__qualname__}", reached

@@ -1,4 +1,5 @@
-"""Find the array module (NumPy, CuPy or shape-only arrays) of a device or an array, and the dtype for a name."""
+"""Find the array module (NumPy, CuPy or shape-only arrays) of a device or an array, and the dtype that a name stands
+for."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -30,8 +31,9 @@ def get_namespace(device: str) -> Any:
 
 
 def concatenate_on_device(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
-    """Concatenate arrays of one dtype so that the operation can be captured in a CUDA graph. `cupy.concatenate` reads
-    the addresses of the arrays from host memory, which a graph would read again on each replay."""
+    """Concatenate arrays of one dtype so that the operation can be captured in a CUDA graph. `cupy.concatenate` is not
+    used, because it reads the addresses of the arrays from host memory, and a graph would read this memory again on
+    each replay."""
     axis %= arrays[0].ndim
     ends = list(accumulate(array.shape[axis] for array in arrays))
     out = xp.empty((*arrays[0].shape[:axis], ends[-1], *arrays[0].shape[axis + 1 :]), dtype=arrays[0].dtype)

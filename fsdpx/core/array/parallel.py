@@ -1,14 +1,14 @@
 """Threads that compute kernels. The calling thread and a pool of workers each compute part of a call, with denormals
 flushed to 0 during a step.
 
-Kernels are split by rows, columns or elements, and workers treat denormals as the calling thread does, so no result
-depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two reasons: its
-default layer ("workqueue") ends the process when two threads call it at once, as ranks that run as threads do, and its
-split depends on the number of threads.
+Kernels are split by rows, columns or elements, and workers treat denormals in the same way as the calling thread. No
+result therefore depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two
+reasons: its default layer ("workqueue") ends the process when two threads call it at once, as ranks that run as threads
+do, and its split depends on the number of threads.
 
-Processors compute far more slowly with denormals (below 1.2e-38 in float32, 2.2e-308 in float64). Vanishing gradients,
-their squares in an optimizer, and the far tail of a softmax consist largely of denormals. GPUs and TensorFlow flush
-denormals to 0 as well. fsdpx does not flush denormals on processors other than x86, or without Numba.
+Processors compute far more slowly with denormals (numbers below 1.2e-38 in float32 or 2.2e-308 in float64). Vanishing
+gradients, their squares in an optimizer, and the far tail of a softmax consist largely of denormals. GPUs and
+TensorFlow flush denormals to 0 as well. fsdpx does not flush denormals on processors other than x86, or without Numba.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _load_control_register_module() -> Any:
     from fsdpx.core.array.kernels.compiled import scalar as register
 
     for kind in (np.float32, np.float64):
-        np.finfo(kind)  # compute the limits now: NumPy 1 would warn if it first did so with denormals flushed
+        np.finfo(kind)  # compute the limits now: NumPy 1 would warn if it computed them while denormals are flushed
     return register
 
 
@@ -62,7 +62,7 @@ MIN_PIECE_ELEMENTS = 1 << 16
 MIN_PARALLEL_SIZE = 1 << 18
 """Minimum number of elements for which splitting a call pays off. A pass over that many elements takes 80 us, whereas
 waking a thread and getting its answer takes 30 us."""
-PER_THREAD = 4  # number of pieces per thread; if pieces are small, a worker that wakes late delays the call less
+PER_THREAD = 4  # number of pieces per thread; with smaller pieces, a worker that wakes up late delays the call less
 
 # splits are at multiples of this many elements, so that threads never write to the same cache line
 PIECE_ALIGNMENT = 64
@@ -97,7 +97,7 @@ def split_range(size: int, grain: int = MIN_PIECE_ELEMENTS, line: int = PIECE_AL
 
 
 def parallel_for_rows(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
-    """Run `function(*arrays, *rest)`, split along dim 0 of the arrays over threads if there is enough work.
+    """Run `function(*arrays, *rest)`. If there is enough work, dim 0 of the arrays is split over threads.
 
     `work` is the number of elements that the entire call processes; 0 means the size of the first array.
     """
@@ -121,7 +121,7 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
     """Run `function(start, stop, rows, *rest)` for ranges [start, stop) that together cover all columns of the array
     `rows` (n, columns).
 
-    Use this for sums over rows: each column is added in the order of the rows, however the columns are split.
+    Use this for sums over rows: each column is added in the order of the rows, no matter how the columns are split.
     """
     size = rows.shape[1]
     if _threads == 1 or rows.size < MIN_PARALLEL_SIZE or size < 2 * PIECE_ALIGNMENT:
@@ -141,12 +141,12 @@ def parallel_for_range(function: Callable[..., Any], start: int, stop: int, *res
 
 
 def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
-    """Run `function(*piece)` for every piece, which is a tuple of arguments, on several threads and in any order.
-    Return when all calls are done.
+    """Run `function(*piece)` for every piece (a tuple of arguments), on several threads and in any order. Return when
+    all calls are done.
 
-    The function should be compiled and release the GIL. All pieces are run even if one raises, and the first error is
-    raised at the end. Any thread may call this at any time, even from within a piece: the caller runs pieces of its
-    own call and never waits for a worker that is busy with another call.
+    The function should be compiled and release the GIL. All pieces are run even if one of them raises an error, and the
+    first error is raised at the end. Any thread may call this at any time, even from within a piece: the caller runs
+    pieces of its own call and never waits for a worker that is busy with another call.
     """
     workers = min(_threads, len(pieces)) - 1
     if workers < 1:
@@ -165,8 +165,8 @@ def run_tasks(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -
 
 
 class _ParallelCall:
-    """The state of one call of `run_tasks`. Threads take pieces from a deque, which gives each piece to only one
-    thread, and workers report each finished piece in the queue `finished`.
+    """The state of one call of `run_tasks`. Threads take pieces from a deque, so that each piece is taken by only one
+    thread. Workers report each finished piece in the queue `finished`.
 
     `control` is the control register of the caller's vector unit. Workers copy it, because results depend on whether
     denormals are flushed: flushing can turn Inf into NaN.
@@ -207,7 +207,8 @@ class _ParallelCall:
 
 
 def _ensure_workers(workers: int) -> None:
-    """Start worker threads until there are `workers` of them. They sleep between calls, and end with the process."""
+    """Start worker threads until there are `workers` of them. The threads sleep between calls, and end with the
+    process."""
     global _started
     if _started >= workers:
         return

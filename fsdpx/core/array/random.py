@@ -37,8 +37,8 @@ def generate_raw_numbers(seed: int, name: str, start: int, stop: int) -> np.ndar
 
 
 def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
-    """Return the random numbers with indices [start, stop) in the stream (seed, name), as float64 in [0, 1). Each is
-    made from the top 53 bits of a 64-bit number."""
+    """Return the random numbers with indices [start, stop) in the stream (seed, name), as float64 in [0, 1). Each
+    number is made from the top 53 bits of a 64-bit random number."""
     return _make_in_pieces(start, stop, np.float64, lambda a, b: _to_fractions(generate_raw_numbers(seed, name, a, b)))
 
 
@@ -46,8 +46,8 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Return normal random numbers with indices [start, stop) in the stream (seed, name), as float64 with mean 0 and
     variance 1. Number i is computed from the 64-bit numbers 2i and 2i + 1.
 
-    The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). In some elements, the last bits computed by NumPy
-    differ from those of the compiled code. NumPy's own last bits also differ between processors.
+    The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). For some elements, NumPy and the compiled code
+    compute different last bits. NumPy's last bits also differ between processors.
     """
     from fsdpx.core.array.kernels.choice import find_compiled_kernel
 
@@ -64,15 +64,15 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 
 
 def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
-    """Return the numbers 0 to n - 1 in random order as int64: the indices that sort the first n 64-bit numbers of the
-    stream (seed, name)."""
+    """Return the numbers 0 to n - 1 in random order, as int64. They are the indices that sort the first n 64-bit
+    numbers of the stream (seed, name)."""
     return np.argsort(generate_raw_numbers(seed, name, 0, n), kind="stable")
 
 
 @dataclass
 class TrainingMoment:
-    """The current step, and the index of the microbatch's first sample in the global batch. Layers share one such
-    object, which is changed in place, so that all of them see the current values."""
+    """The current step, and the index in the global batch of the microbatch's first sample. All layers share one such
+    object. It is changed in place, so that all layers see the current values."""
 
     step: int = 0
     row: int = 0
@@ -89,8 +89,8 @@ class Random:
     def __init__(
         self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: TrainingMoment | None = None
     ) -> None:
-        """Use the given `moment`, which may be shared with other layers, or a new one made from `step` and `row`
-        (index of the first sample)."""
+        """Use the given `moment`, which may be shared with other layers, or create a new one from `step` and `row` (the
+        index of the first sample)."""
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
@@ -102,7 +102,7 @@ class Random:
         return Random(self.seed, path, moment=self.moment)
 
     def get_number_range(self, shape: tuple[int, ...]) -> NumberRange:
-        """Return the range of random numbers for an array of `shape` whose dim 0 is the sample. Element (i, j) has
+        """Return the range of random numbers for an array of `shape` whose dim 0 is the sample dim. Element (i, j) has
         number `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
@@ -130,7 +130,8 @@ class Random:
         return NumberRows(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), self.moment.row, rows, total)
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is the sample."""
+        """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is the sample
+        dim."""
         return self.get_number_range(shape).make_fractions(xp).reshape(shape)
 
 
@@ -145,7 +146,7 @@ class NumberRange:
 
     @property
     def keys(self) -> tuple[np.uint64, np.uint64]:
-        """The two 64-bit words of the key of the Philox generator."""
+        """The two 64-bit words of the Philox generator's key."""
         key = _make_key(self.seed, self.name)
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
@@ -162,8 +163,9 @@ class NumberRange:
     def make_16bit_numbers(self) -> np.ndarray:
         """Return random 16-bit numbers, one per position, as uint32.
 
-        Each is the upper bits of mix(mix(position ^ key0) ^ key1), with the 32-bit mixing function from C. Wellons'
-        "hash prospector". This is faster than Philox, and random enough for stochastic rounding.
+        Each number consists of the upper bits of mix(mix(position ^ key0) ^ key1), where mix is the 32-bit mixing
+        function from C. Wellons' "hash prospector". This is faster than Philox, and random enough for stochastic
+        rounding.
         """
         numbers = np.empty(self.stop - self.start, np.uint32)
         for offset, start, key0, key1 in self.iterate_runs_of_equal_upper_word():
@@ -172,8 +174,8 @@ class NumberRange:
         return numbers
 
     def make_fractions(self, xp: Any) -> Any:
-        """Return the random numbers as a 1-D float32 array in [0, 1) on the device of `xp`. Each is made from the top
-        24 bits of a 64-bit number."""
+        """Return the random numbers as a 1-D float32 array in [0, 1) on the device of `xp`. Each number is made from
+        the top 24 bits of a 64-bit random number."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty((self.stop - self.start,), dtype=np.float32)
 
@@ -216,8 +218,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_lead_dim(self) -> int:
-        """Return the dim at which the work is divided: dims before it are looped over, and all numbers along it and
-        the dims after it are generated in one call, even those outside the part, which are dropped."""
+        """Return the dim at which the work is divided. The dims before it are looped over. All numbers along this dim
+        and the dims after it are generated in one call; those outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -244,7 +246,8 @@ class NumberRows:
     def make_fractions(self, xp: Any) -> Any:
         """Return the numbers as a float32 array in [0, 1) of shape `shape`, on the device of `xp`.
 
-        Numbers of rows that are close to each other are generated in one call, with those between them."""
+        The numbers of rows that are close to each other are generated in one call, together with the numbers of the
+        rows between them."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
         out, width = np.empty(self.shape, np.float32), max(math.prod(self.shape[2:]), 1)

@@ -1,5 +1,5 @@
-"""Sums that are bitwise independent of how their terms are distributed over ranks, because the sums of fixed blocks
-are added exactly. Also means and variances that are merged without cancellation."""
+"""Sums whose bits do not depend on how the terms are distributed over ranks, because the sums of fixed blocks are added
+exactly. Also merges means and variances without cancellation."""
 
 import math
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def sum_exactly(values: Sequence[float]) -> float:
 
 
 def compute_sum_expansion(values: Sequence[float]) -> list[float]:
-    """Return a few numbers whose exact sum equals that of `values`, so that the sum can be sent to other ranks without
+    """Return a few numbers with the same exact sum as `values`, so that the sum can be sent to other ranks without
     rounding."""
     parts: list[float] = []
     rest = sum_exactly(values)
@@ -56,8 +56,8 @@ def compute_padded_sum_expansion(values: Sequence[float]) -> list[float]:
 
 
 def combine_moments(xp: Any, first: Any, second: Any) -> Any:
-    """Merge the moments (count, mean, sum of squared deviations) of two sets of numbers; return those of their union
-    (Chan et al. 1979)."""
+    """Merge the moments (count, mean, sum of squared deviations) of two sets of numbers: return the moments of the
+    union of both sets (Chan et al. 1979)."""
     total = first[0] + second[0]
     share = second[0] / xp.where(total > 0, total, 1.0)
     apart = second[1] - first[1]

@@ -1,4 +1,4 @@
-"""Check arguments against the type hints of a function, so that a wrong argument raises a ConfigError that names it.
+"""Check arguments against the type hints of a function. A wrong argument raises a ConfigError that contains its name.
 
 A function's own checks are more specific, so they run first. The hints are checked only after the function has
 returned, or has raised an error other than an FsdpxError.
@@ -40,9 +40,9 @@ def wrap_with_argument_check(
     ----------
     function : the function to wrap
     name : name of the function in error messages (default: its own name)
-    when : when the hints are checked. "after": after the function has returned or failed; this is meant for
-        constructors, whose own checks give more specific errors. "failed": only after it has failed; this is meant for
-        calls with side effects. An FsdpxError does not count as a failure and is passed on
+    when : when the hints are checked. "after": after the function has returned or failed, for constructors, whose own
+        checks raise more specific errors. "failed": only after the function has failed, for calls with side effects. An
+        FsdpxError does not count as a failure and is passed on
     """
     label = name or function.__qualname__.removesuffix(".__init__")
 
@@ -84,8 +84,8 @@ def wrap_constructor_with_argument_check(cls: type) -> None:
 def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError for an integer argument whose magnitude is `MAX_ARRAY_INTEGER` or more, since a loop up to
-    such a number would take forever."""
+    """Raise ConfigError for an integer argument whose magnitude is `MAX_ARRAY_INTEGER` or more, since a loop with so
+    many iterations would never end."""
     for name, value in [*zip(_get_hints_and_positional_names(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
             raise ConfigError(f"{label}({name}={value}): the number is too large")
@@ -113,7 +113,7 @@ def _require_fitting_arguments(
 
 @cache
 def _get_hints_and_positional_names(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return name -> type hint for the parameters, and the names of the positional parameters in order."""
+    """Return the type hints of the parameters as {name: hint}, and the names of the positional parameters in order."""
     named = inspect.signature(function).parameters.values()
     positional = [one.name for one in named if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     single = [one.name for one in named if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
@@ -125,8 +125,8 @@ def _get_hints_and_positional_names(function: Callable[..., Any]) -> tuple[dict[
 
 
 def fits_hint(value: Any, hint: Any, failed: bool = False) -> bool:
-    """Return whether a value fits a type hint. NumPy scalars count as numbers, bools do not, and a list may stand for
-    a tuple.
+    """Return whether a value fits a type hint. NumPy scalars count as numbers, but bools do not. A list is accepted in
+    place of a tuple.
 
     If `failed` is true, the call has already failed with this value. In that case a 0-d array does not count as a
     number, and an object of a user-defined class is not accepted in place of an fsdpx object.
@@ -185,8 +185,8 @@ def _is_sequence(value: Any, collection_type: Any) -> bool:
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return (element, type hint) pairs for the elements of the collection `value`, whose own hint contains the hints
-    `inner`. Return no pairs if the collection is too long to be checked."""
+    """Return (element, type hint) pairs for the elements of the collection `value`. `inner` are the hints inside the
+    collection's own hint. Return no pairs if the collection is too long to be checked."""
     if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:

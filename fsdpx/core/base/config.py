@@ -1,8 +1,8 @@
 """User options as dataclasses: sharding strategies, precision, and traces.
 
-A sharding strategy consists of the widths of two mesh axes, and of how long full parameters and full gradients are
-kept. The familiar strategy names are presets of these values (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al.,
-VLDB'23).
+A sharding strategy consists of the widths of two mesh axes, and of the periods for which full parameters and full
+gradients are kept. The familiar strategy names are presets for these values (ZeRO: Rajbhandari et al., SC'20; FSDP:
+Zhao et al., VLDB'23).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, p
     """Return `value` itself if it is an instance of `config_class`. If `value` is a folder, return
     `config_class(value)`. Otherwise raise ConfigError.
 
-    The error message begins with `prefix`, for example "trace={}", and mentions `other_field`, another field of the
-    class, as an example.
+    The error message begins with `prefix`, such as "trace={}", and mentions `other_field`, another field of the class,
+    as an example.
     """
     if isinstance(value, str | PathLike):
         return config_class(value)
@@ -97,14 +97,15 @@ LIFETIMES = get_args(Lifetime)
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding strategy: over how many ranks the model is replicated and sharded, and how long full parameters and
+    """Sharding strategy: over how many ranks the model is replicated and sharded, and how long full parameters and full
     gradients are kept. Raises ConfigError for invalid values.
 
     Parameters
     ----------
     replica, shard : widths of the two data-parallel mesh axes; None: all ranks that the other axis leaves over
     full_params : "use" frees gathered parameters as soon as their layers have run, "step" keeps them until the update
-    full_grads : "use" reduces gradients after each microbatch, "step" reduces only their sum over all microbatches
+    full_grads : "use" reduces gradients after each microbatch, "step" reduces only the sum of the gradients of all
+        microbatches
     prefetch : maximum number of units (groups of layers) whose parameters are gathered ahead of use, and maximum number
         of gradient reductions in flight
     """
@@ -182,8 +183,8 @@ class TraceConfig:
     Parameters
     ----------
     folder : folder for the files rank-00000.json.gz and so on, one per rank
-    steps : number of most recent programs to keep in the trace. A training step is one program, and so is each call of
-        `accumulate`
+    steps : number of most recent programs to keep in the trace. Each training step, and each call of `accumulate`, is
+        one program
     """
 
     folder: str | PathLike[str]
@@ -207,7 +208,7 @@ class TraceConfig:
 
         Raises
         ------
-        ConfigError : `given` is neither
+        ConfigError : `given` is neither of these
         """
         return get_config_or_make_from_folder(cls, given, "trace={}", "steps")
 
@@ -229,8 +230,7 @@ class Precision:
     reduce : dtype to which gradients are rounded before the reduction, which adds them in float32: "bf16" or "fp16";
         None: no rounding
     buffers : dtype of running statistics, "float32" or "float64"; None: float32 (float64 if `compute` is float64).
-        16-bit dtypes are rejected, because a single step changes statistics by less than the last bit of a 16-bit
-        number
+        16-bit dtypes are rejected, because the change in a single step is smaller than the last bit of a 16-bit number
     master : dtype of the parameter shard that the optimizer updates, and of the optimizer's state; None: float32
         (float64 if `compute` is float64). "bf16" with compute="bf16" trains in 16 bits throughout
     rounding : how updates smaller than the last bit of a 16-bit master are applied. None or "stochastic": the result is
@@ -279,7 +279,7 @@ class Precision:
             raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}{hint}")
 
     def __repr__(self) -> str:
-        """Return text that shows only the fields that differ from their defaults."""
+        """Return a repr with only those fields that differ from their defaults."""
         chosen = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
         return f"Precision({', '.join(chosen)})"
 

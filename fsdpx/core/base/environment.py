@@ -39,8 +39,8 @@ _NO_TASKS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class RendezvousStore:
-    """Where ranks without MPI meet: a host and port, or a file that all ranks can access and that no other job has
-    used.
+    """The place where ranks without MPI meet: a host and port, or a file that all ranks can access and that no other
+    job has used.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Environment:
 
     Parameters
     ----------
-    check : whether ranks check before each collective that all of them make the same call (FSDPX_CHECK=1)
+    check : whether ranks check, before each collective, that all of them make the same call (FSDPX_CHECK=1)
     node : whether ranks on the same host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
     tune : whether options that the user has not set are chosen by measurement (FSDPX_TUNE=0: use the defaults)
     retune : whether to measure again even if results are cached (FSDPX_TUNE=again), except after `fsdpx run` has
@@ -96,7 +96,7 @@ class Environment:
     cache : folder for cached measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache
         folder)
     timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT; None: the default)
-    start_timeout : maximum time in seconds that the ranks of a host wait for the last rank while MPI starts
+    start_timeout : maximum time in seconds for which the ranks of a host wait for each other while MPI starts
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks; None if there is none
     expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence); None if unknown
@@ -134,8 +134,8 @@ class Environment:
 
     @property
     def shared_settings(self) -> dict[str, str]:
-        """Name -> value, as text, of the environment variables that determine which messages ranks exchange. They must
-        be the same on all ranks."""
+        """The environment variables that determine which messages ranks exchange, as {name: value}, with values as
+        text. They must be the same on all ranks."""
         tune = "again" if self.retune else self.tune
         settings = {
             "CHECK": self.check,
@@ -160,9 +160,9 @@ def _format_setting(value: object) -> str:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return the settings of this process. Raise LaunchError for a variable that cannot be parsed.
 
-    In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. These variables are taken
-    to describe ranks only in a job step without PMI_ or OMPI_ variables, because those are set if another launcher
-    runs inside the step.
+    In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. These variables are assumed
+    to describe ranks only in a job step without PMI_ or OMPI_ variables: if there are any, another launcher runs inside
+    the step.
     """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
@@ -189,7 +189,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 def set_rank_variables(
     launcher: LauncherInfo, size: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, whatever launcher started it.
+    """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, regardless of the launcher that started it.
 
     Set nothing if these variables would make fsdpx detect a different launcher. Together with FSDPX_STORE, for
     example, they declare a rank without MPI."""
@@ -213,7 +213,8 @@ def restoring_environment(environ: MutableMapping[str, str] = os.environ) -> Ite
 
 
 def copy_without_rank_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a helper process, without variables that would make it a rank of this job."""
+    """Return the environment for a helper process, without the variables that would make the process a rank of this
+    job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
@@ -228,7 +229,7 @@ def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
 
 def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the names of the environment variables that must have the same value on all hosts, because they select
-    code or affect results down to the last bit."""
+    code or affect the exact bits of results."""
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
@@ -236,8 +237,8 @@ def require_expected_world_size(size: int, environment: Environment, library: st
     """Raise LaunchError if `size`, the number of ranks according to `library`, differs from the number that the
     launcher started or the user expects.
 
-    These numbers differ if mpiexec or srun does not match the loaded MPI library: each rank is then alone in its own
-    MPI_COMM_WORLD.
+    The numbers differ if mpiexec or srun does not match the loaded MPI library, because each rank is then alone in its
+    own MPI_COMM_WORLD.
     """
     launcher, expected = environment.launcher, environment.expected_size
     if launcher is not None and launcher.size == size != expected:
@@ -261,7 +262,7 @@ def require_expected_world_size(size: int, environment: Environment, library: st
 
 
 def require_single_process_and_get_note(environ: Mapping[str, str] = os.environ) -> str:
-    """Raise LaunchError if environment variables declare this process one of several ranks, but do not say where the
+    """Raise LaunchError if environment variables declare that this process is one of several ranks, but not where the
     ranks meet.
 
     Return a note for the user if this is a single process in a Slurm job with several tasks, else "". SLURM_NTASKS
@@ -311,7 +312,7 @@ def _find_mpi_launcher(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _find_launcher_without_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Return the launcher of ranks without MPI, as described by the variables that torchrun, `fsdpx run` or the user
+    """Return the launcher of ranks without MPI, which is described by variables that torchrun, `fsdpx run` or the user
     has set. Return None if there is none."""
     rank, size = (_parse_count_variable(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _parse_rendezvous_store(environ) is None:
@@ -359,22 +360,22 @@ def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return which of the variables MASTER_ADDR and MASTER_PORT are missing or invalid."""
+    """Return the names of those of the variables MASTER_ADDR and MASTER_PORT that are missing or invalid."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
 
 
 def _parse_count_variable(environ: Mapping[str, str], variable: str) -> int | None:
-    """Return the number in an environment variable of a launcher. Return None if the variable is missing or not a
-    number."""
+    """Return the value of a launcher's environment variable as a number. Return None if the variable is missing or not
+    a number."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
 
 def _read_thread_count(environ: Mapping[str, str]) -> int | None:
-    """Return the number of BLAS threads that the user has set; None if it is not set. Like BLAS libraries, ignore
-    invalid values."""
+    """Return the number of BLAS threads that the user has set, or None if the user has set none. Invalid values are
+    ignored, as they are by BLAS libraries."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:
@@ -392,7 +393,7 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """Return text that describes the processor for which Numba is told to compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
+    """Return a description of the processor for which the user makes Numba compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
     NUMBA_OPT); "" if none of these variables is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
@@ -404,16 +405,16 @@ def get_trace_folder(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def get_record_folder_and_steps(environ: Mapping[str, str] = os.environ) -> tuple[Path, int] | None:
-    """Return the folder in which the values written by every action of a step are recorded (FSDPX_RECORD), and the
-    number of steps to record (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
+    """Return the folder for recordings of the values that each action of a step writes (FSDPX_RECORD), and the number
+    of steps to record (FSDPX_RECORD_STEPS). Return None if nothing is to be recorded."""
     if not environ.get("FSDPX_RECORD"):
         return None
     return Path(environ["FSDPX_RECORD"]), _parse_count_variable(environ, "FSDPX_RECORD_STEPS") or DEFAULT_RECORDED_STEPS
 
 
 def make_recording_environment(folder: Path, steps: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a run that records in `folder` what every action writes, during the first `steps`
-    steps."""
+    """Return the environment for a run that records, in `folder`, the values that each action writes during the first
+    `steps` steps."""
     return {**environ, "FSDPX_RECORD": str(folder), "FSDPX_RECORD_STEPS": str(steps)}
 
 
@@ -464,8 +465,8 @@ def get_visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool | None:
-    """Return whether GPU arrays are to be passed to MPI (FSDPX_GPU_AWARE_MPI). None means that a probe decides whether
-    MPI accepts them."""
+    """Return whether GPU arrays are to be passed to MPI directly (FSDPX_GPU_AWARE_MPI). None means that a probe finds
+    out whether MPI accepts them."""
     text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
     return None if text == "auto" else _read_boolean(environ, "FSDPX_GPU_AWARE_MPI")
 

@@ -1,7 +1,6 @@
-"""Look up extensions by name. The core imports an extension when its name is first used, and knows nothing else about
-it.
+"""Look up extensions by name. The core knows an extension only by its name, and imports it when the name is first used.
 
-Other packages add extensions through entry points. In the group `fsdpx.codec`, for example, an entry point gives the
+Other packages add extensions through entry points. In the group `fsdpx.codec`, for example, an entry point declares the
 name of a codec and its `module:attribute`.
 """
 

@@ -49,7 +49,7 @@ class _HookLink:
 
 
 def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Unwrap `function` until it is no longer a bypassed wrapper, and return it."""
+    """Unwrap `function` as long as it is a bypassed wrapper, and return the result."""
     while isinstance(function, _HookLink) and function.is_bypassed:
         function = function.former
     return function
@@ -64,8 +64,8 @@ class Hook:
         self._link: _HookLink | None = None
 
     def install(self) -> None:
-        """Install the hook so that it is called first, even if the program has since installed its own hook on top of
-        it."""
+        """Install the hook so that it is called first, even if it is already installed and the program has put its own
+        hook on top of it."""
         target = getattr(self.module, self.name)
         if target is self._link:
             return
@@ -104,8 +104,8 @@ _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Add hooks, which are to be installed whenever the hooks have an owner. If they already have one, install the new
-    hooks at once."""
+    """Add hooks that are installed as long as there is an owner of the hooks. If there already is one, install them at
+    once."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:
@@ -151,8 +151,8 @@ def _drop_holder_and_unused_hooks(key: int) -> None:
 
 
 def find_communicator_to_abort() -> Any:
-    """Return the communicator whose `abort` ends all ranks: that of the newest owner of the hooks. Return None if there
-    is none."""
+    """Return the communicator whose `abort` ends all ranks, namely the communicator of the newest owner of the hooks.
+    Return None if there is none."""
     comms = [holder.comm() for holder in list(_holders.values())]
     return next((comm for comm in reversed(comms) if comm is not None), None)
 
@@ -193,14 +193,14 @@ _observers: list[Callable[[int, str], object]] = []
 
 
 def add_exit_listener(listener: Callable[[int, str], object]) -> None:
-    """Register a function that is called as `listener(status, error)` before this rank ends all other ranks. `error`
-    is the name of the exception that makes this rank end them, or "" if there is none."""
+    """Register a function that is called as `listener(status, error)` before this rank ends all other ranks. `error` is
+    the name of the exception because of which this rank ends the others, or "" if there is none."""
     _observers.append(listener)
 
 
 def notify_exit_listeners(status: int, error: str = "") -> None:
-    """Call the functions registered by `add_exit_listener`. `status` is the exit status of this process, and `error`
-    the name of its exception, or ""."""
+    """Call the functions registered by `add_exit_listener`. `status` is the exit status of this process, and `error` is
+    the name of its exception, or "" if there is none."""
     for listener in _observers:
         with suppress(OSError):  # the job must end even if a listener fails, for example because the disk is full
             listener(status, error)
@@ -249,7 +249,7 @@ class SignalHandler:
         return self.number.name == "SIGQUIT" and of_c
 
     def call_handler(self, frame: Any) -> None:
-        """Call the handler, if it is a Python function other than Python's default SIGINT handler."""
+        """Call the handler if it is a Python function, except Python's default SIGINT handler."""
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 

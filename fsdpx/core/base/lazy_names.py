@@ -13,7 +13,7 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
     """Return the functions `__getattr__` and `__dir__` and the list `__all__` for a package, derived from the imports
     in its source.
 
-    Every `from MODULE import NAME as NAME` in its `__init__.py` declares a name; names declared under `if
+    Every `from MODULE import NAME as NAME` in the package's `__init__.py` declares a name; names declared under `if
     TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a callable subpackage and its type for type
     checkers. If a subpackage and an object in it have the same name (`fsdpx.launch`), the name refers to the
     subpackage.
@@ -40,14 +40,14 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
         inside = getattr(home, name, home)
         imported = (
             import_extension_module(f"{homes[name]}.{name}", full_name) if inside is home else inside
-        )  # the name may be a submodule's
+        )  # the name may be that of a submodule
         return vars(module).setdefault(name, imported)
 
     return import_name, names.copy, names
 
 
 def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
-    """Return name -> module to import the name from, for all names that the source of a package declares."""
+    """Return, as {name: module}, the module from which to import each name that the source of a package declares."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -72,7 +72,7 @@ def log_on_rank0(who: Any, text: str) -> None:
 
 
 def flush_and_write_stderr(text: str = "") -> None:
-    """Flush standard output and write `text` to standard error, before this rank ends all other ranks.
+    """Flush standard output, and write `text` to standard error. Called before this rank ends all other ranks.
 
     Errors are ignored, because the ranks must end even if the stream is missing or closed, or its disk is full.
     """
@@ -97,18 +97,19 @@ def is_stderr_terminal() -> bool:
 def reporting_if_slow(
     enabled: bool, what: str, outcome: Callable[[], str] | None = str
 ) -> Iterator[ProgressCallback]:
-    """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, log that it is
-    running and, at its end, how long it took.
+    """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, it is logged that
+    the task is running and, at the end, how long it took.
 
     It yields a function (done, total) with which the task reports its progress. On a terminal, the progress is updated
     in place; elsewhere it is printed as a few lines, at intervals that triple each time.
 
     Parameters
     ----------
-    enabled : whether to report anything. If False, no thread is started either, since a simulated rank may lack the
-        memory for one
+    enabled : whether to report anything. If False, no thread is started, since a simulated rank may not have enough
+        memory for it
     what : name of the task
-    outcome : function that returns text to append to the last line; None: no last line, because a result follows
+    outcome : function that returns text to append to the last line; None: no last line, because the caller prints a
+        result
     """
     if not enabled:
         yield lambda *reached: None
@@ -173,7 +174,7 @@ def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
     are right-aligned.
 
     If `text` is true, the last column is left-aligned text. If it would make the table wider than `COLUMNS`, it is
-    placed on lines of its own below each row instead.
+    placed on separate lines below each row instead.
     """
     cut = len(rows[0]) - text
     widths = [max(len(row[i]) for row in rows) for i in range(cut)]
@@ -201,8 +202,8 @@ def wrap_lines(text: str, columns: int = COLUMNS) -> str:
 
 
 def wrap_for_terminal(text: str, stream: TextIO | None = None) -> str:
-    """Wrap text to the width of the terminal, if `stream` (default: standard output) is a terminal, or if this is a
-    rank whose launcher forwards its output. Otherwise return it unchanged."""
+    """Wrap text to the width of the terminal if `stream` (default: standard output) is a terminal, or if this process
+    is a rank, whose output a launcher forwards. Otherwise return the text unchanged."""
     if (stream or sys.stdout).isatty() or environment.read_environment().launcher is not None:
         return wrap_lines(text, shutil.get_terminal_size().columns)
     return text

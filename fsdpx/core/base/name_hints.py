@@ -1,4 +1,4 @@
-"""Suggestions for unknown names, from a single table that maps names of other libraries to their equivalents in fsdpx.
+"""Suggestions for unknown names. A single table maps names of other libraries to their equivalents in fsdpx.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -149,8 +149,8 @@ _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHER
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an unknown word, as the end of a sentence: its equivalent in fsdpx, or the most similar
-    of the `known` words. Return "" if there is neither."""
+    """Return a suggestion for an unknown word, as the end of a sentence: the word's equivalent in fsdpx, or the most
+    similar of the `known` words. Return "" if no such word exists."""
     ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
     if ours is not None:
         return f"; here that is {ours}"
@@ -159,8 +159,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def suggest_number_format(given: Any, known: Collection[Any]) -> str:
-    """Return a suggestion for an unknown number format, as the end of a sentence: the `known` format that another
-    library calls `given`, a name or a dtype. Return "" if there is none."""
+    """Return a suggestion for an unknown number format, as the end of a sentence. It is the format in `known` to which
+    another library gives the name `given` (or the name of the dtype `given`). Return "" if there is none."""
     word = given if isinstance(given, str) else getattr(given, "__name__", str(given)).rpartition(".")[2]
     ours = _FORMATS_ELSEWHERE.get(word, word)
     return f"; here that is {ours!r}" if ours in known else ""
@@ -228,8 +228,8 @@ def wrap_with_option_check(function: Callable[P, T], when: Literal["after", "fai
 
 
 def parse_patterns(argument: str, given: Any) -> tuple[str, ...]:
-    """Convert the name patterns given for `argument` to a tuple. A string is a single pattern. Raise ConfigError if
-    they are neither a string nor a list of strings."""
+    """Convert `given`, the name patterns passed for `argument`, to a tuple. A string is a single pattern. Raise
+    ConfigError if `given` is neither a string nor a list of strings."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Collection) or isinstance(given, Mapping) or not all(isinstance(p, str) for p in given):

@@ -1,4 +1,4 @@
-"""Options with checks: a dataclass field is declared together with a check of its value, which runs before the
+"""Options with checks: a dataclass field is declared together with a check of its value. The check runs before the
 dataclass is used."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_bool(value: Any) -> bool:
 
 def make_option_field(default: Any, fits: Callable[[Any], bool], description: str) -> Any:
     """Return a dataclass field for an option of `distribute`. `fits` returns whether a value is valid, and
-    `description` says in words what is valid. None is also valid if it is the default."""
+    `description` describes the valid values in words. If the default is None, None is valid as well."""
     return field(default=default, metadata={"fits": fits, "words": description})
 
 
@@ -50,5 +50,5 @@ def require_valid_options(owner: Any) -> None:
 
 
 def get_field_values(dataclass_type: type[Any], owner: Any) -> dict[str, Any]:
-    """Return name -> value of those attributes of `owner` that are fields of the dataclass `dataclass_type`."""
+    """Return, as {name: value}, those attributes of `owner` that are fields of the dataclass `dataclass_type`."""
     return {one.name: getattr(owner, one.name) for one in fields(dataclass_type)}

@@ -1,4 +1,4 @@
-"""Types of options that are names. The stub next to this file declares their possible values for type checkers and
+"""Types of options whose values are names. The stub file next to this module declares these names for type checkers and
 editors.
 
 At run time each type is `str`, because other packages can add names (`fsdpx.core.base.extensions`). The call that

@@ -8,8 +8,8 @@ __all__ = ["read_cpuinfo_field"]
 
 @functools.cache
 def read_cpuinfo_field(field: str) -> str:
-    """Return the value of `field`, such as "flags" or "model name", of the first core in /proc/cpuinfo; "" if there is
-    no such field or file."""
+    """Return the value of `field`, such as "flags" or "model name", of the first core in /proc/cpuinfo. Return "" if
+    the field or the file does not exist."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -4,7 +4,7 @@ ones are created.
 There are two kinds of files. *Own* files are caches, records, notes, markers and locks that fsdpx itself wrote. They
 are opened without following links, and must be regular files that this user or root owns and that no other user can
 write. *Input* files are named by the user, such as a model or a checkpoint. They may belong to another user and be
-reached through links, but must be regular files too. Both kinds have a maximum size. Opening a file never blocks on
+reached through links, but must also be regular files. Both kinds have a maximum size. Opening a file never waits for
 the other end of a pipe.
 
 A file that breaks these rules raises `Untrusted`. A caller that can recreate the file ignores it with one warning
@@ -58,8 +58,8 @@ _ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F].
 
 
 class Untrusted(OSError):
-    """Error for a file or folder that exists but breaks the safety rules of this module. The message names it and the
-    reason."""
+    """Error for a file or folder that exists but breaks the safety rules of this module. The message contains the path
+    and the reason."""
 
 
 def expanduser(path: str | os.PathLike[str]) -> Path:
@@ -93,15 +93,15 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
 
 def get_path_of_open_file(file: BinaryIO, path: Path) -> Path:
-    """Return the real path of an open file, with links resolved. If the system cannot tell, resolve `path`, the path
+    """Return the real path of an open file, with links resolved. If the system does not provide it, resolve `path`,
     with which the file was opened."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
     return (real_path if real_path.exists() else path).resolve()
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> bytes:
-    """Return the content of a file of at most `max_bytes` bytes, after the checks of `open_file`, which also explains
-    `ours`."""
+    """Return the content of a file of at most `max_bytes` bytes. The checks, and the argument `ours`, are those of
+    `open_file`."""
     with open_file(path, max_bytes, ours) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -110,8 +110,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
-    """Return the parsed content of a JSON file. The arguments are those of `read_file`. Raise the errors of
-    `read_file`, and a ValueError that names the file, line and byte if the JSON is invalid."""
+    """Return the parsed content of a JSON file. The arguments and errors are the same as for `read_file`. In addition,
+    raise a ValueError that states the file, line and byte if the JSON is invalid."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -132,7 +132,7 @@ def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | No
 
 
 def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
-    """Return an error message for a file that could not be read. It contains the path, exactly once, and the reason."""
+    """Return an error message for a file that could not be read. It contains the reason and, exactly once, the path."""
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 
@@ -147,8 +147,8 @@ def warn_file_ignored(error: Exception, path: Path | None = None) -> None:
 
 
 def _require_safe_file(path: str | os.PathLike[str], status: os.stat_result, max_bytes: int | None, ours: bool) -> None:
-    """Raise `Untrusted` unless `status` is that of a regular file of at most `max_bytes` bytes. If `ours` is true,
-    also require that only this user or root can write it."""
+    """Raise `Untrusted` unless `status` describes a regular file of at most `max_bytes` bytes. If `ours` is true, also
+    require that only this user or root can write it."""
     if stat.S_ISLNK(status.st_mode):
         raise Untrusted(f"{path} is a link, which is not followed here")
     if not stat.S_ISREG(status.st_mode):
@@ -175,8 +175,8 @@ def parse_json(data: bytes) -> Any:
     """Parse JSON text, in time linear in its length.
 
     Raise ValueError if it is not valid JSON, if an object has duplicate names, if lists and objects are nested more
-    than 64 deep, if an integer has more than 64 digits, or if a string cannot be encoded, such as half of a surrogate
-    pair.
+    than 64 levels deep, if an integer has more than 64 digits, or if a string cannot be encoded, for example because it
+    contains half of a surrogate pair.
     """
     text = data.decode()
     try:
@@ -193,13 +193,13 @@ def parse_json(data: bytes) -> Any:
 
 
 def describe_json_error(error: ValueError, data: bytes, line: int = 1) -> str:
-    """Return text that says where and why `parse_json` rejected `data`, such as "line 3, byte 7: ...". `line` is the
+    """Return a description of where and why `parse_json` rejected `data`, such as "line 3, byte 7: ...". `line` is the
     number of the first line of `data`."""
     position, why = 0, str(error)
     if isinstance(error, UnicodeDecodeError):
         position, why = error.start, f"0x{data[error.start]:02x} is not UTF-8: {error.reason}"
     elif isinstance(error, json.JSONDecodeError):
-        end = len(data.rstrip())  # if the text ends too early, point to the last line, not to an empty line after it
+        end = len(data.rstrip())  # if the text ends too early, report the last line, not an empty line after it
         position, why = min(len(error.doc[: error.pos].encode()), end), error.msg
     else:
         position = next((found.start() for found in _ESCAPES.finditer(data) if found[1]), 0)
@@ -238,8 +238,8 @@ def _parse_json_int(digits: str) -> int:
 
 
 def _refuse_deep_nesting(value: Any) -> None:
-    """Raise ValueError if lists and objects are nested too deep. Proceeds level by level, since recursion could
-    overflow the stack."""
+    """Raise ValueError if lists and objects are nested too deeply. The check proceeds level by level, since recursion
+    could overflow the stack."""
     level = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
         inner = [part for part in level if isinstance(part, dict | list)]
@@ -263,8 +263,8 @@ def make_folder(path: Path, private: bool = True) -> Path:
     ----------
     path : path of the folder
     private : whether to keep other users out (mode 0700), as for the folder of a run. If False, as for a cache, other
-        users may read the folder (at most 0755); an existing folder is then accepted unchecked, since each file in it
-        is checked when it is read
+        users may read the folder (mode 0755 at most); an existing folder is then accepted without a check, since each
+        file in it is checked when it is read
     """
     missing = [path] if not os.path.lexists(path) else []
     while missing and not missing[-1].parent.exists():
@@ -317,7 +317,7 @@ def open_self_deleting_file(folder: str | os.PathLike[str]) -> int:
     """Create a file that is deleted when the last process closes it. Return its file descriptor, open for reading and
     writing.
 
-    If the system cannot create a file without a name, the file has a name briefly, while it is empty.
+    If the system cannot create files without a name, the file has a name for a short time, while it is empty.
     """
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):  # some file systems do not support O_TMPFILE
@@ -329,8 +329,8 @@ def open_self_deleting_file(folder: str | os.PathLike[str]) -> int:
 
 
 def make_temporary_path(folder: str | os.PathLike[str]) -> Path:
-    """Return an unused path for a file that has a name only briefly. If the process is killed during that time, an
-    empty file remains."""
+    """Return an unused path for a file that has a name only for a short time. If the process is killed during this
+    time, an empty file remains."""
     return Path(folder, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}")
 
 
@@ -343,8 +343,8 @@ def try_create_marker(path: Path) -> bool:
 
 
 def write_file(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
-    """Write a file with permissions `mode` atomically, so that readers never see a part of the data. Anything that
-    exists at `path`, even a link, is replaced."""
+    """Write a file with permissions `mode` atomically, so that readers never see incomplete data. Anything that exists
+    at `path`, even a link, is replaced."""
     partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.partial")
     file = create_file(partial, mode)
     try:
@@ -402,7 +402,7 @@ def _require_user_owned_file(path: Path, status: os.stat_result) -> None:
 
 
 def write_lock_text(file: int, text: str) -> None:
-    """Replace the text of a lock file, which says who holds the lock. `file` is its file descriptor."""
+    """Replace the content of a lock file with `text`, which says who holds the lock. `file` is the file descriptor."""
     os.ftruncate(file, 0)
     os.lseek(file, 0, os.SEEK_SET)
     os.write(file, text.encode())

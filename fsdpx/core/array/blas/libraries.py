@@ -48,8 +48,8 @@ class BlasLibrary:
 
 @cache
 def load_library(name: str) -> BlasLibrary | None:
-    """Load one of `LIBRARY_NAMES`; return None if it is not installed. Libraries are loaded only on request, since
-    each takes memory."""
+    """Load one of `LIBRARY_NAMES`; return None if it is not installed. Libraries are loaded only when they are needed,
+    since each takes memory."""
     make = _load_mkl if name == "mkl" else _load_openblas
     for path in list_library_files(name):
         try:
@@ -61,7 +61,7 @@ def load_library(name: str) -> BlasLibrary | None:
 
 def find_preferred_library() -> str | None:
     """Return the name of the default library: MKL on Intel processors, NumPy's own OpenBLAS on others. If the default
-    is not installed, return the other one; if neither is, return None."""
+    library is not installed, return the other one. If neither is installed, return None."""
     order = LIBRARY_NAMES if is_intel_processor() else LIBRARY_NAMES[::-1]
     return next((name for name in order if load_library(name) is not None), None)
 
@@ -78,8 +78,8 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return name -> text with the path, size and modification time of each installed library, without loading any.
-    Stored measurements are valid only as long as this text stays the same."""
+    """Return, as {name: text}, the path, size and modification time of each installed library, without loading any
+    library. Stored measurements are valid only as long as this text stays the same."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
@@ -134,14 +134,14 @@ product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version, as text, of each library that `select_library` accepts."""
+    """Return, as {name: text}, the path and version of each library that `select_library` accepts."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
 def select_library(name: str | None) -> None:
-    """Use BLAS library `name` for all further matrix products; None selects the default. All ranks of a job must
+    """Use the BLAS library `name` for all later matrix products; None selects the default. All ranks of a job must
     select the same library."""
     global requested_library
     if name not in (None, NUMPY) and _find_library(str(name)) is None:
@@ -165,7 +165,7 @@ def get_gemm_address(dtype: np.dtype) -> int:
 
 def set_product_threads(n: int) -> None:
     """Set the number of threads over which each matrix product is split. Inside `limit_threads`, the library computes
-    each part on a single thread."""
+    each part of a product on a single thread."""
     global product_threads
     product_threads = n
 
@@ -180,7 +180,8 @@ def _find_library(name: str) -> BlasLibrary | None:
 
 
 class GemmAddresses(dict[str, int]):
-    """A dict: dtype character -> address of the gemm function for this dtype. Addresses are looked up on first use."""
+    """A dict that maps a dtype character to the address of the gemm function for this dtype. Addresses are looked up on
+    first use."""
 
     def __missing__(self, char: str) -> int:
         used = _find_library(get_selected_library()) if char in "fd" else None

@@ -1,4 +1,4 @@
-"""Limit the thread pools of NumPy's BLAS while fsdpx computes, and restore them for the user's program afterwards.
+"""Limit the thread pools of NumPy's BLAS while fsdpx computes, and afterwards restore them for the user's program.
 
 Ranks on a host share its cores, and when fsdpx splits a matrix product over threads, each part must run on one thread.
 Between steps, the user's own matrix products use as many threads as the user has chosen.
@@ -34,7 +34,7 @@ class _PoolState:
     Attributes
     ----------
     most : maximum number of threads of each pool while fsdpx computes; None: the number that the user has set
-    plan : pairs (pool, maximum number of threads); None if not yet determined
+    plan : (pool, maximum number of threads) pairs; None if not yet determined
     inside : number of `limit_threads` blocks that are open, counted over all threads
     changed : pools that are limited now, as (pool, current number of threads, former number)
     """
@@ -52,8 +52,8 @@ _state.changed = []
 
 
 def set_thread_limit(threads: int | None) -> None:
-    """Set the maximum number of threads that NumPy's BLAS uses while fsdpx computes; None leaves the number that the
-    user has set. Also applies to BLAS libraries that have been loaded since the last call."""
+    """Set the maximum number of threads that NumPy's BLAS uses while fsdpx computes; None means the number that the
+    user has set. The limit also applies to BLAS libraries that have been loaded since the last call."""
     with _lock:
         _state.most, _state.pools, _state.plan = threads, None, None
 
@@ -62,8 +62,8 @@ class limit_threads:  # noqa: N801
     """Context manager inside which NumPy's BLAS uses at most as many threads as `set_thread_limit` allows.
 
     If fsdpx calls NumPy's BLAS directly and splits matrix products over threads itself, the limit is one thread.
-    Several threads may be inside at the same time; the last one to leave restores the numbers of threads that the
-    user's program has set."""
+    Several Python threads may be inside at the same time; the last one to leave restores the numbers of BLAS threads
+    that the user's program has set."""
 
     __slots__ = ()
 
@@ -85,7 +85,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # otherwise the user's program has set a number meanwhile
+                if pool.get() == now:  # otherwise the user's program has meanwhile set another number
                     pool.set(before)
 
 
@@ -116,8 +116,8 @@ def _may_belong_to_numpy(path: Path) -> bool:
 
 
 def _get_thread_count_functions(library: Any) -> tuple[Callable[[], int], Callable[[int], object]]:
-    """Return functions that get and set the number of threads of a library. For OpenBLAS these are the library's own
-    functions, because those of threadpoolctl take five times as long."""
+    """Return functions that get and set the number of threads of a library. For OpenBLAS, they are the library's own
+    functions, because the functions of threadpoolctl take five times as long."""
     if library.internal_api == "openblas":
         loaded = ctypes.CDLL(library.filepath)  # does not load the library a second time
         for name in (f"{a}openblas_{{}}_num_threads{b}" for a in ("", "scipy_") for b in ("", "64_", "_64")):

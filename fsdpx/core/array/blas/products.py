@@ -1,7 +1,7 @@
 """Matrix products of 2-D NumPy arrays, written to or added to an output array.
 
-For a small layer, the Python code in this file takes as long as BLAS, so a call does as few lookups and allocations as
-possible.
+For a small layer, the Python code in this file takes as long as the call of BLAS, so each function performs as few
+lookups and allocations as possible.
 """
 
 from collections.abc import Callable
@@ -151,7 +151,7 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
         and COMPILED["gemm"](gemm_address, out, a, b, accumulate)
     ):
         return
-    with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as in products by BLAS
+    with np.errstate(over="ignore", invalid="ignore"):  # no warnings, because BLAS does not issue any either
         if accumulate:
             out += np.matmul(a, b)
         else:
@@ -159,8 +159,8 @@ def _multiply_piece_into(out: Array, a: Array, b: Array, accumulate: bool) -> No
 
 
 def _can_multiply_compiled(gemm_address: int, a: Array) -> bool:
-    """Return whether compiled code can multiply by `a`: with the gemm function at `gemm_address`, or without BLAS if
-    the address is 0. The compiled code may still reject the arrays."""
+    """Return whether compiled code can compute products with `a` as the left matrix: with the gemm function at
+    `gemm_address`, or without BLAS if the address is 0. The compiled code may still reject the arrays."""
     return gemm_address != 0 or (a.shape[0] <= libraries.MAX_ROWS_WITHOUT_BLAS and a.dtype.char in "fd" and has_numba())
 
 
@@ -185,7 +185,8 @@ def list_product_parts(out: Array, a: Array, b: Array) -> list[tuple[Array, Arra
 
 
 class CompiledProducts(dict[str, Callable[..., Any]]):
-    """A dict: name -> compiled function for matrix products, which is compiled or loaded on first use."""
+    """A dict that maps names to compiled functions for matrix products. A function is compiled or loaded on first
+    use."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.core.array.jit import specialize

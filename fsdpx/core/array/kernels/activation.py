@@ -35,7 +35,7 @@ TAIL32 = (
 
 
 def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
-    """Evaluate a polynomial at x by Horner's rule, in the dtype of x. `coefficients` begin with the constant term."""
+    """Evaluate a polynomial at x by Horner's rule, in the dtype of x. The first coefficient is the constant term."""
     result = x * coefficients[-1] + coefficients[-2]
     for c in coefficients[-3::-1]:
         result *= x
@@ -46,8 +46,8 @@ def evaluate_polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
     """Return exp(-x^2 / 2), the Gaussian density without its constant factor.
 
-    To avoid the rounding error of x^2, which would matter in the tail, x^2 is split into an exact square and a small
-    remainder, whose exponentials are multiplied (Cody 1969).
+    The rounding error of x^2 would matter in the tail. To avoid it, x^2 is split into an exact square and a small
+    remainder, and the exponentials of the two are multiplied (Cody 1969).
     """
     x = xp.clip(x, -LIMIT, LIMIT)
     near = xp.rint(x * 16.0) * 0.0625
@@ -115,13 +115,13 @@ def relu(xp: Any, x: Any) -> Any:
 
 @kernel()
 def relu_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """Return the gradient of `relu`: dy where the result y is positive, and 0 elsewhere."""
+    """Return the gradient of `relu`: dy where the result y of `relu` is positive, and 0 elsewhere."""
     return xp.where(y > 0, dy, xp.zeros((), dtype=dy.dtype))
 
 
 @kernel()
 def sigmoid(xp: Any, x: Any) -> Any:
-    """Return 1 / (1 + exp(-x)). Computed from exp(-|x|), so it cannot overflow."""
+    """Return 1 / (1 + exp(-x)). It is computed from exp(-|x|), which cannot overflow."""
     e = xp.exp(-xp.abs(x))
     return xp.where(x < 0, e, 1.0) / (e + 1.0)
 
@@ -183,7 +183,7 @@ def add(xp: Any, a: Any, b: Any) -> Any:
 
 @kernel(narrow=0, into=("y",))
 def add_bias(xp: Any, y: Any, bias: Any) -> None:
-    """Add `bias` to y in place. The shape of `bias` equals the last dims of y."""
+    """Add `bias` to y in place. The shape of `bias` equals that of the last dims of y."""
     y += bias
 
 
@@ -208,6 +208,7 @@ def sum_rows(xp: Any, rows: Any, out: Any, accumulate: bool = True) -> None:
 
 @kernel(into=("dy",))
 def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return gelu(x), bitwise equal to the forward result, and overwrite dy with the gradient with respect to x."""
+    """Return gelu(x), bitwise equal to the result of the forward pass, and overwrite dy with the gradient with respect
+    to x."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""Choose the implementation that runs a kernel. The choice follows a fixed table, so that every rank computes the same
-bits.
+"""Choose the implementation of a kernel. The choice follows a fixed table, so that all ranks compute the same bits.
 
 The table is based on `bench/kernels.py`, and never on measurements made while a job runs.
 """
@@ -43,8 +42,8 @@ active_mode: Mode = "default"
 def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], Any]:
     """Return a decorator that registers a function as the compiled implementation of the kernel of the same name.
 
-    `sample` returns example arguments, which are used to compile or load the kernel before the first step. It is None
-    if the examples of other kernels already compile this kernel, or if no training step needs this kernel."""
+    `sample` returns example arguments, with which the kernel is compiled or loaded before the first step. `sample` is
+    None if the examples for other kernels also compile this kernel, or if no training step needs it."""
 
     def register(function: Any) -> Any:
         COMPILED_KERNELS[function.__name__], SAMPLE_CALLS[function.__name__] = function, sample
@@ -55,7 +54,7 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
 
 def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "") -> Callable[..., Any]:
     """Register the plain implementation of a kernel under `name` and return it. The compiled implementation is looked
-    up in the folder `compiled`, in the file `compiled_in` (default: the file with the same name as the plain
+    up in the folder `compiled`, in the file `compiled_in` (by default, the file that has the same name as the plain
     implementation's file)."""
     package, _, own_file = plain.__module__.rpartition(".")
     KERNELS[name], FILES[name] = plain, f"{package}.compiled.{compiled_in or own_file}"
@@ -63,7 +62,7 @@ def register_kernel(name: str, plain: Callable[..., Any], compiled_in: str = "")
 
 
 def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
-    """Import all files of kernels, and return kernel name -> compiled implementation."""
+    """Import all files with kernels, and return the compiled implementations by kernel name."""
     core_kernels = importlib.import_module("fsdpx.core.array.kernels")
     others = (find_extension("kernels", name, optional=True) for name in list_extensions("kernels"))
     for package in filter(None, (core_kernels, *others)):
@@ -76,8 +75,8 @@ def load_compiled_kernels() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def use_mode(mode: Mode) -> Iterator[None]:
-    """Return a context manager that chooses how all kernels of the process run. For tests and measurements only, since
-    it affects all threads.
+    """Return a context manager that chooses how all kernels of the process run. Use it only for tests and measurements,
+    since it affects all threads.
 
     Parameters
     ----------
@@ -113,8 +112,8 @@ def find_compiled_kernel(name: str) -> Callable[..., Any] | None:
 
 
 def find_device_kernel(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Return the implementation of the kernel `name` that the device of `xp` provides for these arguments; None if it
-    has none."""
+    """Return the implementation of the kernel `name` that the device of `xp` provides for these arguments. Return None
+    if the device has none."""
     return get_device_of_namespace(xp).find_kernel(name, arguments)
 
 
@@ -134,7 +133,7 @@ def _warn_numba_missing() -> None:
 
 def _look_up_compiled_kernel(name: str) -> Callable[..., Any] | None:
     """Import and return the compiled implementation of a kernel; return None if there is none. The result does not
-    depend on which files have been imported."""
+    depend on which files have been imported before."""
     # only core kernels need an import: kernels of an extension are imported with its layers
     if name not in FILES:
         getattr(importlib.import_module("fsdpx.core.array.kernels"), name, None)

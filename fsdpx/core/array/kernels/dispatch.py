@@ -1,5 +1,5 @@
-"""The decorator `kernel`, which combines plain array code and the compiled function of the same name into one kernel,
-and computes 16-bit floats in float32."""
+"""The decorator `kernel`, which combines plain array code and the compiled function of the same name into one kernel.
+The kernel computes in float32 if its arrays are 16-bit floats."""
 
 import functools
 import inspect
@@ -23,34 +23,34 @@ def kernel(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
     """Return a decorator that makes a plain function `f(xp, array, ...)` a kernel.
 
-    16-bit arrays are computed in float32. On float32, float64 or bfloat16 NumPy arrays (bfloat16 may be mixed with
-    float32), the compiled function of the same name may run instead of the plain function. On CuPy arrays, the CUDA C
-    function of that name may run.
+    For 16-bit arrays, the kernel computes in float32. For float32, float64 or bfloat16 NumPy arrays (bfloat16 may be
+    mixed with float32), the compiled function of the same name may run instead of the plain function. For CuPy arrays,
+    the CUDA C function of the same name may run.
 
     Parameters
     ----------
-    narrow : number of results of the plain code, counted from the first, that are rounded back to the 16-bit dtype of
-        the first array
-    into : names of arguments that are modified in place, and so are not converted to float32
+    narrow : number of results of the plain code, counted from the first, that are rounded to the 16-bit dtype of the
+        first array
+    into : names of arguments that are modified in place, and are therefore not converted to float32
     bits : whether the compiled code accepts views of the bits of bfloat16 arrays; otherwise these are converted to
         float32
-    choose_algorithm : function of the shapes of the arguments after xp that returns the name of the compiled code's
-        algorithm ("" for the usual one) and the value of `ProductCount.windows`
+    choose_algorithm : function that takes the shapes of the arguments after xp, and returns the name of the algorithm
+        that the compiled code uses ("" for the usual one) and the value of `ProductCount.windows`
     compiled_in : name of the file of the compiled code, if it differs from the plain code's file
     """
 
     def make_kernel(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
-        # implementations by mode and dtypes, each looked up only once
+        # implementations by mode and dtypes, so that each is looked up only once
         bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
         def call_body(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose_body(xp, arguments)(xp, *arguments, **options)
 
         def call_plain(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """Run the kernel for arguments that its compiled code rejects: as plain array code or, for 16-bit arrays,
-            converted to float32."""
+            """Run the kernel for arguments that its compiled code rejects: as plain array code and, for 16-bit arrays,
+            in float32."""
             if arguments[0].dtype.itemsize != 2:
                 return plain(xp, *arguments, **options)
             return _wrap_to_compute_in_float32(plain if kept else call_body, kept, narrow)(xp, *arguments, **options)

@@ -56,13 +56,13 @@ def attention(
     Parameters
     ----------
     q : (B, H, T, D): batch, heads, time and features
-    k, v : (B, G, T, D), or (B, G, S, D) if not causal; each of the G heads serves H / G heads of q (Ainslie et al.
-        2023); any strides, S > 0
-    causal : if true, no position attends to later ones
+    k, v : (B, G, T, D), or (B, G, S, D) if not causal; each of the G heads is shared by H / G heads of q (Ainslie et
+        al. 2023); any strides, S > 0
+    causal : if true, no position attends to later positions
     scale : factor on the scores
-    window : with `causal`, a position attends to itself and to the window - 1 positions just before; if 0, to itself
-        and to all earlier positions
-    segments : (B, T) integers, allowed only if k is as long as q. A position attends only to positions with its own
+    window : with `causal`, a position attends to itself and to the window - 1 positions just before it; if 0, it
+        attends to itself and to all earlier positions
+    segments : (B, T) integers, allowed only if k is as long as q. A position attends only to positions with the same
         number
 
     Returns
@@ -117,8 +117,8 @@ def attention_backward(
 
 
 def _iterate_heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
-    """Yield the indices (sample, head) of all heads. For shape-only arrays, yield only the first and count its work
-    for all heads."""
+    """Yield the indices (sample, head) of all heads. For shape-only arrays, yield only the first head, and count its
+    work for all heads."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all((0, 0), q.shape[0] * q.shape[1])
     return np.ndindex(*q.shape[:2])
@@ -139,9 +139,9 @@ def _attention_backward_of_head(
 def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: Any) -> Any:
     """Return `compute(None)`, or the more expensive `compute(seen)` if the result contains NaN or Inf.
 
-    `compute` multiplies rows by weights that are 0 for hidden rows. Only NaN and Inf in hidden rows make a difference,
-    since a weight of 0 does not remove them. `seen` is a mask (T, S) that is False where a row is hidden; None means
-    that all rows are visible. For arrays other than NumPy's, only `compute(None)` runs.
+    `compute` multiplies rows by weights that are 0 for hidden rows. The two results differ only if hidden rows contain
+    NaN or Inf, which a weight of 0 does not remove. `seen` is a mask (T, S) that is False where a row is hidden; None
+    means that all rows are visible. For arrays other than NumPy's, only `compute(None)` runs.
     """
     mask = compute(None)
     if xp is not np or seen is None:
@@ -151,8 +151,8 @@ def compute_masked_if_not_finite(xp: Any, compute: Callable[[Any], Any], seen: A
 
 
 def multiply_without_hidden_rows(weights: Any, rows: Any, seen: Any, multiply: Callable[..., Any] = matmul) -> Any:
-    """Return the product of weights (..., T, S) and rows (..., S, D), in which NaN and Inf of hidden rows contribute
-    nothing. `seen` is the mask (T, S) of visible rows, and `multiply` the function that multiplies."""
+    """Return the product of weights (..., T, S) and rows (..., S, D), in which NaN and Inf in hidden rows have no
+    effect. `seen` is the mask (T, S) of visible rows, and `multiply` is the function that computes the product."""
     if seen is None:
         return multiply(weights, rows)
     finite, nothing = np.isfinite(rows), rows.dtype.type(0)
@@ -183,8 +183,8 @@ def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
 
 
 def _make_segment_mask(earlier: Any, segments: Any, b: int) -> Any:
-    """Return the attention mask of sample b: the mask `earlier`, from which pairs of positions in different segments
-    are removed. Return None if all positions are visible."""
+    """Return the attention mask of sample b: the mask `earlier`, but without pairs of positions in different segments.
+    Return None if all positions are visible."""
     if segments is None:
         return earlier
     same = segments[b][None, :] == segments[b][:, None]

@@ -24,7 +24,7 @@ def store(xp: Any, x: Any, out: Any) -> None:
         form(xp, x, out)
         return
     if getattr(xp, "holds_no_data", False):
-        # memory traffic is counted with the itemsize of the narrower format
+        # memory traffic is counted with the itemsize of the narrower dtype
         record_traffic(*sorted((x, out), key=lambda a: int(a.itemsize)), kernel="store")
         return
     with np.errstate(over="ignore", invalid="ignore"):
@@ -69,7 +69,8 @@ def to_float32(xp: Any, x: Any) -> Any:
 
 
 def cast_float(xp: Any, x: Any, dtype: Any) -> Any:
-    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x; x itself if it has that dtype."""
+    """Return x rounded to `dtype` (16-bit or float32), in the memory order of x. If x has this dtype, return x
+    itself."""
     if x.dtype == dtype:
         return x
     if xp is np and not x.flags.c_contiguous:

@@ -1,5 +1,5 @@
-"""Memory layout of attention heads, on the host and on GPUs. Time is stored before heads, so that merging heads and
-splitting the result of a fused projection need no copy."""
+"""The memory layout of attention heads, on the host and on GPUs. Time is stored before heads, so that neither merging
+heads nor splitting the result of a fused projection needs a copy."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def empty_time_first(xp: Any, a: Any) -> Any:
 def empty_attention_gradients(xp: Any, q: Any, k: Any) -> Any:
     """Allocate uninitialized gradients of q, k and v, in the layout that `attention_backward` returns.
 
-    This is one array (3, B, H, T, D), stored as (B, T, 3, H, D), or three arrays if k has another length or fewer
-    heads than q.
+    The result is one array (3, B, H, T, D), stored as (B, T, 3, H, D), or three arrays if k has fewer heads than q or a
+    different length.
     """
     b, h, t, d = q.shape
     if k.shape[1:3] != q.shape[1:3]:

@@ -22,7 +22,7 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     For 16-bit gw, the sum is computed in float32 and rounded once."""
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
-        _scatter_add_sorted_rows(xp, wide, index, dy)  # CuPy's `add.at` adds in a random order
+        _scatter_add_sorted_rows(xp, wide, index, dy)  # because CuPy's `add.at` adds in a random order
     else:
         xp.add.at(wide, index, _convert_dtype(dy, wide.dtype))
     if wide is not gw:
@@ -73,9 +73,9 @@ def cross_entropy(
     Parameters
     ----------
     logits : (n, classes)
-    target : (n,) integers in [0, classes), or ignore_index for a row to ignore
-    ignore_index : target of rows that do not count
-    label_smoothing : e
+    target : (n,) integers in [0, classes), or ignore_index for ignored rows
+    ignore_index : target of the rows that are left out of the sum
+    label_smoothing : the amount e of label smoothing
 
     Returns
     -------
@@ -104,8 +104,8 @@ def cross_entropy_backward(
     """Return the gradient of `cross_entropy` times `seed`: seed (softmax(logits) - wanted), zero in ignored rows.
     `lse` is a result of `cross_entropy`.
 
-    If logits (n, some) are a slice of all classes, `classes` is the number of all classes (0: as many as the logits
-    have), and a target equal to `some` means a class outside the slice.
+    If the logits (n, some) cover only a slice of the classes, `classes` is the total number of classes (0: the logits
+    cover all classes), and a target equal to `some` stands for a class outside the slice.
     """
     counted = target != ignore_index
     onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
@@ -122,5 +122,5 @@ def squared_error(xp: Any, y: Any, target: Any) -> float:
 
 @kernel()
 def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """Return factor (y - target), in the dtype of y; with factor 2, the gradient of `squared_error`."""
+    """Return factor (y - target), in the dtype of y. With factor 2, this is the gradient of `squared_error`."""
     return ((y - target) * factor).astype(y.dtype, copy=False)

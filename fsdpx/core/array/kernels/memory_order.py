@@ -1,4 +1,4 @@
-"""Order of fields in memory. Compiled kernels read and write fields with channels last."""
+"""The memory order of fields. Compiled kernels read and write fields with channels last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def put_channels_last(xp: Any, x: Any) -> Any:
     """Return x, or a copy with channels last in memory if x is a NumPy field of float32 or float64 with channels
     first.
 
-    Layers that keep their input for backward call this, so that an input of the model is converted only once in a
-    step."""
+    Layers that keep their input for the backward pass call this function, so that an input of the model is converted
+    only once per step."""
     first = xp is np and x.ndim > 2 and x.dtype.char in "fd" and x.shape[1] > 1 and x.strides[1] != x.itemsize
     return channels_last(xp, x) if first else x

@@ -23,7 +23,7 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any
     ----------
     x : (rows, features)
     weight, bias : (features,) or None
-    eps : added to the variance
+    eps : number that is added to the variance
 
     Returns
     -------
@@ -50,8 +50,8 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the parameter gradients of `layer_norm`: the sum of dy n over rows to gw, and the sum of dy to gb, where n
-    is the normalized row. gw or gb may be None."""
+    """Add the parameter gradients of `layer_norm`: the sum of dy n over the rows to gw, and the sum of dy over the rows
+    to gb, where n is the normalized row. gw or gb may be None."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:
@@ -67,7 +67,7 @@ def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     ----------
     x : (rows, features)
     weight : (features,) or None
-    eps : added to the mean square
+    eps : number that is added to the mean square
 
     Returns
     -------
@@ -88,7 +88,7 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 @kernel(narrow=0, into=("gw",))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    """Add the weight gradient of `rms_norm`, the sum of dy x rstd over rows, to gw."""
+    """Add the weight gradient of `rms_norm` to gw. It is the sum of dy x rstd over the rows."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
 
 
@@ -136,8 +136,8 @@ def batch_norm_scales(
     """Compute the factors of batch norm from its statistics, and update the running statistics in place.
 
     Returns rstd = 1 / sqrt(var + eps) with var = squares / count, and the product of rstd and weight; both are
-    (channels,) float64. weight, running_mean and running_var are (channels,) or None. The running statistics move by
-    the fraction `momentum` towards the mean and the unbiased variance.
+    (channels,) float64. weight, running_mean and running_var are (channels,) or None. The running statistics move
+    towards the mean and the unbiased variance by the fraction `momentum`.
     """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)

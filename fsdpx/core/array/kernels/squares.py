@@ -19,7 +19,7 @@ PIECE_ELEMENTS = 1 << 18  # number of elements converted at a time, so that the 
 
 @kernel(narrow=0)
 def square_sum(xp: Any, flat: Any) -> float:
-    """Return the sum of squares of a 1-D array in float64, added block by block (`BLOCK` elements each)."""
+    """Return the sum of squares of a 1-D array, added in float64 and in blocks of `BLOCK` elements."""
     sums = [
         square_sums(xp, flat[start : start + PIECE_ELEMENTS], BLOCK)
         for start in _iterate_block_starts(xp, flat.shape[0], PIECE_ELEMENTS)
@@ -33,7 +33,7 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
     may be shorter.
 
     The bits are the same in all implementations and on all processors, because the elements are added in fixed lanes
-    (see `sum_rows_in_lanes`), whatever the width of the processor's vectors.
+    (see `sum_rows_in_lanes`), regardless of the width of the processor's vectors.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))
@@ -42,8 +42,8 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
 
 
 def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
-    """Yield the start of each block of `step` elements. For shape-only arrays, yield only the first and count its work
-    for all blocks."""
+    """Yield the start of each block of `step` elements. For shape-only arrays, yield only the first start, and count
+    the work of this block for all blocks."""
     if getattr(xp, "holds_no_data", False):
         return iterate_once_counting_all(0, -(-size // step))
     return range(0, size, step)
@@ -53,7 +53,7 @@ def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
     """Sum each row in a fixed order that suits vector processors.
 
     Lane k adds the elements k, k + LANES, k + 2 LANES, ... one after another. Then the upper half of the lanes is
-    added to the lower half repeatedly, until one lane is left.
+    repeatedly added to the lower half, until one lane is left.
     """
     lanes = xp.zeros((rows.shape[0], LANES))
     for start in _iterate_block_starts(xp, rows.shape[1], LANES):

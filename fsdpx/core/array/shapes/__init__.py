@@ -1,8 +1,8 @@
 """Shape-only arrays: an array module with NumPy's function names, for arrays that have a shape and a dtype but no
 data.
 
-Layers and plain kernels run unchanged with this module. Such a dry run finds the memory, the traffic and the shape
-errors of a model of any size, at almost no cost.
+Layers and plain kernels run unchanged with this module. Such a dry run finds the memory use, the memory traffic and the
+shape errors of a model of any size, at almost no cost.
 """
 
 import sys

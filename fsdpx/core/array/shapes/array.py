@@ -23,15 +23,15 @@ __all__ = [
 def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     """Return the shape of `a[index]` for an array a of `shape`. Only the shapes of arrays in `index` matter.
 
-    Raises IndexError as NumPy does, and TypeError for a mask, because the number of elements that it selects depends on
-    data.
+    Raises IndexError as NumPy does, and TypeError for a mask, because the number of elements that a mask selects
+    depends on data.
     """
     if type(index) is tuple and len(index) <= len(shape) and all(type(part) is slice for part in index):
         sizes = [len(range(*part.indices(n))) for part, n in zip(index, shape, strict=False)]
         return (*sizes, *shape[len(index) :])
     parts = _expand_index(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array_index(part)]
-    if arrays:  # in an index that contains an array, an integer also counts as an array
+    if arrays:  # if an index contains an array, NumPy treats the integers in it as arrays too
         arrays = [n for n, part in enumerate(parts) if _is_array_index(part) or _is_number_index(part)]
     out: list[int] = []
     place, dim = 0, 0
@@ -97,8 +97,8 @@ def _require_index_in_bounds(number: int, size: int, dim: int) -> None:
 
 
 class MemoryMeter:
-    """Counts the bytes of the shape-only arrays that are alive, and the maximum of that number so far. `inside` is the
-    number of calls in progress whose temporaries are not counted."""
+    """Counts the bytes of the shape-only arrays that are currently alive, and the maximum of this number so far.
+    `inside` is the number of calls in progress whose temporaries are not counted."""
 
     __slots__ = ("inside", "live", "peak")
 
@@ -124,8 +124,8 @@ _meters = _Meters()
 
 @contextmanager
 def measuring_memory() -> Iterator[MemoryMeter]:
-    """Return a context manager that measures the memory of all shape-only arrays created inside it, until they are
-    freed."""
+    """Return a context manager that measures the memory of all shape-only arrays created inside it. An array counts
+    until it is freed."""
     _meters.open.append(MemoryMeter())
     try:
         yield _meters.open[-1]
@@ -134,8 +134,8 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, and count only the memory that is still alive at its end. On NumPy arrays, compiled code would run
-    instead, which keeps its temporaries in registers and caches."""
+    """Run `call`, and count only the memory that is still in use at its end. For NumPy arrays, compiled code would run
+    instead, and it keeps its temporaries in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -164,7 +164,7 @@ class Storage:
 
 
 def make_view_function(function: Any) -> Callable[..., ShapeArray]:
-    """Return the shape-only version of a NumPy function that returns a view. It finds the shape of the result by
+    """Return the shape-only version of a NumPy function that returns a view. The shape of the result is found by
     calling NumPy's function on an array of zero-byte elements."""
 
     def view_shape(self: ShapeArray, *arguments: Any, **options: Any) -> ShapeArray:
@@ -174,8 +174,8 @@ def make_view_function(function: Any) -> Callable[..., ShapeArray]:
 
 
 class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array with a `shape` and a `dtype`, but without elements. Converted to a number it is 0, and converted to a
-    bool it is False.
+    """An array with a `shape` and a `dtype`, but without elements. When converted to a number it is 0, and when
+    converted to a bool it is False.
 
     Operations return the shape and dtype that NumPy would return, and raise errors of the type that NumPy would raise.
     """
@@ -248,7 +248,8 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return ShapeArray(self.shape, self.dtype)
 
     def view(self, dtype: Any) -> ShapeArray:
-        """Return a view of the same bytes with another dtype, which changes the size of the last dim."""
+        """Return a view of the same bytes with another dtype. If the item size differs, the size of the last dim
+        changes."""
         nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
         if nbytes % item or (not self.shape and item != self.itemsize):
             raise ValueError(f"{self!r} cannot be viewed as {np.dtype(dtype).name}: its last dim does not divide")
@@ -282,7 +283,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         parts = index if isinstance(index, tuple) else (index,)
         if any(_is_boolean_mask(i) for i in parts):
-            # count all elements, because how many a mask selects depends on data
+            # count all elements, because the number that a mask selects depends on data
             record_traffic(self, *parts, kernel="copy")
             return
         want, got = (
@@ -430,8 +431,8 @@ for _name in "sum mean max min prod any all argmax argmin var std".split():
 
 
 def find_storage(array: Any) -> Any:
-    """Return the object that owns the memory of `array`: the base array, or the `Storage` of a shape-only array.
-    Return None if `array` is not an array."""
+    """Return the object that owns the memory of `array`: its base array, or the `Storage` of a shape-only array. Return
+    None if `array` is not an array."""
     if isinstance(array, ShapeArray):
         return array.root
     if not isinstance(array, np.ndarray):

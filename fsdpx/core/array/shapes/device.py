@@ -15,8 +15,8 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """The device of shape-only arrays. Where a result would depend on values, it returns the result of a successful
-    step."""
+    """The device of shape-only arrays. If a result would depend on the values of arrays, it returns what a successful
+    step would return."""
 
     name, holds_data = "shape", False
 
@@ -25,7 +25,7 @@ class ShapeDevice(Device):
         return shapes
 
     def require_valid_map(self, device_map: DeviceMap) -> None:
-        """Accept any map, because the arrays stand for those of any device."""
+        """Accept any map, because the arrays may stand for arrays of any device."""
 
     def as_array(self, value: Any) -> Any:
         return value

@@ -83,8 +83,8 @@ class WorkCount:
     products : matrix product -> how often it occurs
     passes : kernel call -> how often it occurs
     inner : kernel name -> number of bytes that the steps inside the kernel would read and write if each step were a
-        kernel of its own; counted in the dtype of the operands for kernels with matrix products, and in float32 for
-        other kernels
+        separate kernel; counted in the dtype of the operands for kernels with matrix products, and in float32 for other
+        kernels
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)
@@ -121,14 +121,14 @@ class WorkCount:
 
 
 class _CountingState(threading.local):
-    """What a thread counts at present.
+    """What this thread is currently counting.
 
     Attributes
     ----------
     open : the count to which work is added; None if nothing is counted
     skip_passes : nesting depth of blocks in which only matrix products are counted, as parts of a kernel
     skip_all : nesting depth of blocks in which nothing is counted
-    times : how many times each matrix product is counted
+    times : number of times that each matrix product is counted
     """
 
     def __init__(self) -> None:
@@ -142,8 +142,8 @@ _now = _CountingState()
 
 @contextmanager
 def counting_work() -> Iterator[WorkCount]:
-    """Return a context manager that counts what this thread computes on shape-only arrays. Enclosing counters do not
-    count this work."""
+    """Return a context manager that counts what this thread computes on shape-only arrays inside it. Enclosing counters
+    do not count this work."""
     before, _now.open = _now.open, WorkCount()
     try:
         yield _now.open
@@ -179,7 +179,7 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """Count floating-point operations of a kernel that do not belong to a matrix product. The bytes that the kernel
+    """Count the floating-point operations of a kernel other than those of matrix products. The bytes that the kernel
     reads and writes are counted separately."""
     work = _now.open
     if work is not None and not _now.skip_all:

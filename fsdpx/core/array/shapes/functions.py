@@ -1,5 +1,5 @@
-"""Shape-only versions of NumPy functions that copy, sort, multiply and transform arrays. They also count the cost of
-the functions."""
+"""Shape-only versions of NumPy functions that copy, sort, multiply and transform arrays. They also count what NumPy's
+functions would cost."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def make_kernel_result(shape: Any, dtype: Any, *read: Any, kernel: str = "copy")
 
 
 def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoReturn:
-    """Raise AttributeError for a name that the shape-only module `namespace` does not have. The message says whether
-    `numpy_namespace` has it."""
+    """Raise AttributeError for a name that the shape-only module `namespace` does not have. The message states whether
+    `numpy_namespace` has this name."""
     known = hasattr(numpy_namespace, name) and not name.startswith("_")
     path = f"{numpy_namespace.__name__.removeprefix('numpy').removeprefix('.')}.{name}".removeprefix(".")
     why = "which shape-only arrays do not support" if known else "which NumPy does not have"
@@ -45,7 +45,8 @@ def raise_unknown_name(namespace: Any, name: str, numpy_namespace: Any) -> NoRet
 
 
 class NestedNamespace:
-    """A submodule of the shape-only array module, such as `fft`. Names that it lacks raise AttributeError."""
+    """A submodule of the shape-only array module, such as `fft`. Access to a name that it lacks raises
+    AttributeError."""
 
     holds_no_data = True
 
@@ -96,8 +97,8 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _make_selection_result(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Return an array of shape `dims` for elements selected from x by `indices`. Count a copy that reads the indices,
-    and as many elements of x as it writes."""
+    """Return an array of shape `dims`, which stands for elements selected from x by `indices`. Count a copy that reads
+    the indices, and reads as many elements of x as it writes."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
     return result
@@ -155,8 +156,8 @@ def diff(x: Array, n: int = 1, axis: int = -1) -> Any:
 
 
 def _record_sort(x: Array, axis: int | None, result: ShapeArray) -> ShapeArray:
-    """Count one kernel call that reads and writes all elements once for each level of a merge sort along `axis`.
-    Return `result`."""
+    """Return `result`, and count one kernel call that reads and writes all elements once for each level of a merge sort
+    along `axis`."""
     row = x.size if axis is None else x.shape[axis]
     record_traffic(*[x, result] * math.ceil(math.log2(max(row, 2))), kernel="sort")
     return result
@@ -184,8 +185,8 @@ cumsum, cumprod = _make_cumulative_function(np.cumsum), _make_cumulative_functio
 def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArray:
     """Return the shape-only result of an Einstein summation.
 
-    A summation of two operands is counted as a matrix product. A summation of more operands is counted as one loop
-    over all indices, which is how NumPy computes it.
+    A summation of two operands is counted as a matrix product. A summation of more operands is counted as one loop over
+    all indices, because NumPy computes it in this way.
     """
     terms, result = _parse_einsum_subscripts(subscripts, operands)
     sizes = dict[str, int]()
@@ -201,7 +202,7 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
         raise ValueError(f"einsum {subscripts!r}: no term has {', '.join(sorted(unknown))}")
     dims, gone = [sizes[letter] for letter in result], sizes.keys() - set(result)
     if len(operands) == 1 and not gone:
-        # shares the memory of its operand, because NumPy returns a view
+        # the result shares the memory of its operand, because NumPy returns a view
         return ShapeArray(dims, operands[0].dtype, operands[0].root)
     contracted = ShapeArray(dims, np.result_type(*(o.dtype for o in operands)))
     if len(operands) == 1 or not gone:
@@ -278,7 +279,7 @@ def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[
 
 def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
     """Return the shape-only result of the fast Fourier transform `name`, and count its FLOPs: 5 N log2 N for N complex
-    numbers (Cooley and Tukey 1965), half of that for real numbers.
+    numbers (Cooley and Tukey 1965), and half as many for real numbers.
 
     `sizes` are the lengths of the transform along `axes`; None: those of x."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]

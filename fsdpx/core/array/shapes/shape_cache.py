@@ -29,8 +29,8 @@ _results: dict[Any, Any] = {}
 
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `call(xp, ...)` and count its work. Of all calls whose arrays have equal shapes and dtypes, and whose
-    other arguments are equal, only the first runs `call`.
+    """Return `call(xp, ...)` and count its work. `call` runs only once for all calls whose arrays have equal shapes and
+    dtypes and whose other arguments are equal.
 
     Arguments that are frozen dataclasses, such as ranges of random numbers, are compared by value."""
     arrays: list[ShapeArray] = []
@@ -77,8 +77,8 @@ def _run_and_count_as_one_kernel(
 
 
 def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, float]:
-    """Return two values on which the cost of a kernel depends: its name followed by the algorithm that it uses for
-    these arguments, and `ProductCount.windows`."""
+    """Return two values on which the cost of a kernel depends: the kernel's name followed by its algorithm for these
+    arguments, and the value of `ProductCount.windows`."""
     name, choose_algorithm = getattr(call, "__name__", INNER_KERNEL), getattr(call, "choose_algorithm", None)
     if choose_algorithm is None:
         return name, 1.0
@@ -92,7 +92,7 @@ def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
-        # the key says which arrays share memory, because the result may share their memory
+        # the key contains which arrays share memory, because the result may share their memory
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):
@@ -134,8 +134,8 @@ def make_rebuild_plan(
 
 
 def rebuild_from_plan(plan: Any, roots: list[Storage], arrays: Sequence[ShapeArray] = ()) -> Any:
-    """Build a value from a description that `make_rebuild_plan` has returned. New arrays use the memory in `roots`, to
-    which new roots are appended."""
+    """Build a value from a description returned by `make_rebuild_plan`. New arrays use the memory in `roots`; if a root
+    is missing there, it is created and appended."""
     kind, value, *more = plan
     if kind is ShapeArray:
         dtype, place, nbytes = more

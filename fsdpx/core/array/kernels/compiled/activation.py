@@ -1,6 +1,6 @@
 """Activations, gated activations and sums over rows as Numba code, forward and backward, each in one pass over memory.
 
-Sums over rows are added up in fixed blocks of rows, and are split over threads by columns. `gelu_recompute` computes
+Sums over rows are computed in fixed blocks of rows, and are split over threads by columns. `gelu_recompute` computes
 GELU and its gradient in one pass, since both need the same exponential.
 """
 
@@ -57,13 +57,13 @@ def compute_tanh_argument(x):
 
 @register_jitable
 def compute_gelu(x):
-    """Return GELU of one number."""
+    """Return GELU(x) for a number x."""
     return x * compute_gaussian_cdf(x, unnormalized_gaussian_density(x))
 
 
 @register_jitable
 def compute_gelu_tanh(x):
-    """Return the tanh approximation of GELU of one number."""
+    """Return the tanh approximation of GELU(x) for a number x."""
     return x * compute_sigmoid(compute_tanh_argument(x))
 
 

@@ -2,9 +2,10 @@
 numbers (VDPBF16PS of AVX512-BF16). Arrays in memory stay 16-bit.
 
 As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
-probabilities are rounded before they are multiplied. A word is a pair of numbers that are neighbors along the summed
-dim. Each thread holds the words of one head's keys and values, and a few blocks. Blocks are passed as addresses and
-strides in bytes, and their sizes are padded with zeros, so that all loops run over full vectors.
+probabilities are rounded to bfloat16 before they are multiplied. A word is a pair of bfloat16 numbers that are
+neighbors along the summed dim. Each thread holds the words of the keys and values of one head, and a few blocks of
+rows. Blocks are passed as addresses and strides in bytes, and their sizes are padded with zeros, so that all loops run
+over full vectors.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, size: Any) -> Any:
 @intrinsic
 def _multiply_tile_into(typingctx: Any, a: Any, down: Any, along: Any, b: Any, b_row: Any, c: Any, c_row: Any,
           words: Any, add: Any) -> Any:  # fmt: skip
-    """Compute one tile of the result of `multiply_tiles_into`, ROWS rows by VECTORS vectors, with all sums in
+    """Compute one tile (ROWS rows by VECTORS vectors) of the result of `multiply_tiles_into`, with all sums in
     registers."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -218,7 +219,7 @@ SINGLE = ("float32",)
 
 @jit
 def _scale_mask_and_find_row_max(x, scale, seen):
-    """Multiply a row of scores x by `scale` in place, set elements from index `seen` on to -inf, and return the
+    """Multiply a row of scores x by `scale` in place, set all elements from index `seen` on to -inf, and return the
     maximum."""
     for j in range(x.size):
         x[j] *= scale
@@ -228,7 +229,7 @@ def _scale_mask_and_find_row_max(x, scale, seen):
 
 @jit(fastmath=REORDER)
 def _exponentiate_row_into_and_sum(x, top, p):
-    """Write exp(x - top), rounded to the dtype of p, to p. Return the sum of the elements before rounding."""
+    """Write exp(x - top) to p, rounded to the dtype of p. Return the sum of the elements before rounding."""
     use_widest_vectors()
     result = np.float32(0)
     for j in range(x.size):
@@ -240,7 +241,7 @@ def _exponentiate_row_into_and_sum(x, top, p):
 
 @jit
 def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
-    """Compute a row of attention probabilities p = exp(s scale - lse) and of score gradients ds = p (dp - along)
+    """Compute a row of attention probabilities p = exp(s scale - lse), and a row of score gradients ds = p (dp - along)
     scale. Both are 0 from index `seen` on."""
     use_widest_vectors()
     for j in range(p.size):
@@ -314,7 +315,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # keys in interleaved pairs, since the query gradients are sums over keys: dq = ds k
+    # keys in interleaved pairs, because the query gradients dq = ds k are sums over keys
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)

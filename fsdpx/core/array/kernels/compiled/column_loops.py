@@ -1,5 +1,5 @@
-"""Loops over the rows of matrices: they sum columns over some rows, or compute a matrix element by element. The values
-that belong to a column stay in vector registers."""
+"""Loops over the rows of matrices. They sum each column over some rows, or compute a matrix element by element. The
+values that belong to a column stay in vector registers during the loop."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
     `last` and the columns from `start` to `stop` of matrices.
 
     With `writes`, the formula computes each element of the last matrix from the elements of the other matrices.
-    Otherwise it computes terms, and the sum of term k over the rows in column j is written to sums[k][j - start].
-    values[k][j - start] is value k of column j. The bits of results do not depend on `start` and `stop`."""
+    Otherwise it computes several terms for each element, and the sum of term k over the rows of column j is written to
+    sums[k][j - start]. values[k][j - start] is value k of column j. The bits of the results do not depend on `start`
+    and `stop`."""
     unrolled, wide, narrow, single = (
         _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )
@@ -102,8 +103,8 @@ def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors
 def _list_addresses(
     context: Any, builder: Any, kind: Any, packed: Any, column: Any, row: Any = None
 ) -> list[tuple[Any, Any, Any]]:
-    """Return a tuple for each array: the address of its element at `column` (in `row`, if given), the distance between
-    rows in bytes, and the LLVM type of an element."""
+    """Return, for each array, a tuple of the address of the element at `column` (in `row`, if given), the distance
+    between rows in bytes, and the LLVM type of an element."""
     found = []
     for n, one in enumerate(kind.types):
         array = context.make_array(one)(context, builder, builder.extract_value(packed, n))

@@ -2,7 +2,7 @@
 attention of all heads, and calls BLAS for the matrix products of blocks.
 
 A thread holds at most one block of scores, BLOCK_ROWS x time (Dao et al. 2022, but with full rows instead of an online
-softmax). A row of softmax stays in cache between its passes.
+softmax). During the passes of softmax over a row, the row stays in cache.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ vector loop would take as long as the rest."""
 
 @jit(fastmath=REORDER)
 def _exponentiate_and_sum_row(x, top):
-    """Overwrite x with exp(x - top), and return the sum."""
+    """Overwrite x with exp(x - top), and return the sum of the results."""
     use_widest_vectors()
     result = x.dtype.type(0)
     for j in range(x.size):
@@ -201,8 +201,8 @@ def _attention_forward_into(gemm_address, q, k, v, o, lse, scratch, factor, name
 
 @jit
 def _attention_forward_of_single_queries(q, k, v, o, lse, scratch, factor, first, last):
-    """Do the same as `_attention_forward_into` for a single query per head, which attends to all keys. BLAS is not
-    called, because the call would take longer than the product."""
+    """Like `_attention_forward_into`, but for a single query per head, which attends to all keys. BLAS is not called,
+    because the call would take longer than the product."""
     use_widest_vectors()
     heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
     group, one = heads // k.shape[1], lse.dtype.type(1)
@@ -291,7 +291,8 @@ def _make_sample_attention_arrays(x: Any) -> tuple[Any, ...]:
 
 
 def _make_sample_calls(x: Any, w: Any, s: Any) -> list[Any]:
-    """Return the arguments of two example calls: attention in a full sequence, and of one token to earlier ones."""
+    """Return the arguments of two example calls: attention over a full sequence, and attention of one token to earlier
+    tokens."""
     q, k, v, *_ = _make_sample_attention_arrays(x)
     return [(q, k, v, True, 1.0), (q[:, :, :1], k, v, False, 1.0)]
 
@@ -363,21 +364,23 @@ def attention_backward(
 
 
 def _renumber_segments(segments: Any, dtype: Any) -> np.ndarray:
-    """Renumber segments from 0 and return them in the compute dtype; return an empty array for None."""
+    """Return the segment numbers in the compute dtype, renumbered from 0. Return an empty array if `segments` is
+    None."""
     if segments is None:
         return np.empty((0, 0), dtype)
     return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
 def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
-    """Return x if its rows are contiguous, as BLAS requires, else a copy. Rows may be any distance apart."""
+    """Return x if each of its rows is contiguous, as BLAS requires, else a copy. The distance between rows does not
+    matter."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
 
 
 def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
-    """Divide the indices of `pairs` (sample, head) pairs into ranges. One thread processes each range, and results do
-    not depend on the division."""
+    """Divide the indices of `pairs` (sample, head) pairs into ranges. Each range is processed by one thread, and
+    results do not depend on how the indices are divided."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

@@ -1,9 +1,9 @@
 """Access to array elements in compiled loops, and reductions of rows in vector lanes, for float32, float64 and
 bfloat16.
 
-Numba would compile again for read-only or unaligned arrays, so all arrays are converted to one layout. Numba has no
-bfloat16, so bfloat16 arrays are passed as views of their bits (uint16). Loops read elements with `to_float` and write
-them with `round_to_dtype_of`, which cost nothing for float32 and float64.
+Numba would compile a function again for read-only or unaligned arrays, so all arrays are converted to one layout. Numba
+has no bfloat16, so bfloat16 arrays are passed as views of their bits (uint16). Loops read elements with `to_float` and
+write them with `round_to_dtype_of`, which cost nothing for float32 and float64.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def from_bfloat16_bits(typingctx: Any, h: Any) -> Any:
 
 
 def to_float(x: Any) -> Any:
-    """Convert an array element to a number to compute with: bfloat16 bits become a float32, other elements are
+    """Convert an array element to a number for computations: bfloat16 bits become a float32, and other elements are
     unchanged."""
     raise NotImplementedError("for compiled code")
 
@@ -89,8 +89,8 @@ def view_bits_as_bfloat16(array: Any) -> Any:
 
 
 def call_plain_kernel(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """Call the plain implementation of a kernel, for arguments that compiled code does not support. The caller passes
-    and gets bfloat16 arrays as views of their bits."""
+    """Call the plain implementation of a kernel for arguments that compiled code does not support. bfloat16 arrays are
+    passed and returned as views of their bits."""
     result = kernel.fallback(xp, *map(view_bits_as_bfloat16, arguments))
     return tuple(map(_view_bfloat16_as_bits, result)) if isinstance(result, tuple) else _view_bfloat16_as_bits(result)
 
@@ -143,16 +143,16 @@ def prefetch_line(typingctx: Any, address: Any) -> Any:
 
 @register_jitable
 def keep_alive(*arrays):
-    """Keep arrays allocated until this call. Numba frees an array after the last statement that names it, even if its
-    address is still in use."""
+    """Keep arrays allocated until this call. Numba frees an array after the last statement that uses its name, even if
+    its address is still in use."""
 
 
 @register_jitable
 def prefetch_bytes_after(x, ahead):
     """Prefetch as many bytes as x has, beginning `ahead` bytes after the start of x.
 
-    The hardware stops prefetching at the end of each 4 KiB page, so a core that reads a single array would spend a
-    quarter of its time waiting.
+    The hardware stops prefetching at the end of each 4 KiB page, so without this function, a core that reads a single
+    array would spend a quarter of its time waiting.
     """
     begin = x.ctypes.data + ahead
     for address in range(begin, begin + x.size * x.itemsize, CACHE_LINE):

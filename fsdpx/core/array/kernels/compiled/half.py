@@ -33,8 +33,8 @@ __all__ = ["emit_bit_mixing", "emit_round_to_bfloat16", "emit_round_to_float16",
 
 @intrinsic
 def to_float16_bits(typingctx: Any, x: Any) -> Any:
-    """Convert float32 to the bits of float16. There are three cases by magnitude: too large (or NaN), normal, and
-    subnormal, where adding 0.5 rounds at the right bit."""
+    """Convert float32 to the bits of float16. There are three cases, depending on the magnitude: too large (or NaN),
+    normal, and subnormal. In the last case, adding 0.5 rounds at the right bit."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
@@ -58,8 +58,8 @@ def to_float16_bits(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def from_float16_bits(typingctx: Any, h: Any) -> Any:
-    """Convert the bits of float16 to float32. Exponent and mantissa are shifted up, and then the exponents of Inf,
-    NaN, 0 and subnormals are corrected."""
+    """Convert the bits of float16 to float32. Exponent and mantissa are shifted up; then the exponents for Inf, NaN, 0
+    and subnormals are corrected."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.zext(arguments[0], WORD)
@@ -110,8 +110,9 @@ def _make_constant_vector(count: int, number: int) -> Any:
 
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
-    """Return name -> compiled loop for the three conversions of a 16-bit format: round float32 to the format, convert
-    it to float32, and add it to float32. The functions `to` and `back` convert one number to the format and back."""
+    """Return three compiled loops for a 16-bit dtype, by name: the first rounds float32 to the dtype, the second
+    converts the dtype to float32, and the third adds it to float32. The functions `to` and `back` convert one number to
+    the dtype and back."""
 
     def narrow_loop(x, out):
         for i in range(x.size):

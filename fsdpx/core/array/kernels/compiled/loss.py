@@ -1,5 +1,5 @@
 """Losses as Numba code, each in one pass, and the gradient of an embedding lookup, summed in the order of the batch.
-The forward pass allocates no array as large as its arguments."""
+The forward pass does not allocate any array that is as large as its arguments."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _sum_row_in_float64(x):
 
 @jit
 def _count_targets_or_find_invalid(target, classes, ignored):
-    """Return the number of rows whose target is not `ignored`. If a target is invalid, return -1 - row for the first
-    such row."""
+    """Return the number of rows whose target is not `ignored`. If there are invalid targets, return -1 - row for the
+    first row with an invalid target."""
     counted = 0
     for i in range(target.size):
         if target[i] != ignored:

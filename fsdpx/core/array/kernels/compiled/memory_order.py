@@ -1,5 +1,4 @@
-"""Conversion between memory orders: fields with channels last, (samples, *cells, channels), and 1-D views of arrays in
-memory order."""
+"""Conversion of fields to channels last, (samples, *cells, channels), and 1-D views of arrays in memory order."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def _transpose_square(typingctx: Any, like: Any, source: Any, source_step: Any, 
     are in bytes.
 
     Each pass interleaves row i with row i + SQUARE / 2, which rotates the six bits of an element's index (row, column)
-    by one. After three passes, row and column have changed places."""
+    by one. After three passes, row and column are exchanged."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         like, source, source_step, to, to_step, add = arguments
@@ -67,7 +66,7 @@ def _transpose_square(typingctx: Any, like: Any, source: Any, source_step: Any, 
 
 @jit
 def transpose_channels_into(x, out, add):
-    """Transpose channels to the last dim: compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] if `add` is
+    """Move channels to the last dim: compute out[n, p, c] = x[n, c, p], or out[n, p, c] += x[n, c, p] if `add` is
     true."""
     like, word, channels, pixels = x.dtype.type(0), x.itemsize, x.shape[1], x.shape[2]
     whole = channels // SQUARE * SQUARE
@@ -147,8 +146,8 @@ def _flatten_in_memory_order(*arrays: np.ndarray) -> list[np.ndarray] | None:
 
 
 def make_flat_views(*arrays: np.ndarray) -> list[np.ndarray]:
-    """Return 1-D views of arrays of the same shape, all in the same order. Arrays that are stored in different orders
-    are first converted, fields to channels last and others to C order."""
+    """Return 1-D views of arrays of the same shape, all in the same memory order. If the arrays have different memory
+    orders, they are converted first: fields to channels last, and other arrays to C order."""
     flat = _flatten_in_memory_order(*arrays)
     if flat is None:
         convert = to_channels_last if arrays[0].ndim > 2 else np.ascontiguousarray

@@ -1,7 +1,7 @@
 """LayerNorm, RMSNorm and batch norm as Numba code.
 
-Gradients of parameters, and the channel sums of batch norm, are added up in fixed blocks of rows. Batch norm stores
-channels last and is split over threads by channels.
+The gradients of parameters and the channel sums of batch norm are computed as sums over fixed blocks of rows. Batch
+norm stores channels last, and its work is split over threads by channels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Counter-based random numbers and dropout as Numba code. Uses Philox 4x64 (Salmon et al., SC'11), bitwise equal to
-`array.random`, and the Box-Muller transform, with logarithm and cosine in vector lanes.
+"""Counter-based random numbers and dropout as Numba code. Random bits come from Philox 4x64 (Salmon et al., SC'11), and
+are equal to those of `array.random`. Normal numbers come from the Box-Muller transform, with logarithm and cosine
+computed in vector lanes.
 
 Normal numbers are accurate to a few units in the last place of float64, and their bits do not depend on where a range
-begins. Dropout takes one pass over memory: its random numbers are generated in cache, just before they are used.
+begins. Dropout needs only one pass over memory: its random numbers are generated in cache, just before they are used.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _philox_step(counter, key0, key1):
 
 @jit
 def fill_raw_numbers(out, start, key0, key1):
-    """Fill `out` with consecutive 64-bit random numbers of a Philox stream as uint64, beginning with number `start`."""
+    """Fill the uint64 array `out` with consecutive random numbers of a Philox stream, beginning with number `start`."""
     position = np.uint64(start)
     counter, ahead = (position >> np.uint64(2)) + np.uint64(1), np.int64(position & np.uint64(3))
     done = 0
@@ -117,7 +118,7 @@ def _compute_log(x):
 
 @register_jitable
 def _compute_cosine_of_turns(v):
-    """Return cos(2 pi v) for v in [0, 1). The range is reduced exactly by subtracting the nearest quarter turn."""
+    """Return cos(2 pi v) for v in [0, 1). The argument is reduced exactly, by subtracting the nearest quarter turn."""
     quarter = round_to_even(v * 4.0)
     r = fused_multiply_add(quarter, -0.25, v)
     odd = quarter == 1.0 or quarter == 3.0
@@ -187,7 +188,7 @@ def drop(xp: Any, x: np.ndarray, numbers: NumberRange, p: float) -> tuple[np.nda
     rest = (*numbers.keys, np.uint64(dropout_threshold(p)), accumulation_dtype(x.dtype).type(dropout_scale(p)))
     cut = parallel.split_range(
         flat.size, parallel.MIN_PIECE_ELEMENTS // 4
-    )  # small pieces, since a random number costs as much as a few passes over memory
+    )  # small pieces are worthwhile, since a random number takes as long as a few passes over memory
     parallel.run_tasks(_dropout_loop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
 

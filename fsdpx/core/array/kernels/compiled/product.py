@@ -1,10 +1,10 @@
-"""Matrix products by a cblas gemm function that is called by address. The forward pass of a linear layer adds the bias
-in the same call, and the backward pass also computes the gradient of the bias. Small bfloat16 matrices are converted,
-multiplied in float32, and rounded in one compiled call.
+"""Matrix products computed by a cblas gemm function, which is called by its address. In the same call, the forward pass
+of a linear layer also adds the bias, and the backward pass also computes the gradient of the bias. Small bfloat16
+matrices are converted, multiplied in float32, and rounded in one compiled call.
 
 The address is passed as an argument, because it differs between processes, whereas compiled code is cached on disk.
-For small matrices, a call of another library takes longer than the product itself. All arrays of small products are in
-C order, so that loops run through memory in order."""
+For small matrices, calling another library takes longer than the product itself. All arrays in small products are in C
+order, so that loops access memory in order."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def call_cblas(typingctx: Any, address: Any, ta: Any, tb: Any, m: Any, n: Any, k
 
 @register_jitable
 def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
-    """Return the transpose flag and the leading dimension with which cblas reads a matrix. The leading dimension is 0
-    if neither dim has unit stride.
+    """Return the transpose flag and the leading dimension that must be passed to cblas for a matrix. The leading
+    dimension is 0 if neither dim has unit stride.
 
     The matrix is described by its item size, its shape, and its strides in bytes (`down` from row to row, `across`
     from column to column). Numbers are passed instead of an array, so that this function is compiled once for all
@@ -70,8 +70,8 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows_into(out, a, b):
-    """Compute out = a b for a with few rows and b with contiguous columns. Each element has the same bits for any
-    number of rows.
+    """Compute out = a b for a matrix a with few rows and a matrix b with contiguous columns. The bits of an element do
+    not depend on the number of rows.
 
     The order of a sum depends on the width of vectors, so all callers whose results must agree bitwise call
     `use_widest_vectors`.

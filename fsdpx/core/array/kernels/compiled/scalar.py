@@ -1,8 +1,9 @@
 """Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
-Also access to the control register of the vector unit (MXCSR), which controls whether denormals are flushed to 0.
+Also functions that read and set the control register of the vector unit (MXCSR), which determines whether denormals are
+flushed to 0.
 
 Every operation is explicit, including fused multiply-adds, and none may be reordered. The result for an element
-therefore has the same bits in the vectorized part of a loop and in its remainder, and in loops of any length.
+therefore has the same bits in the vectorized part and in the remainder of a loop, and in loops of any length.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def constant_like(typingctx: Any, x: Any, value: Any) -> Any:
 
 def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
     """Return a function that evaluates a polynomial by Horner's rule with fused multiply-adds. `in32` and `in64` are
-    its coefficients for float32 and float64 arguments, beginning with the constant term."""
+    the coefficients for float32 and float64 arguments, beginning with the constant term."""
 
     @intrinsic
     def evaluate_polynomial(typingctx: Any, x: Any) -> Any:
@@ -104,8 +105,8 @@ def _remove_magic_number(typingctx: Any, x: Any) -> Any:
 def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
     """Return x 2^n for x near 1, where n is the integer in the low bits of `shifted`, a result of `_add_magic_number`.
 
-    Half of n is added to the exponent of x; this cannot overflow. The result is multiplied by 2 to the power of the
-    other half, so that overflow and gradual underflow are correct."""
+    Half of n is added to the exponent of x, which cannot overflow. The result is then multiplied by 2 to the power of
+    the other half, so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -122,7 +123,7 @@ def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
 
 @intrinsic
 def round_to_even(typingctx: Any, x: Any) -> Any:
-    """Return the integer nearest to x, ties to even."""
+    """Return the integer nearest to x. Ties go to the even integer."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         (value,) = arguments
@@ -167,7 +168,7 @@ def exp_of_negative(x):
 
 @register_jitable
 def _exp_clamped(x):
-    """Return e^x without checking the range: x must be within the limits of `exp`, or slightly outside of them."""
+    """Return e^x without checking the range: x must be within the limits of `exp`, or only slightly outside them."""
     shifted = _add_magic_number(x, constant_like(x, 1.4426950408889634))
     n = _remove_magic_number(shifted)
     rest = fused_multiply_add(n, -_log2_low(x), fused_multiply_add(n, -_log2_high(x), x))
@@ -195,8 +196,8 @@ def log_one_plus_fraction(x):
 
 @register_jitable
 def unnormalized_gaussian_density(x):
-    """Return exp(-x^2 / 2), the Gaussian density without its constant factor. The rounding error of x^2, which matters
-    in the tail, is corrected."""
+    """Return exp(-x^2 / 2), the Gaussian density without its constant factor. The rounding error of x^2, which would
+    matter in the tail, is corrected."""
     a, limit = abs(x), _density_limit(x)
     a = limit if a > limit else a
     square = a * a
@@ -244,11 +245,11 @@ def from_ordered_integer(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def use_widest_vectors(typingctx: Any) -> Any:
-    """Let LLVM use the widest vector registers in the calling function. By default it uses half the width of AVX-512,
-    which slows compute-bound loops down by a third."""
+    """Let LLVM use the widest vector registers in the calling function. By default it uses only half the width of
+    AVX-512, which makes compute-bound loops slower by a third."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        # added as text, because llvmlite does not support attributes with values
+        # the attribute is added as text, because llvmlite does not support attributes with values
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
@@ -268,7 +269,8 @@ def multiply_high(typingctx: Any, a: Any, b: Any) -> Any:
 
 
 def _emit_flip_if_negative(builder: Any, n: Any) -> Any:
-    """Return n with all bits except the sign bit inverted if n is negative. Applying this twice returns n."""
+    """If n is negative, return n with all bits except the sign bit inverted; otherwise return n. Applied twice, this
+    function returns n."""
     size = n.type.width
     sign = builder.ashr(n, n.type(size - 1))
     return builder.xor(n, builder.and_(sign, n.type((1 << (size - 1)) - 1)))

@@ -17,7 +17,7 @@ from fsdpx.core.array.parallel import MIN_PIECE_ELEMENTS, run_tasks, split_range
 @jit
 def _sum_block_squares_into(x, sums, grain):
     """Write the sum of squares of each block of `grain` elements of x to `sums`. Elements are added in the order that
-    `sum_rows_in_lanes` describes, however wide the processor's vectors are."""
+    `sum_rows_in_lanes` describes, regardless of the width of the processor's vectors."""
     lanes = np.empty(LANES)
     for n in range(sums.size):
         block = x[n * grain : min((n + 1) * grain, x.size)]
