@@ -1,4 +1,4 @@
-"""Data: datasets, the sampler that splits them over ranks, and the loader that reads batches ahead of time."""
+"""Datasets, the sampler that splits them over ranks, and the loader that reads batches ahead of time."""
 
 from typing import TYPE_CHECKING
 

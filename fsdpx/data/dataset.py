@@ -1,4 +1,4 @@
-"""Datasets of arrays, of tokens, and of text as bytes, read through memory-mapped files."""
+"""Datasets of arrays, of tokens, and of text as bytes. Tokens and text are read through memory-mapped files."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ and raise SystemError (CPython gh-106905)."""
 class OpenFiles:
     """Opens files by path, and keeps the most recently used ones open.
 
-    Each process has its own cache: a forked process opens the files again, because it would otherwise share file
-    positions with its parent. A pickled copy starts with an empty cache."""
+    Each process has its own cache: a forked process opens the files again, since it would otherwise share file
+    positions with its parent. Unpickling an `OpenFiles` creates one with an empty cache."""
 
     def __init__(self, open_: Callable[[Path], Any]) -> None:
         self._open, self._process, self.cache = open_, os.getpid(), lru_cache(MAX_OPEN_FILES)(open_)
@@ -118,7 +118,7 @@ class TokenDataset(WindowDataset):
     dtype : dtype of the raw numbers; ignored for `.npy` files
     """
 
-    dtype = np.dtype(np.int32)  # dtype of the samples, which may differ from that of the file
+    dtype = np.dtype(np.int32)  # dtype of the samples, which may differ from the dtype in the file
 
     @wrap_with_option_check
     def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
@@ -161,8 +161,8 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def map_npy_at(file: BinaryIO, start: int, stop: int) -> np.ndarray:
-    """Memory-map the array that is stored in `.npy` format in an open file, beginning at byte `start`. Raise OSError or
-    ValueError if it cannot be mapped, or reaches beyond byte `stop`."""
+    """Memory-map an array that is stored in `.npy` format in an open file, beginning at byte `start`. Raise OSError or
+    ValueError if the array cannot be mapped or reaches beyond byte `stop`."""
     file.seek(start)
     form = np.lib.format
     header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
@@ -181,7 +181,7 @@ def map_npy_at(file: BinaryIO, start: int, stop: int) -> np.ndarray:
 
 
 class Dataset(Protocol):
-    """The protocol of datasets. Their samples are numbered from 0 to `len(dataset) - 1`.
+    """The protocol of datasets. The samples of a dataset are numbered from 0 to `len(dataset) - 1`.
 
     If a dataset has the method `__getitems__(numbers) -> samples`, as PyTorch and Hugging Face datasets do, or
     `take(indices) -> batch`, the loader reads each batch with a single call of that method."""
@@ -264,8 +264,8 @@ def make_empty_batch(batch: Any) -> Any:
 
 
 def hash_first_sample(dataset: Any) -> int | None:
-    """Return a hash of sample 0, which ranks use to compare their datasets; None if the sample cannot be read, or
-    contains neither numbers nor strings."""
+    """Return a hash of sample 0, so that ranks can check that they have the same dataset. Return None if the sample
+    cannot be read, or contains neither numbers nor strings."""
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
@@ -420,8 +420,9 @@ def _walk_folder(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _select_byte_ranges_of_split(files: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:
-    """Return the byte ranges of `files` that belong to the validation or training split. The text is divided into up
-    to 16 stretches; validation gets the last `fraction` of each stretch, training the rest."""
+    """Return the byte ranges of `files` that belong to the validation split (if `validation`) or to the training split.
+    The text is divided into up to 16 stretches; the last `fraction` of each stretch is for validation, and the rest is
+    for training."""
     total = sum(stop - start for _, start, stop in files)
     count = min(MAX_STRETCHES, max(1, total // STRETCH_BYTES))
     pieces: list[Piece] = []
@@ -433,7 +434,7 @@ def _select_byte_ranges_of_split(files: Sequence[Piece], validation: bool, fract
 
 
 def _clip_byte_ranges(files: Sequence[Piece], low: int, high: int) -> Iterator[Piece]:
-    """Yield the byte ranges of `files` that hold bytes [low, high) of the concatenated files."""
+    """Yield the byte ranges of `files` that make up bytes [low, high) of the concatenated files."""
     at = 0
     for file, _, size in files:
         start, stop = max(low - at, 0), min(high - at, size)

@@ -24,7 +24,7 @@ __all__ = ["BatchShard", "DataLoader", "DistributedSampler", "EpochPass", "Prefe
 
 @dataclass(frozen=True)
 class BatchShard:
-    """A rank's part of one global batch.
+    """A rank's shard of one global batch.
 
     Parameters
     ----------
@@ -42,23 +42,24 @@ class DistributedSampler:
     """Shuffles the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch
     over the ranks.
 
-    The global batch of step k is order[k batch : (k+1) batch]. Of a batch of L samples, rank r of `size` gets those
-    from floor(L r / size) up to, but not including, floor(L (r+1) / size). The global batches are therefore the same
-    for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as padding.
+    The global batch of step k (from 0) is order[k batch : (k+1) batch]. Of a global batch of L samples, rank r of
+    `size` ranks gets those from floor(L r / size) up to, but not including, floor(L (r+1) / size). The global batches
+    are therefore the same for any number of ranks, and each sample occurs exactly once per epoch: no sample is
+    repeated as padding.
 
-    Iterating yields this rank's indices; `iterate_batches()` yields one array per step. Both advance `epoch` and
-    `position`, the number of samples of the epoch that all ranks together have received. At the end of an epoch,
-    `epoch` is incremented. If a loop was left early, a new loop restarts the epoch, unless `load_state_dict` is called
-    before the new loop. A loop inside another loop iterates over the full epoch and advances neither `epoch` nor
-    `position`.
+    Iterating over the sampler yields this rank's indices one by one; `iterate_batches()` yields one array per step.
+    Both advance `epoch` and `position`, the number of samples of the epoch that all ranks together have received. At
+    the end of an epoch, `epoch` is incremented. If a loop was left early, a new loop restarts the epoch, unless
+    `load_state_dict` is called before the new loop. A loop inside another loop iterates over the full epoch and
+    advances neither `epoch` nor `position`.
 
     Parameters
     ----------
     n : number of samples in the dataset
     rank, size : number of this data rank, and number of data ranks; None: as in `comm`. rank=0, size=1 without comm
-        means that the dataset holds only this rank's samples, which are not split again (`presharded`), and that
-        `batch` counts this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to True:
-        ranks may have different numbers of samples, so `state_dict` leaves out `n`
+        means that the dataset contains only this rank's samples, which are not split again (`presharded`), and that
+        `batch` counts only this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to
+        True: ranks may then have different numbers of samples, so `state_dict` leaves out `n`
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if
         one exists, else all ranks of this job
     shuffle : whether each epoch has a new random order; False: 0 .. n-1
@@ -115,7 +116,7 @@ class DistributedSampler:
         self._pass: weakref.ref[EpochPass] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch; do nothing if it is the current epoch.
+        """Move to the start of an epoch. Do nothing if this is already the current epoch.
 
         Parameters
         ----------
@@ -141,7 +142,7 @@ class DistributedSampler:
         return random_permutation(self.seed, f"sampler.{epoch}", self.n)
 
     def iterate_shards(self, epoch: int, position: int = 0) -> Iterator[BatchShard]:
-        """Yield this rank's part of each global batch of an epoch, without advancing the sampler.
+        """Yield this rank's shard of each global batch of an epoch, without advancing the sampler.
 
         Parameters
         ----------
@@ -161,8 +162,8 @@ class DistributedSampler:
             position = after
 
     def begin_pass(self) -> EpochPass:
-        """Begin to iterate over an epoch: at the position that `load_state_dict` has just restored, or otherwise at
-        the start.
+        """Begin to iterate over an epoch, and return the new pass. It starts at the position that `load_state_dict`
+        has just restored, if any, and otherwise at the beginning of the epoch.
 
         If several passes are in progress, only the first one advances `epoch` and `position`; the other passes cover
         the full epoch."""
@@ -177,8 +178,8 @@ class DistributedSampler:
         return made
 
     def iterate_batches(self) -> Iterator[np.ndarray]:
-        """Yield the indices of this rank's samples, one array per step; the array may be empty if the last batch is
-        short."""
+        """Yield the indices of this rank's samples, as one array per step. The last array may be empty if the last
+        batch is short."""
         epoch_pass = self.begin_pass()
         for share in self.iterate_shards(epoch_pass.epoch, epoch_pass.position):
             epoch_pass.advance_to(share.position_after)
@@ -203,7 +204,8 @@ class DistributedSampler:
         return whole + (self._count_batch_samples(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position. They are the same on every rank, and valid for any number of ranks."""
+        """Return a dict with the epoch, the position and the options that determine the order. It is the same on every
+        rank, and can be loaded on any number of ranks."""
         over = self._count_batch_samples(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         n = {} if self.uneven else {"n": self.n}
@@ -314,7 +316,7 @@ def _require_int(name: str, value: Any, minimum: int) -> int:
 
 
 def _has_indexed_samples(dataset: Any) -> bool:
-    """Return whether a dataset can be indexed by sample. The result is False for a generator, a dict of arrays, or a
+    """Return whether indexing a dataset gives its samples. The result is False for a generator, a dict of arrays, or a
     tuple of arrays with different shapes."""
     if isinstance(dataset, tuple) and len({getattr(one, "shape", None) for one in dataset}) > 1:
         return False
@@ -324,8 +326,8 @@ def _has_indexed_samples(dataset: Any) -> bool:
 
 
 MAX_PREFETCHED = 1 << 16
-"""Maximum number of batches to read ahead. This is more than memory can hold, but not too large for a queue's
-counter."""
+"""Maximum number of batches to read ahead. More batches would not fit into memory anyway, and a much larger number
+could overflow a queue's counter."""
 POLL_SECONDS = 0.2  # while the queue is full, `stopped` is checked at this interval
 
 
@@ -399,12 +401,12 @@ class Prefetch:
 class DataLoader:
     """Iterates over this rank's batches of one epoch.
 
-    A batch is the result of the dataset's `take` or of `collate`; for the datasets of this package it is `(x, y)`. If
-    the last batch is short, a rank may get zero rows. An exception in the reading thread is raised where the batch was
-    requested. A loop inside another loop, such as validation on the training data, iterates independently;
-    `state_dict` reports the position of the outer loop. The reading thread ends at the end of the loop, at the end of
-    a `with` block, when `close()` is called, or when the loader is garbage-collected. Raises DataError for a dataset
-    that does not yield a single batch.
+    A batch is the result of the dataset's `take` or of `collate`; for the datasets of this package, it is `(x, y)`. If
+    the last batch is short, a rank may get zero samples. An exception in the reading thread is raised again in the loop
+    that requests the batch. A loop inside another loop, such as validation on the training data, iterates
+    independently; `state_dict` reports the position of the outer loop. The reading thread ends at the end of the loop,
+    at the end of a `with` block, when `close()` is called, or when the loader is garbage-collected. Raises DataError if
+    the dataset is too small for a single batch.
 
     Parameters
     ----------
@@ -414,10 +416,11 @@ class DataLoader:
     comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the default
         communicator
     rank, size, shuffle, seed, drop_last, reproducible_chunks : see `DistributedSampler`. rank=0, size=1 without comm
-        means that the dataset holds only this rank's samples, and that batch_size counts this rank's samples
+        means that the dataset contains only this rank's samples, and that batch_size counts only this rank's samples
     sampler : a sampler to use instead of batch_size, comm, and the arguments from rank to reproducible_chunks
-    collate : function from a list of samples to a batch; None: `take` of the dataset if it has one, else stacking
-    transform : function from batch to batch, which runs in the reading thread, like collate
+    collate : function from a list of samples to a batch; None: use the dataset's method `take` if there is one, else
+        stack the samples
+    transform : function from batch to batch; like collate, it runs in the reading thread
     prefetch : number of batches that a thread reads ahead; the thread makes no MPI calls. 0: no thread
     """
 
@@ -485,7 +488,8 @@ class DataLoader:
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Move to the start of an epoch, and stop iterations in progress. Do nothing if it is the current epoch.
+        """Stop iterations in progress, and move to the start of an epoch. Do nothing if this is already the current
+        epoch.
 
         Parameters
         ----------
@@ -503,7 +507,7 @@ class DataLoader:
         return self._start_iteration(self.sampler.begin_pass())
 
     def hash_first_sample(self) -> int | None:
-        """Return a hash of the first sample, which ranks use to compare their datasets; see
+        """Return a hash of the first sample, so that ranks can check that they have the same dataset. See
         `fsdpx.data.dataset.hash_first_sample`."""
         return hash_first_sample(self.dataset)
 
@@ -518,8 +522,8 @@ class DataLoader:
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch and position after the last batch that the loop received, not counting batches read ahead. They
-        are the same on every rank, and valid for any number of ranks."""
+        """Return a dict with the epoch and the position after the last batch that the loop received; batches that were
+        read ahead do not count. It is the same on every rank, and can be loaded on any number of ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -560,7 +564,7 @@ class DataLoader:
         batch
             `(x, y)` for the datasets of this package, with k rows
         """
-        # datasets of PyTorch and Hugging Face read a batch with this method
+        # PyTorch and Hugging Face datasets may have this method, which reads all samples of a batch in one call
         several = getattr(self.dataset, "__getitems__", None)
         take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:
@@ -608,7 +612,8 @@ class _EpochIterator:
 
 
 def _iterate_batches_with_positions(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, position after it) from `position` to the end of an epoch. Positions count samples of all ranks."""
+    """Yield (batch, position after the batch) from `position` to the end of an epoch. Positions count the samples of
+    all ranks."""
     sampler = loader.sampler
     for share in sampler.iterate_shards(epoch, position):
         try:

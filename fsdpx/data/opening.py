@@ -41,14 +41,15 @@ _SIGNATURES = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it, by unzstd",
     b"\x93NUMPY": "of NumPy: give its name the end .npy",
 }  # fmt: skip
-"""Formats that h5py cannot read, by the first bytes of the file."""
+"""File formats that h5py cannot read: first bytes of the file -> name of the format, or text that says how to convert
+the file."""
 _FILTERS = {
     307: "bzip2", 32000: "LZF", 32001: "Blosc", 32004: "LZ4", 32008: "Bitshuffle", 32013: "ZFP", 32015: "Zstandard",
     32017: "SZ", 32018: "FCIDECOMP", 32024: "SZ3", 32026: "Blosc2", 32028: "SPERR",
 }  # fmt: skip
 """Names of the HDF5 filters in the package hdf5plugin, by number."""
 _ZIP_HEADER_BYTES = 30
-"""Size of the header before each file in a zip archive, without its name."""
+"""Size of the header before each file in a zip archive, without the file name that follows."""
 _MAX_LINKS = 16
 """Maximum number of soft links that are followed in a chain."""
 
@@ -105,7 +106,7 @@ def _map_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def is_single_array(root: Any) -> bool:
-    """Return whether an opened file is a single array, which has no name of its own."""
+    """Return whether an opened file contains only a single array, so that no name is needed to select it."""
     return isinstance(root, dict) and len(root) == 1
 
 
@@ -147,8 +148,8 @@ def open_array(path: Path, root: Any, inside: str) -> Any:
     """Return the array at the path `inside` of an opened file. Its data are read from the file when the array is
     indexed.
 
-    A contiguous HDF5 dataset is memory-mapped, because h5py would need one Python call per row to read a part that
-    consists of short rows."""
+    A contiguous HDF5 dataset is memory-mapped, because reading many short rows with h5py would take one Python call per
+    row."""
     array = root[inside]
     if getattr(array, "chunks", ()) is None and hasattr(array.id, "get_offset"):
         offset = array.id.get_offset()
@@ -170,8 +171,8 @@ def _import_library(name: str, path: Path) -> Any:
 
 @contextmanager
 def naming_file_in_errors(path: Path, what: str = "") -> Iterator[None]:
-    """Return a context manager that converts read errors to a DataError that names the file. In the message, `what`
-    stands between the name of the file and the error."""
+    """Return a context manager that converts read errors to a DataError whose message consists of the file's path,
+    `what` and the original error."""
     try:
         yield
     except FsdpxError:
@@ -185,8 +186,8 @@ def make_data_error(path: Path, text: str) -> DataError:
 
 
 class ExternalLink(NamedTuple):
-    """Placeholder for an HDF5 link whose target is not in the file. `why` is a phrase for errors that says why the
-    target cannot be used."""
+    """Placeholder for an HDF5 link whose target is not in the file. `why` is a phrase for error messages that says why
+    the target cannot be used."""
 
     why: str
 
@@ -201,8 +202,8 @@ def iterate_members(node: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _follow_link(node: Any, path: str, links: int) -> Any:
-    """Return the object at a path below an HDF5 group, or an `ExternalLink`. Links are followed here and not by h5py,
-    which would open any file that a link names."""
+    """Return the object at a path below an HDF5 group, or an `ExternalLink` if there is no such object in the file.
+    Links are followed here and not by h5py, which would open any file that a link names."""
     if path.startswith("/"):
         node = node.file["/"]
     for part in path.split("/"):
@@ -244,8 +245,8 @@ def require_readable_array(path: Path, name: str, array: Any) -> None:
 
 
 def _describe_missing_filter(path: Path, array: Any) -> str:
-    """Return a phrase for errors that names the compression filter of an HDF5 dataset if it is not installed; "" if
-    the dataset can be read."""
+    """If the compression filter of an HDF5 dataset is not installed, return a phrase for error messages that names it.
+    Return "" if the dataset can be read."""
     is_here, plist = _import_library("h5py", path).h5z.filter_avail, array.id.get_create_plist()
     found = {code: name for code, _, _, name in map(plist.get_filter, range(plist.get_nfilters()))}
     if all(map(is_here, found)):
@@ -256,7 +257,7 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        # reading works if the writer lacked the filter as well, and therefore stored chunks uncompressed
+        # a program that lacks the filter may store chunks uncompressed; then reading works here as well
         array[(0,) * len(array.shape)]
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"

@@ -32,9 +32,9 @@ class PackedGraphs(NamedTuple):
         return int(self.offsets[-1])
 
     def assign_parts(self, ranks: int) -> np.ndarray:
-        """Return the rank of each node, for `Partition.split(parts=)`. Each graph is on one rank, and ranks have
-        similar numbers of nodes: graph by graph, largest first, the rank with the fewest nodes gets the graph (Graham
-        1969).
+        """Return the rank of each node, for `Partition.split(parts=)`. Each graph is assigned to one rank, so that
+        ranks have similar numbers of nodes: from the largest graph to the smallest, each graph goes to the rank that
+        has the fewest nodes so far (Graham 1969).
 
         Parameters
         ----------
@@ -67,8 +67,8 @@ class PackedGraphs(NamedTuple):
 
         Raises
         ------
-        DataError : if an array has a different number of nodes than its graph, or arrays differ in their numbers of
-            samples or features
+        DataError : if the number of nodes of an array differs from that of its graph, or if arrays have different
+            numbers of samples or features
         """
         found, sizes = [np.asarray(array) for array in arrays], np.diff(self.offsets).tolist()
         shapes = [array.shape for array in found]
@@ -93,7 +93,7 @@ class PackedGraphs(NamedTuple):
 
 
 def pack_graphs(edges: Sequence[Any], nodes: Sequence[int]) -> PackedGraphs:
-    """Join several graphs into one, in which an offset is added to the node numbers of each graph.
+    """Join several graphs into one, by adding an offset to the node numbers of each graph.
 
     Parameters
     ----------

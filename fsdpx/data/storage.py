@@ -19,8 +19,8 @@ NETCDF_FILL = {
     "i2": -(2**15) + 1, "u2": 2**16 - 1, "i4": -(2**31) + 1, "u4": 2**32 - 1, "i8": -(2**63) + 2, "u8": 2**64 - 2,
     "f4": float.fromhex("0x1.ep+122"), "f8": float.fromhex("0x1.ep+122"),
 }  # fmt: skip
-"""Default fill values of the NetCDF library, by dtype. Readers assume no default fill value for 8-bit integers, because
-each of their few values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
+"""Default fill values of the NetCDF library, by dtype. For 8-bit integers, readers assume no default fill value, since
+each of the few possible values may be valid data (docs.unidata.ucar.edu/nug/current/fill_values.html)."""
 _SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 _DIMENSIONS = "_ARRAY_DIMENSIONS"
 """The attribute in which xarray stores the names of dims in Zarr format 2. In arrays that have this attribute,
@@ -63,7 +63,7 @@ class NumberEncoding:
 
 
 def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
-    """Return the storage format of an array in a file; None if the stored numbers are the values.
+    """Return how the values of an array in a file are encoded; None if the stored numbers are the values.
 
     A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
     `valid_range`, or outside of the range from `valid_min` to `valid_max`. In NetCDF files without `_FillValue`, the
@@ -92,8 +92,8 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the dtype of stored integers, given the attribute `_Unsigned`. NetCDF's classic model has only signed
-    integers, and marks unsigned ones with this attribute."""
+    """Return the dtype with which to interpret stored integers, given the attribute `_Unsigned`. In NetCDF's classic
+    model, all integers are stored as signed, and this attribute marks those that are meant as unsigned."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -101,7 +101,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """Yield the numbers that, by convention, mark missing data if no attribute says which number does."""
+    """Yield the numbers that mark missing data by convention, without an attribute that says so."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()
@@ -112,7 +112,7 @@ def _iterate_default_fill_values(
 
 
 def _parse_attribute_numbers(attributes: Mapping[str, Any], name: str) -> list[int | float]:
-    """Return the numbers in an attribute; skip values that are not numbers and cannot be parsed as numbers.
+    """Return the numbers in an attribute. Values that neither are numbers nor can be parsed as numbers are skipped.
 
     Text is parsed because JSON has no NaN, and because xarray stores a number in Zarr format 3 as text that encodes
     its eight bytes."""
@@ -141,8 +141,9 @@ def _parse_number(text: str) -> float | int | None:
 
 
 def _cast_number(value: int | float | None, stored: np.dtype, kind: np.dtype) -> Any:
-    """Convert a number to `kind`, the dtype used to interpret stored numbers. Return None if this dtype cannot
-    represent it. `stored` is the dtype of the array in the file, which may be signed where `kind` is unsigned."""
+    """Convert a number to `kind`, the dtype with which stored numbers are interpreted. Return None if this dtype cannot
+    represent the number. `stored` is the dtype of the array in the file, which may be signed although `kind` is
+    unsigned."""
     if value is None or (stored.kind != "f" and (math.isnan(value) or math.isinf(value) or value != int(value))):
         return None
     if stored.kind == "f":

@@ -1,4 +1,4 @@
-"""A dataset of conversations for supervised fine-tuning, in which only answers contribute to the loss."""
+"""A dataset of conversations for supervised fine-tuning. Only answers contribute to the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdpx.errors import ConfigError, DataError
 __all__ = ["SupervisedDataset"]
 
 IGNORED_LABEL = -100
-"""The target of positions outside answers. It is the default `ignore_index` of `nn.CrossEntropyLoss`."""
+"""The target for tokens outside of answers. It is the default `ignore_index` of `nn.CrossEntropyLoss`."""
 Pieces = list[tuple[str, bool]]
 """The texts of a conversation in order, each with a flag that says whether it is an answer."""
 Encoded = tuple[Sequence[int], Sequence[bool]]
@@ -48,15 +48,15 @@ class SupervisedDataset:
     encode : function from text to tokens, such as `lambda text: tokenizer.encode(text, add_special_tokens=False).ids`
         for a tokenizer of the tokenizers library
     seq_len : number of tokens in a sample
-    end : token that is appended to every answer and counts as part of it in the loss; it also pads samples shorter
-        than seq_len
+    end : token that is appended to every answer, as a part of the answer to which the loss applies; it also pads
+        samples shorter than seq_len
     packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
-        segments), targets), where segments give for each token the number of its conversation, counted from 0, for
-        models with `segments=True` (docs: models)
+        segments), targets), where segments contains for each token the number of its conversation in the sample,
+        counted from 0. This is for models with `segments=True` (docs: models)
     template : how to encode messages: `models.chat_template(folder, tokenizer)`, or a function (role, content) ->
-        (text before the message, text of the message); None: "role: " and "content\\n". Lines with prompt and
-        completion do not use the template; their two texts are concatenated. The attribute `messages` counts the lines
-        with messages, and `texts` those with prompt and completion
+        (text before the message, text of the message); None: these texts are "role: " and "content\\n". For lines with
+        prompt and completion, the template is not used, and the two texts are concatenated. The attribute `messages`
+        counts the lines with messages, and `texts` counts those with prompt and completion
     """
 
     def __init__(
@@ -184,7 +184,7 @@ def _split_messages(
 def _pack_conversations(
     found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """Pack conversations into samples in the given order. Each sample gets as many conversations as fit into
+    """Distribute conversations over samples, in the given order. Each sample gets as many conversations as fit into
     `capacity` tokens."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0

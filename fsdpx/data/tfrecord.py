@@ -1,8 +1,9 @@
-"""Reads files in TensorFlow's TFRecord format, without TensorFlow. Each record is a `tf.train.Example`, a protocol
-buffer, and has masked CRC-32C checksums.
+"""Reads files in TensorFlow's TFRecord format, without TensorFlow.
 
-Format: https://github.com/tensorflow/tensorflow, tensorflow/core/lib/io/record_writer.h and core/example. A record is
-its length (8 bytes), the checksum of the length (4), the data, and the checksum of the data (4), little-endian."""
+Format: https://github.com/tensorflow/tensorflow, tensorflow/core/lib/io/record_writer.h and core/example. A record
+consists of its length (8 bytes), the checksum of the length (4 bytes), the data, and the checksum of the data (4
+bytes); numbers are little-endian. The data are a `tf.train.Example`, which is a protocol buffer. Checksums are masked
+CRC-32C checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ Record = tuple[int, int]
 
 
 def index_records(file: BinaryIO) -> list[Record]:
-    """Return the (offset, length) of each record of a file. This reads only the lengths, and verifies their checksums.
+    """Return the (offset, length) of each record of a file. This function reads only the lengths of the records, and
+    verifies the checksums of the lengths.
 
     Raises ValueError if the file is cut off, or the checksum of a length is wrong."""
     found: list[Record] = []
@@ -62,8 +64,8 @@ def read_record(file: BinaryIO, record: Record) -> bytes:
 
 
 def parse_byte_features(data: bytes) -> dict[str, memoryview]:
-    """Return, by name, the features of a `tf.train.Example` that hold exactly one bytes value. Other features are
-    skipped.
+    """Return a dict from name to value for the features of a `tf.train.Example` that consist of exactly one bytes
+    value. Other features are skipped.
 
     Raises ValueError if `data` is not a valid protocol buffer."""
     found: dict[str, memoryview] = {}
@@ -77,14 +79,14 @@ def parse_byte_features(data: bytes) -> dict[str, memoryview]:
 
 
 def _select_bytes(data: memoryview, number: int) -> list[memoryview]:
-    """Return the values of those fields of a message that have this field number and hold bytes, strings or
+    """Return the values of those fields of a message that have the field number `number` and contain bytes, strings or
     messages."""
     return [value for field, value in _iterate_fields(data) if field == number and isinstance(value, memoryview)]
 
 
 def _iterate_fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each field of a protocol buffer. A value is a memoryview, an int, or None for a 4-byte
-    or 8-byte number."""
+    """Yield (field number, value) for each field of a protocol buffer. A value is a memoryview for bytes, an int for a
+    varint, or None for a 4-byte or 8-byte number, which is skipped."""
     at, value = 0, None  # type: int, Any
     while at < len(data):
         key, at = _read_varint(data, at)
@@ -104,7 +106,7 @@ def _iterate_fields(data: memoryview) -> Iterator[tuple[int, Any]]:
 
 
 def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return the varint (7 bits of an integer per byte) at offset `at`, and the offset after it."""
+    """Return the varint (an integer stored with 7 bits per byte) at offset `at`, and the offset after it."""
     value = 0
     for i in range(MAX_VARINT_BYTES):
         if at + i >= len(data):
@@ -116,8 +118,8 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def mask_checksum(checksum: int) -> int:
-    """Return a checksum in the form that TFRecord files store, because CRCs of data that contain CRCs are
-    problematic."""
+    """Return a checksum in the masked form in which TFRecord files store it. It is masked because a CRC of data that
+    contain their own CRC is problematic."""
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -150,7 +152,7 @@ def compute_crc32c(data: bytes) -> int:
 
 @cache
 def _make_table() -> np.ndarray:
-    """Return, for each possible byte, the CRC state after this byte if the state before it is 0."""
+    """For each possible byte, return the CRC state after this byte, starting from state 0."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & np.uint32(1), np.uint32(POLYNOMIAL), np.uint32(0))
@@ -158,7 +160,8 @@ def _make_table() -> np.ndarray:
 
 
 def _make_shift(zeros: int) -> np.ndarray:
-    """Return, for each of the CRC states 1, 2, 4, ..., the state after `zeros` zero bytes, by repeated squaring."""
+    """For each of the CRC states 1, 2, 4, ..., return the state after `zeros` zero bytes. It is computed by repeated
+    squaring."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits
     while zeros:
@@ -169,7 +172,8 @@ def _make_shift(zeros: int) -> np.ndarray:
 
 
 def _apply_shift(shift: np.ndarray, states: np.ndarray) -> np.ndarray:
-    """Return what `states` become after the zero bytes for which `_make_shift` made `shift`."""
+    """Return the CRC states that follow from `states` after a number of zero bytes. `shift` is the result of
+    `_make_shift` for this number."""
     found = np.zeros_like(states)
     for bit, image in enumerate(shift):
         found ^= np.where((states >> np.uint32(bit)) & np.uint32(1), image, np.uint32(0))

@@ -1,4 +1,4 @@
-"""`TrajectoryDataset`: trajectories of simulations on meshes, in the file format of the MeshGraphNets data sets."""
+"""`TrajectoryDataset` reads trajectories of simulations on meshes, in the file format of the MeshGraphNets datasets."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class TrajectoryField(NamedTuple):
 
 
 class TrajectoryDataset:
-    """Trajectories of simulations on meshes in the TFRecord files of MeshGraphNets (Pfaff et al. 2021), which are read
-    without TensorFlow.
+    """Trajectories of simulations on meshes, read without TensorFlow from the TFRecord files of MeshGraphNets (Pfaff et
+    al. 2021).
 
-    A folder has `meta.json` and a file for each split. Sample i is a dict from field names to arrays. Fields that
-    change over time are (steps, nodes, channels), constant fields are (nodes, channels), and `cells` holds the node
-    numbers of each cell. A field whose number of rows differs from step to step is a list of arrays. Each trajectory
-    has a mesh of its own.
+    A folder contains `meta.json` and one file for each split. Sample i is trajectory i, as a dict from field names to
+    arrays. Fields that change over time have the shape (steps, nodes, channels), constant fields have the shape (nodes,
+    channels), and `cells` contains the node numbers of each cell. A field whose number of rows differs from step to
+    step is a list of arrays. Each trajectory has its own mesh.
 
-    The constructor reads where records begin, and each trajectory is read when it is needed. All checksums are
-    verified.
+    The constructor only finds out where each trajectory begins in the file; a trajectory is read when it is needed. All
+    checksums are verified.
 
     Parameters
     ----------
     folder : folder with `meta.json`
-    split : name of the file without `.tfrecord`; default "train"
-    fields : names of the fields to return; default None: all
+    split : name of the file without `.tfrecord` (default: "train")
+    fields : names of the fields to return (default: all)
 
     Raises
     ------

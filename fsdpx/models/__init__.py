@@ -1,4 +1,4 @@
-"""Loads pretrained models of other projects from their folders or state dicts. The documentation page is "models"."""
+"""Loads pretrained models of other projects from folders or state dicts (docs: models)."""
 
 from typing import TYPE_CHECKING
 

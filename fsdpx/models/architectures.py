@@ -46,15 +46,15 @@ class Architecture:
     ----------
     make_model : function from a configuration and the caller's options to the model
     names : parameter name in fsdpx, or a prefix of it that ends in a dot -> the corresponding name in the files; *
-        stands for the index of a block. A name with a # stands for several tensors, which are named with 0, 1, ... in
-        place of the # and are the slices of the parameter along dim 0. The first entry that matches applies
-    base_prefix : prefix that tensor names lack in files of a model without its head
-    transposed : patterns (fnmatch) of the fsdpx names of the matrices that files store transposed
+        stands for the index of a block. A file name with a # stands for several tensors, the slices of the parameter
+        along dim 0; their names have 0, 1, ... in place of the #. The first entry that matches applies
+    base_prefix : prefix that tensor names lack in files that contain a model without its head
+    transposed : patterns (fnmatch) for the fsdpx names of matrices that the files store transposed
     unused : patterns of tensor names in the files that are not needed
     fields : configuration fields that determine the model
     required_values : configuration field -> its supported values; the field may also be missing
-    ignored_fields : configuration fields that do not change the model. A field that is not in any of these tables, and
-        not common to all architectures, is an error
+    ignored_fields : configuration fields that do not change the model. A field that is neither in one of these three
+        tables nor common to all architectures is an error
     aliases : alternative name of a configuration field -> its usual name
     tied : name of a tensor -> name of the tensor that it is tied to if `tie_word_embeddings` is set; the first entry
         is the head
@@ -130,8 +130,8 @@ def _build_gpt2(c: Config, **options: Any) -> GPT:
 
 
 def _build_llama(c: Config, **options: Any) -> Llama:
-    """Build a Llama model from a configuration. `options` are arguments of `nn.Llama` that override the configuration,
-    or that similar models need."""
+    """Build a Llama model, or a similar model, from a configuration. `options` are arguments of `nn.Llama` that
+    override the configuration or that the similar model needs."""
     theta, scaling = _parse_rope_base_and_scaling(c)
     bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
     if bias is not other:
@@ -191,8 +191,8 @@ def _require_full_attention(c: Config) -> None:
 def _build_gemma(c: Config, **options: Any) -> Llama:
     """Build a Gemma model from a configuration.
 
-    In Gemma's configurations, "gelu" in the field `hidden_act` has always meant the tanh approximation. Later versions
-    of transformers no longer read the other field for the activation, `hidden_activation`."""
+    In Gemma's configurations, "gelu" in the field `hidden_act` has always meant the tanh approximation. The other field
+    for the activation, `hidden_activation`, is no longer read by recent versions of transformers."""
     activation = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
     if (c["hidden_activation"] or activation) != activation:
         raise ConfigError(
@@ -205,7 +205,7 @@ def _build_gemma(c: Config, **options: Any) -> Llama:
 def _build_mixtral(c: Config, **options: Any) -> Llama:
     """Build a Mixtral model from a configuration.
 
-    Mixtral computes a single load-balancing loss over all blocks, if `output_router_logits` is set. The option
+    If `output_router_logits` is set, Mixtral computes a single load-balancing loss over all blocks. The option
     `balance=` of `nn.Llama` adds one loss per block instead."""
     own = {"experts": c["num_local_experts"], "active": c["num_experts_per_tok"]}
     return _build_mistral(c, **own | options)
@@ -448,4 +448,5 @@ ARCHITECTURES = {
         ignored_fields=(*ENCODER_DROPOUT, "encoder_stride", "pooler_output_size", "pooler_act", "tie_word_embeddings"),
     ),
 }  # fmt: skip
-"""Architectures by the `model_type` of a configuration, or by a class name in its `architectures`."""
+"""The supported architectures. The keys are values of `model_type` in a configuration, or class names in its
+`architectures`."""

@@ -37,8 +37,8 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """Chat template of a model: renders conversations with Jinja2 and tokenizes the text.
 
-    Templates are untrusted. They run in Jinja2's sandbox, in a separate process with limited time and memory. The
-    process is started for the first conversation.
+    Templates are untrusted, so they run in Jinja2's sandbox, in a separate process with limited time and memory. The
+    process is started when the first conversation is rendered.
 
     Parameters
     ----------
@@ -54,17 +54,17 @@ class ChatTemplate:
     tokenizer: Any
 
     def encode_conversation(self, messages: Sequence[Message], tools: Any = None) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation, and for each token whether the token belongs to an answer of the
-        assistant. Only answers are trained on.
+        """Return the tokens of a conversation, and for each token whether it belongs to an answer of the assistant.
+        The model is trained only on answers.
 
-        Answers are the parts that the template marks by `{% generation %}`. If the template marks none, an answer is
-        the text that an assistant message adds to the rendered conversation."""
+        Answers are the parts that the template marks by `{% generation %}`. If the template marks no parts, each
+        answer is the text that an assistant message adds to the rendered conversation."""
         text, spans = self._render_with_answer_spans(messages, tools)
         found = self.tokenizer.encode(text, add_special_tokens=False)
         return found.ids, [any(a < end and begin < b for begin, end in spans) for a, b in found.offsets]
 
     def encode_question(self, prompt: str) -> list[int]:
-        """Return the tokens of a conversation that consists of one question of the user, up to the start of the
+        """Return the tokens of a conversation that consists of a single user question, up to the start of the
         assistant's answer."""
         text = self._render([{"role": "user", "content": prompt}], None, prompt=True)
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
@@ -140,8 +140,8 @@ class TemplateProcess:
         self._end = weakref.finalize(self, _kill_process, self._child, self._owner)
 
     def is_alive(self) -> bool:
-        """Return whether the child process is running and was started by this process. After a fork, the parent's
-        child process does not count, because its pipes belong to the parent."""
+        """Return whether the child process is running and was started by this process. In a forked copy of this
+        process, the result is False, because the child's pipes belong to the original process."""
         return os.getpid() == self._owner and self._child.poll() is None
 
     def request_text(self, request: Mapping[str, Any]) -> str:

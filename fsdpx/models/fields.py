@@ -16,7 +16,7 @@ __all__ = [
 
 MAX_COUNT = 2**31 - 1
 NEEDED: Any = object()
-"""The default of required fields."""
+"""Value of `ConfigField.default` that marks required fields."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ HARMLESS = frozenset(
     encoder_repetition_penalty num_beam_groups diversity_penalty
     """.split()
 )
-"""Fields that are common to all architectures and do not change the model's outputs: descriptions, formats, dropout
-(which is an option of fsdpx models), and settings of text generation."""
+"""Fields that are common to all architectures and do not change the model's outputs: descriptions, dtypes, dropout
+(which is an option of fsdpx models), and settings for text generation."""
 
 
 def check_and_complete_fields(

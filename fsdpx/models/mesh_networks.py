@@ -1,4 +1,4 @@
-"""Builds a `MeshGraphNet` from the weights of PhysicsNeMo, or of the program of Pfaff et al. (2021)."""
+"""Builds a `MeshGraphNet` from weights of PhysicsNeMo or of the program by Pfaff et al. (2021)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Tensors = dict[str, np.ndarray]
 
 
 def build_physicsnemo_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return the model, without values, for weights of PhysicsNeMo's `MeshGraphNet`. In it, nodes sum the edge features
-    after the residual connection."""
+    """Return the model, without parameter values, for weights of PhysicsNeMo's `MeshGraphNet`. In this model, nodes sum
+    the edge features after the residual connection."""
     return _build_network(join_physicsnemo_tensors(tensors), "edges", options)
 
 
 def build_deepmind_network(tensors: Mapping[str, np.ndarray], **options: Any) -> MeshGraphNet:
-    """Return the model, without values, for weights of the program of Pfaff et al. (2021). In it, nodes sum the results
-    of the edge MLPs."""
+    """Return the model, without parameter values, for weights of the program by Pfaff et al. (2021). In this model,
+    nodes sum the results of the edge MLPs, before the residual connection."""
     return _build_network(join_deepmind_tensors(tensors), "messages", options)
 
 
 def join_physicsnemo_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
     """Return PhysicsNeMo's tensors under the parameter names of `MeshGraphNet`.
 
-    With `do_concat_trick=True`, the first matrix of each edge MLP is stored in three parts, and the MLP behind it
-    begins with the activation."""
+    With `do_concat_trick=True`, the first matrix of each edge MLP is stored as three separate matrices, and the rest of
+    the MLP, which is stored under `model`, begins with the activation."""
     found: Tensors = {}
     for name, array in tensors.items():
         layer = re.fullmatch(r"processor\.processor_layers\.(\d+)\.(edge|node)_mlp\.(.*)", name)
@@ -54,11 +54,12 @@ def join_physicsnemo_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
 
 
 def join_deepmind_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
-    """Return the variables of the program of Pfaff et al. (2021), a TensorFlow graph of Sonnet modules, under the
+    """Return the variables of the program by Pfaff et al. (2021), a TensorFlow graph of Sonnet modules, under the
     parameter names of `MeshGraphNet`.
 
-    Matrices are stored as (inputs, outputs). Edge MLPs read [sender, receiver, edge] instead of [edge, sender,
-    receiver], and node MLPs [node, received] instead of [received, node]."""
+    In this program, matrices are stored as (inputs, outputs). The inputs of edge MLPs are [sender, receiver, edge]
+    instead of [edge, sender, receiver], and the inputs of node MLPs are [node, received] instead of [received, node].
+    """
     found: Tensors = {}
     names = {
         r"encoder/(mlp|layer_norm)": "node_encoder",
@@ -82,13 +83,14 @@ def join_deepmind_tensors(tensors: Mapping[str, np.ndarray]) -> Tensors:
             part = "weight" if match["kind"] in ("w", "gamma") else "bias"
             found[f"{block}.{place}.{part}"] = array.T if match["kind"] == "w" else array
     for name in [name for name in found if re.fullmatch(r"(edge|node)_\d+\.0\.weight", name)]:
-        first = found[name].shape[0] * (2 if name.startswith("edge") else 1)  # node features come first in these files
+        # in these files node features come first, so move their columns to the end
+        first = found[name].shape[0] * (2 if name.startswith("edge") else 1)
         found[name] = np.concatenate([found[name][:, first:], found[name][:, :first]], axis=1)
     return found
 
 
 def _build_network(tensors: Mapping[str, np.ndarray], residual: str, options: Mapping[str, Any]) -> MeshGraphNet:
-    """Return the network with the shapes of `tensors`, which have the names of its parameters."""
+    """Return the network whose parameters have the shapes of `tensors`. The keys of `tensors` are parameter names."""
     hidden, edge_features = tensors["edge_encoder.0.weight"].shape
     places = [int(n) for name in tensors for n in re.findall(r"^decoder\.(\d+)\.weight$", name)]
     steps = sum(re.fullmatch(r"node_\d+\.0\.weight", name) is not None for name in tensors)

@@ -1,8 +1,8 @@
 """Loads models of fields and meshes from the weights of other projects: the usual U-Net, neuraloperator's FNO,
 PDEBench's models, and MeshGraphNets of PhysicsNeMo and of Pfaff et al.
 
-The model is determined by the names and shapes of the tensors. There is a table for each project, which maps tensor
-names to parameters."""
+The names and shapes of the tensors determine the model. For each project, there is a table that maps tensor names to
+parameters."""
 
 from __future__ import annotations
 
@@ -74,10 +74,11 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     """Build the field or mesh model that the given weights belong to, and initialize it with these weights. Every rank
     must pass the same weights.
 
-    Supported models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
+    Supported field models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
-    the coordinates of cells as their last channels. Models of meshes are `MeshGraphNet` of PhysicsNeMo, and the
-    variables of the TensorFlow program of Pfaff et al. (2021), by name; the latter's normalization is not read.
+    the coordinates of cells as their last channels. Supported mesh models are `MeshGraphNet` of PhysicsNeMo, and the
+    TensorFlow program by Pfaff et al. (2021), for which `source` maps names of variables to their values; its
+    normalization is not read.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 def to_state_dict(
     parameters: Mapping[str, Any], like: Mapping[str, Any] | str | PathLike[str], **options: Any
 ) -> Tensors:
-    """Convert parameters to the names, shapes and dtypes of another project: the inverse of `from_state_dict`.
+    """Convert parameters to the names, shapes and dtypes of another project. This is the inverse of `from_state_dict`.
 
     Parameters
     ----------
@@ -121,7 +122,7 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    # tensors whose elements are their own flat indices: a model built from them shows where each parameter comes from
+    # each element of these tensors is its own index, so a model built from them shows where each parameter comes from
     places = {}
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
@@ -203,8 +204,9 @@ def _build_model_with_values(project: Project, tensors: Tensors, options: Mappin
 
 
 def _make_initializer(name: str, array: np.ndarray, shape: tuple[int, ...]) -> ArrayInitializer:
-    """Return an initializer for parameter `name` with the values of the tensor `array`; complex numbers become pairs
-    (real, imaginary). Raise CheckpointError unless the tensor has the parameter's shape, apart from dims of size 1."""
+    """Return an initializer with the values of the tensor `array`, whose name is `name`; complex numbers become pairs
+    (real, imaginary). Raise CheckpointError unless the tensor has the parameter's shape `shape`, apart from dims of
+    size 1."""
     pairs = _view_as_real(array)
     if [n for n in pairs.shape if n != 1] != [n for n in shape if n != 1]:
         raise CheckpointError(f"from_state_dict: {name} is {array.shape}, and {shape} is needed")
@@ -226,8 +228,8 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 
 def _compute_last_n_modes(modes: int) -> int:
-    """Return the FNO option `n_modes` for the last dim, given that weights are stored only for the `modes` nonnegative
-    frequencies of this dim."""
+    """Return the value of the FNO option `n_modes` for the last dim. Weights are stored only for the nonnegative
+    frequencies of this dim; `modes` is their number."""
     return max(2 * (modes - 1), 1)
 
 

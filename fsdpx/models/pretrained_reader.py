@@ -73,7 +73,7 @@ def split_ranges_into_matrix_blocks(runs: Iterable[Interval], columns: int) -> I
 @dataclass(frozen=True)
 class TransposedShard:
     """A block of a matrix, to be written to a file in which the matrix is stored transposed. `rows` is the number of
-    rows of the full matrix. The class has those methods of `LocalShard` that writing needs."""
+    rows of the full matrix. The class has the same methods for writing as `LocalShard`."""
 
     name: str
     array: Any
@@ -81,8 +81,8 @@ class TransposedShard:
     rows: int
 
     def iterate_blocks(self, elements: int) -> Iterator[ShardBlock]:
-        """Yield the block, transposed, with its file positions. The block is small, so it is not split, and `elements`
-        is ignored."""
+        """Yield the transposed block with its positions in the file. `elements`, the maximum number of elements to
+        yield at once, is ignored, because the block is small."""
         part = self.array.reshape(self.box.shape).T
         yield ShardBlock(np.ascontiguousarray(part).reshape(-1), tuple(self.box.list_transposed_intervals(self.rows)))
 
@@ -146,9 +146,9 @@ class TensorSource:
 
     def read_into(self, target: Any, start: int) -> bool:
         """Read elements of the parameter, starting at flat index `start`, directly into `target`, without an
-        intermediate copy. Return whether that was possible.
+        intermediate copy. Return whether this was possible.
 
-        It is not possible if the elements are stored in another order, or in a dtype whose values the dtype of
+        It is impossible if the elements are stored in a different order, or in a dtype whose values the dtype of
         `target` cannot represent exactly."""
         if self.transposed or not isinstance(target, np.ndarray):
             return False
@@ -159,8 +159,8 @@ class TensorSource:
         return True
 
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
-        """Split a flat array, which holds the parameter's elements from flat index `start` on, into views, one per
-        tensor in the files."""
+        """Split `array`, which contains the parameter's elements from flat index `start` on, into one view per tensor
+        in the files."""
         at = 0
         for name, first, last in self.iterate_slices(start, start + array.size):
             part = array[at : at + last - first]
@@ -172,10 +172,10 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     """Load a pretrained model from a transformers folder, which contains `config.json` and safetensors files, with or
     without an index.
 
-    This function reads only the headers of files. If the configuration ties the head to the embedding but the files
-    contain a head, the function also compares head and embedding. A head that differs from the embedding becomes a
-    separate parameter. When `distribute` creates the shards, each rank reads the elements that it holds and converts
-    them to the dtype of its parameters. `fsdpx.models.save_pretrained` writes such a folder.
+    This function reads only the headers of the files, with one exception: if the configuration ties the head to the
+    embedding but the files contain a head, it also reads and compares both, and a head that differs from the embedding
+    becomes a separate parameter. When `distribute` creates the shards, each rank reads the elements that it holds and
+    converts them to the dtype of its parameters. `fsdpx.models.save_pretrained` writes such a folder.
 
     Parameters
     ----------
@@ -246,11 +246,10 @@ def _lacks_base_prefix(source: CheckpointSource, architecture: Architecture) -> 
 
 
 def _find_tied_tensors(source: CheckpointSource, architecture: Architecture, values: Config) -> set[str]:
-    """Return the names of the tensors that share their values with another tensor, such as a head that is tied to the
-    embedding.
+    """Return the names of the tensors that are tied to another tensor, such as a head that is tied to the embedding.
 
-    As in transformers, the files decide: a stored tensor that differs from the one it could be tied to is a separate
-    parameter."""
+    As in transformers, the files decide: if they contain both tensors with different values, the tensors are not tied
+    but are separate parameters."""
     if not values.get("tie_word_embeddings"):
         return set()
     base = architecture.base_prefix if _lacks_base_prefix(source, architecture) else ""
@@ -280,10 +279,10 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
 def _map_parameters_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
-    """Return, for each parameter of the model, from which tensors it is read. Raise CheckpointError for missing,
-    unknown or misshapen tensors.
+    """Return a dict from the name of each parameter to the tensors from which it is read. Raise CheckpointError if
+    tensors are missing or unknown, or have the wrong shape.
 
-    Files may contain a tied parameter once, or under each of its names."""
+    The files may contain a tied parameter once, or once under each of its names."""
     ordered = linearize(model)
     base, headless = architecture.base_prefix, _lacks_base_prefix(source, architecture)
     specs = parameter_specs(ordered)

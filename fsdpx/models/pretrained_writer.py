@@ -1,5 +1,5 @@
-"""Saves a model in a folder that transformers can load. All ranks write their own shards in parallel, with the file
-and tensor names of the folder that the model was loaded from."""
+"""Saves a model in a folder that transformers can load. All ranks write their own shards in parallel. File names and
+tensor names are those of the folder from which the model was loaded."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ MAX_COPIED_BYTES = 1 << 30
 
 
 def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: DtypeName | None = None) -> None:
-    """Write the weights of a model that `fsdpx.models.from_pretrained` loaded to a folder that transformers can load,
-    in parallel on all ranks. Collective.
+    """Save a model that was loaded by `fsdpx.models.from_pretrained` in a folder that transformers can load. All ranks
+    write in parallel. Collective.
 
-    Files and tensors keep the names that they had when the model was loaded; `config.json` and the tokenizer are
-    copied.
+    Files and tensors have the same names as in the folder from which the model was loaded; `config.json` and the
+    tokenizer are copied from that folder.
 
     Parameters
     ----------
@@ -95,8 +95,8 @@ def _write_pretrained_folder(state: TrainState, folder: Any, dtype: str | None) 
 
 
 def _get_sources_by_parameter(state: TrainState) -> dict[str, TensorSource]:
-    """Return {parameter name: tensors from which it was read} for the parameters that were read from files, including
-    aliases."""
+    """Return {parameter name: tensors from which it was read} for all parameters that were read from files. The names
+    include aliases of tied parameters."""
     return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, TensorSource)}
 
 
@@ -113,8 +113,8 @@ def _require_saveable(state: TrainState, dtype: str | None) -> None:
 
 
 def _plan_files(source: CheckpointSource, names: set[str], dtype: str | None) -> FileLayout:
-    """Return the layout of the new files, which have the same names as the files that the model was loaded from. A
-    file's header is copied unchanged unless its tensors or their dtype change."""
+    """Return the layout of the new files, which have the same names as the files from which the model was loaded. The
+    header of a file is copied unless the tensors in the file, or their dtype, change."""
     code = None if dtype is None else dtype_to_code(parse_dtype(dtype))
     files = {}
     for file, contents in source.files.items():
@@ -153,8 +153,8 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
 
 
 def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
-    """Split a rank's shard of a parameter by the tensors that make up the parameter in the files, such as one per
-    expert."""
+    """Split a rank's shard of a parameter that consists of several tensors in the files, such as one per expert, into
+    one shard per tensor."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:
@@ -195,11 +195,11 @@ def _write_headers_and_commit(
 
 
 def _copy_file_if_trusted(file: Path, target: Path) -> None:
-    """Copy a file, such as the tokenizer, from the folder that the model was loaded from, with at most the permissions
-    of the original.
+    """Copy a file, such as the tokenizer, from the folder from which the model was loaded. The copy has at most the
+    permissions of the original.
 
-    A link that leaves the folder is not copied, because someone else may have created it to expose a private file
-    owned by this user. Links into the blobs folder, such as those in the cache of the Hugging Face hub, are copied."""
+    A link to a file outside of the folder is not copied, because someone else may have created it to expose a private
+    file of this user. Links into the blobs folder, as in the cache of the Hugging Face hub, are copied."""
     folder = file.parent.resolve()
     blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
     try:
@@ -218,8 +218,8 @@ def _copy_file_if_trusted(file: Path, target: Path) -> None:
 
 
 def _make_config(source: CheckpointSource, dtype: str | None) -> bytes:
-    """Return the contents of `config.json` as they were read. Only the dtype is replaced if the weights are written in
-    another dtype."""
+    """Return the contents of `config.json` as they were read. If the weights are written in another dtype, the dtype in
+    `config.json` is replaced."""
     text = read_file(source.folder / CONFIG_NAME, MAX_JSON_BYTES, ours=False)
     if dtype is None:
         return text

@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Delimiters around the parts that the template marks as answers. They are Unicode noncharacters, which do not occur in
-texts."""
+"""Delimiters around the parts that the template marks as answers. They are Unicode noncharacters, which do not occur
+in ordinary text."""
 
 
 def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
@@ -32,7 +32,7 @@ def main(seconds: float, nbytes: int, rounds: int, folder: str) -> None:
         made[0].environment.left = rounds
         return str(made[0].render(request["given"]))
 
-    _import_jinja2()  # importing takes memory and time, which the limits should not count
+    _import_jinja2()  # import before the limits are set, because importing takes memory and time
     start_clock = _limit_memory_and_make_timer(seconds, nbytes)
     for line in sys.stdin:
         request = json.loads(line)

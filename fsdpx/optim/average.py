@@ -50,8 +50,8 @@ class EMA:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SWA:
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after step `start` and after
-    every `every`-th step from then on. Before step `start`, the average equals the parameters.
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after steps `start`, `start` +
+    `every`, `start` + 2 `every`, and so on. Before step `start`, the average equals the parameters.
 
     Parameters
     ----------
@@ -77,13 +77,13 @@ class SWA:
 class AveragedOptimizer(WrappedOptimizer):
     """An optimizer that keeps an average of the parameters in addition to its own state.
 
-    The stored value is the average minus the parameters. It is 0 before the first step for any initial values, stays
-    correct if parameters are frozen or loaded, and needs no scratch memory for a copy of the old parameters.
+    The stored value is the average minus the parameters. This difference is 0 before the first step for any initial
+    values, stays correct if parameters are frozen or loaded, and can be updated without a copy of the old parameters.
 
     Parameters
     ----------
     inner : the optimizer that makes the update
-    averaging : an `EMA`, an `SWA`, or any object with their `get_kept_share(step)`
+    averaging : an `EMA`, an `SWA`, or any other object with a method `get_kept_share(step)`
     dtype : dtype of the average; None: the dtype of the shard. A 16-bit shard needs a float32 average, because the
         change in one step is too small for 16 bits, and because the rounding errors of the parameters must not
         accumulate in the average
@@ -127,7 +127,7 @@ class AveragedOptimizer(WrappedOptimizer):
 
 
 def _add_parameters(xp: Any, total: Any, p: Any) -> None:
-    """Add the parameters `p`, which may have fewer bits, to `total` in place."""
+    """Add the parameters `p` to `total` in place. The dtype of `p` may have fewer bits than that of `total`."""
     if total.dtype == p.dtype:
         total += p
     else:

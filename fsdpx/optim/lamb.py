@@ -1,4 +1,5 @@
-"""LAMB: Adam's direction, scaled for each parameter by the norm of the parameter (You et al. 2020, Algorithm 2)."""
+"""LAMB: takes Adam's direction, and scales it for each parameter by the norm of the parameter (You et al. 2020,
+Algorithm 2)."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -88,10 +89,10 @@ class LAMB:
     u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
 
     m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
-    float64 over blocks of 1024 elements, and the sums of blocks are added exactly. The result therefore has the same
-    bits as for the full array if shard boundaries coincide with block boundaries, and otherwise agrees up to rounding.
-    Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers `gathers` numbers per
-    parameter.
+    float64 over blocks of 1024 elements, and the sums of the blocks are added exactly. If shard boundaries coincide
+    with block boundaries, results are therefore bit-identical to those of an unsharded parameter; otherwise they agree
+    up to rounding. Slots (state arrays): m, v. Each update of a page (flat parameter buffer) all-gathers `gathers`
+    numbers per parameter.
 
     Parameters
     ----------
@@ -152,8 +153,9 @@ class LAMB:
 def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
-    """For a segment (the part of a parameter in this shard), return partial sums of squares of its parameters `p`, and
-    of its update direction. `numbers` are the scalars in the formula of the direction."""
+    """For a segment (the part of a parameter in this shard), return two lists of partial sums of squares: one for the
+    segment's elements of `p`, and one for its update direction. `numbers` are the scalars in the formula of the
+    direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)
     for start in range(segment.start, segment.stop, BLOCK_ELEMENTS):

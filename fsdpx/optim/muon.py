@@ -40,16 +40,16 @@ class Muon:
     """Muon (Jordan et al. 2024): updates each weight matrix by its orthogonalized momentum.
 
     m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors of
-    g + momentum m and singular values near 1, from five Newton-Schulz steps. The factor 0.2 sqrt(max(rows, columns))
-    makes steps as large as AdamW's, so that learning rates and weight decays for AdamW also suit Muon (Liu et al.
-    2025).
+    g + momentum m, and singular values near 1. O is computed with five Newton-Schulz steps. The factor 0.2
+    sqrt(max(rows, columns)) makes steps as large as AdamW's, so that learning rates and weight decays for AdamW also
+    suit Muon (Liu et al. 2025).
 
     Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
     convolutions are treated as matrices with one row per output channel. Every rank that holds a part of a matrix
     gathers the momentum of the full matrix and computes the full update, so that results are bit-identical for every
     sharding. Each rank sends its part of the momentum once per update. The tensor axis must have only one rank.
 
-    Slots (state arrays): those of `others`; the slot "m" holds the momentum.
+    Slots (state arrays): the same as those of `others`; the slot "m" is the momentum m of matrices.
 
     Parameters
     ----------
@@ -134,8 +134,8 @@ class Muon:
                 self._update_matrix(xp, p[s.start : s.stop], full[s.name], s, run, lr * run.lr_scale)
 
     def count_sent_elements(self, s: ShardSegment) -> int:
-        """Return how many elements of a parameter this rank sends to each of the other ranks that hold a part of that
-        parameter.
+        """Return the number of elements of a parameter that this rank sends to each other rank that holds a part of
+        the parameter.
 
         Parameters
         ----------
@@ -159,7 +159,7 @@ class Muon:
         Returns
         -------
         bool
-            True for at least two dims, unless the name matches a pattern of `exclude`
+            True if the parameter has at least two dims and its name matches no pattern of `exclude`
         """
         return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
@@ -197,8 +197,8 @@ def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any)
 
 
 def orthogonalize(xp: Any, matrix: Any) -> Any:
-    """Return approximately U V for a matrix with the singular value decomposition U S V. A Newton-Schulz iteration
-    moves the nonzero singular values toward 1."""
+    """Return an approximation of U V for a matrix with the singular value decomposition U S V. It is computed by a
+    Newton-Schulz iteration, which moves the nonzero singular values toward 1."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     with np.errstate(all="ignore"):

@@ -1,8 +1,8 @@
-"""The protocol of optimizers, the format of their state arrays (slots), and the base class of elementwise updates.
+"""The protocol of optimizers, the dtypes of their state arrays (slots), and the base class of elementwise updates.
 
-An update works in place on a flat shard, and gives the same bits for every sharding and every implementation. Each
-update is declared once, in the file of its optimizer, as array code and as a loop. If Numba is installed, it compiles
-the loop for NumPy arrays in float32 and float64. The elements are divided among the threads of `array.parallel`."""
+An update works in place on a flat shard, and gives bit-identical results for every sharding and every implementation.
+Each update is defined in the file of its optimizer, as array code and as a loop. If Numba is installed, it compiles the
+loop for float32 and float64 NumPy arrays, and the elements are divided among the threads of `array.parallel`."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ class SlotFormat:
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """Return a dict from name to format of each slot (state array) of an optimizer. The optimizer's attribute
-    `slot_formats` needs to list only slots whose dtype differs from the shard's."""
+    """Return a dict from the name of each slot (state array) of an optimizer to its format. The optimizer's own
+    attribute `slot_formats` needs to contain only slots whose dtype differs from that of the shard."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
 
 
 def needs_full_parameters(optimizer: Any) -> bool:
-    """Return whether an optimizer needs full parameters, which rules out sharding over the tensor axis."""
+    """Return whether an optimizer needs full parameters. If so, parameters cannot be split along the tensor axis."""
     return bool(getattr(optimizer, "whole", False))
 
 
@@ -139,10 +139,10 @@ class Optimizer(Protocol):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names of the state arrays. Each array is as large as the shard and zero before step 1.
+        """The names of the state arrays. Each array is as large as the shard, and all zeros before step 1.
 
-        The optional attribute `slot_formats` maps the names of slots whose dtype differs from the shard's to a
-        `SlotFormat`."""
+        An optimizer may also have an attribute `slot_formats`: a dict from slot name to `SlotFormat`, for slots whose
+        dtype differs from that of the shard."""
 
     def update(
         self,
@@ -165,7 +165,7 @@ class Optimizer(Protocol):
         g : gradient of these parameters, `(n,)`, before it is multiplied by `scale`; not changed
         slots : dict from name to state array `(n,)`; changed in place
         lr : learning rate of the step, `get_learning_rate(optimizer, step)`
-        step : 1 for the first update. If some parameters have missed updates, see `update_parameters`
+        step : number of the update, counted from 1. If some parameters have missed updates, see `update_parameters`
         segments : the parameters, or parts of parameters, that the shard holds
         scale : factor by which g is multiplied
         """
@@ -190,13 +190,13 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard in place, using for each parameter the number of updates of that parameter, as `torch.optim`
-    does. Return False if the arrays have only shapes and no values, so that nothing was computed.
+    """Update a shard in place. As in `torch.optim`, the step number that is used for a parameter is the number of its
+    own updates. Return False if the arrays have only shapes and no values, so that nothing was computed.
 
-    The arguments are those of `Optimizer.update`, except that `step` is the number of steps of the trainer.
+    The arguments are those of `Optimizer.update`, except that `step` is the step number of the trainer.
 
     The optimizer is called once for each span of parameters with the same number of updates, and gets this number as
-    `step`. There are three exceptions, which are called only once on every rank and read `missed` from the segments:
+    `step`. Three kinds of optimizers are instead called only once on every rank, and read `missed` from the segments:
     optimizers that communicate, subclasses of `Elementwise`, and subclasses of `WrappedOptimizer`."""
     rates = {"lr": lr, "scale": scale}
     whole = isinstance(optimizer, Elementwise | WrappedOptimizer) or any(
@@ -255,11 +255,11 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return the values that ranks compare in each step: (learning rate, weight of the old average of the parameters
-    in the new one).
+    """Return two values of a step that the ranks compare, because they must be equal on all ranks: the learning rate,
+    and the weight of the old parameter average in the new one.
 
-    The learning rate is nan if the schedule is invalid; the error is raised later, once all ranks know that the
-    schedule is invalid. The weight is 0 if parameters are not averaged."""
+    The learning rate is NaN if the schedule is invalid; the error is raised later, once all ranks know about it. The
+    weight is 0 if parameters are not averaged."""
     share = 0.0
     try:
         lr = get_learning_rate(optimizer, step)
@@ -273,8 +273,8 @@ def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
 
 
 def require_number_in_range(owner: object, name: str, value: object, below: float | None = None) -> None:
-    """Raise ConfigError unless the option `name` of the optimizer `owner` is a finite number in [0, below); None as
-    `below` means no upper limit."""
+    """Raise ConfigError unless the option `name` of the optimizer `owner` is a finite number in [0, below). If `below`
+    is None, there is no upper limit."""
     wanted = "a finite number >= 0" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < 0 or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
@@ -329,8 +329,8 @@ def require_matching_shard(owner: object, p: Any, g: Any, slots: Slots, step: in
         raise ConfigError(f"{kind}: step {step} is below 1, the first")
 
 
-BLOCK_ELEMENTS = 1 << 16  # number of elements in a block that fits into the cache
-DEVICE_BLOCK_ELEMENTS = 1 << 24  # on other devices a kernel launch costs more than 64 Ki elements
+BLOCK_ELEMENTS = 1 << 16  # number of elements in a block, chosen so that a block fits into the cache
+DEVICE_BLOCK_ELEMENTS = 1 << 24  # larger on other devices, where launching a kernel takes longer than 64 Ki elements
 
 
 class UpdateFormula:
@@ -348,14 +348,14 @@ class UpdateFormula:
     def register_loop(self, body: Callable[..., None]) -> Callable[..., None]:
         """Compile `body(*arrays, *numbers)` with Numba as the loop of this update.
 
-        fastmath is off. Otherwise the vectorized part and the scalar remainder of the loop could round differently,
-        and results would depend on shard boundaries."""
+        Numba's option fastmath is off. With it, the vectorized part and the scalar remainder of the loop could round
+        differently, and results would depend on shard boundaries."""
         self.loop = jit(body)
         return body
 
     def __call__(self, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
-        """Update flat arrays of equal size in place. `numbers` holds the scalars of the formula, which are rounded
-        once to the dtype of the first array."""
+        """Update flat arrays of equal size in place. `numbers` are the scalars of the formula. They are first rounded
+        to the dtype of the first array."""
         dtype = arrays[0].dtype
         if arrays[0].size == 0:
             return
@@ -367,12 +367,12 @@ class UpdateFormula:
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """Run the array code as plain(xp, a, b, *arrays, *values), block by block, where a and b are scratch arrays in
-        the dtype of the first array."""
+        """Run the array code block by block, by calling plain(xp, a, b, *arrays, *values), where a and b are scratch
+        arrays with the dtype of the first array."""
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        # do not warn of overflow, as compiled loops do not; gradients are checked for NaN and Inf elsewhere
+        # compiled loops do not warn of overflow, so array code should not either; gradients are checked elsewhere
         with np.errstate(all="ignore"):
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]

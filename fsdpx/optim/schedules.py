@@ -1,4 +1,4 @@
-"""Learning-rate schedules: callables from the 1-based step to the learning rate.
+"""Learning-rate schedules: callables that take the number of a step, counted from 1, and return the learning rate.
 
 They can be nested: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 after step 1000."""
 
@@ -136,7 +136,7 @@ class Step(Schedule):
     Parameters
     ----------
     lr : the rate of step 1
-    every : number of consecutive steps with one rate
+    every : number of consecutive steps with the same rate
     factor : factor by which the rate is multiplied after every `every` steps
     """
 

@@ -19,7 +19,8 @@ NORMS = "<norms>"
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
 """Function that all-gathers a few numbers per parameter. Its arguments are a dict from parameter name to this rank's
-numbers, and their count per parameter. It returns, by parameter name, the numbers of each rank that holds a part."""
+numbers, and the count of numbers per parameter. It returns a dict from parameter name to one list of numbers for each
+rank that holds a part of the parameter."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -37,8 +38,8 @@ class ShardSegment:
     size : number of elements of the full parameter
     shape : shape of the full parameter; () if no code needs it
     norm : whether the parameter belongs to a normalization layer
-    missed : number of updates that the parameter missed while frozen; step `step` of the trainer is update number
-        `step - missed` of the parameter
+    missed : number of updates that the parameter missed while frozen, so that step number `step` of the trainer is
+        update number `step - missed` of the parameter
     """
 
     name: str
@@ -101,7 +102,7 @@ class ShardPeers:
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """One segment for each parameter that is split over several ranks, as held by one of these ranks."""
+        """For each parameter that is split over several ranks, the segment that one of these ranks holds."""
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -111,9 +112,10 @@ class ShardPeers:
 
 @dataclass(frozen=True)
 class ShardSegments:
-    """The contents of a shard: its segments (parts of parameters) in order, from element 0 on and without gaps.
+    """The contents of a shard: its segments (parts of parameters) in order, beginning at element 0 and without gaps.
 
-    Only optimizers that need data of full parameters use `exchange` or `peers`, once per update and on every rank.
+    Only optimizers that need data of full parameters use `exchange` or `peers`; they do so once per update, on every
+    rank.
 
     Parameters
     ----------
@@ -169,8 +171,8 @@ class ShardSegments:
 
     @cached_property
     def spans_by_missed_updates(self) -> list[tuple[slice, int, "ShardSegments"]]:
-        """The shard split into spans of parameters that have missed the same number of updates, as (slice of the
-        shard, number of missed updates, segments of the span)."""
+        """The spans of consecutive parameters that have missed the same number of updates. Each span is given as (slice
+        of the shard, number of missed updates, segments of the span)."""
         spans = []
         for missed, same in groupby(self.items, key=lambda s: s.missed):
             items = list(same)
@@ -261,7 +263,7 @@ class ShardSegments:
         ----------
         xp : namespace of the arrays
         parts : maps the name of each parameter to be exchanged to the flat array of `dtype` that this rank contributes
-        sends : function from a segment to the number of elements (or 0) that the rank holding the segment contributes
+        sends : function from a segment to the number of elements that the rank with this segment contributes (may be 0)
         dtype : dtype of all arrays
 
         Returns
@@ -306,8 +308,8 @@ class ShardSegments:
 
     @cached_property
     def _shared_segments(self) -> list[list[tuple[ShardSegment, ShardSegment]]]:
-        """For each other rank, a pair (its segment, this rank's segment) for each parameter that the two ranks share.
-        """
+        """For each rank, a list with a pair (that rank's segment, this rank's segment) for each parameter that the two
+        ranks share. The list for this rank itself is empty."""
         assert self.peers is not None
         own_segments = {s.name: s for s in self.items}
         return [
@@ -316,8 +318,8 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters, given partial sums on each rank. Each column holds a list of partial sums
-        for each of this rank's segments; the result holds one sum per column and segment.
+        """Return sums over full parameters, given partial sums on each rank. Each column contains a list of partial
+        sums for each of this rank's segments; the result contains one sum per column and segment.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
         rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of

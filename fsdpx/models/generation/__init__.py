@@ -1,1 +1,1 @@
-"""Text generation: samples tokens from logits, stops texts at end tokens, and runs the model."""
+"""Text generation: runs the model, samples tokens from its logits, and stops texts at end tokens."""

@@ -1,5 +1,5 @@
-"""Text generation on any number of ranks: the ranks compute logits together, and exchange the tokens that each rank
-has chosen."""
+"""Text generation on any number of ranks. The ranks compute logits together, each rank chooses the tokens of its own
+texts, and the chosen tokens are exchanged."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def generate(
     stream: Stream | None,
     cached: bool,
 ) -> Any:
-    """Implement `Trainer.generate`: return the new tokens of one prompt as an array, or a list of such arrays for
-    several prompts. Collective.
+    """Implement `Trainer.generate`: for a single prompt, return the new tokens as an array; for several prompts, return
+    a list of such arrays. Collective.
 
     `sampling` are the arguments of `Sampling`, in order."""
     with host.raising_errors_on_all_ranks("generate"):
@@ -99,7 +99,8 @@ class ModelReader:
         self.begins: list[int] = []
 
     def compute_logits(self, texts: list[list[int]]) -> np.ndarray:
-        """Return the logits of the next token for each of this rank's texts, as (texts, vocab). Collective."""
+        """Return the logits of the next token for each of this rank's texts, as an array (texts, vocab). `texts` are
+        the tokens of all texts, not only of this rank's. Collective."""
         begins = [find_window_start(len(text), self.context) for text in texts]
         ends = [len(text) - begin for text, begin in zip(texts, begins, strict=True)]
         own_texts = slice(self.own_texts.start, self.own_texts.stop)

@@ -7,12 +7,12 @@ from fsdpx.errors import escape_control
 __all__ = ["TerminalStream", "decode_bytes"]
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""The character that decoding returns for an incomplete character, some of whose tokens are still missing."""
+"""The character that decoding returns in place of an incomplete character, for which some tokens are still missing."""
 
 
 class TerminalStream:
-    """Callback for the argument `stream` of `Trainer.generate`. It prints the text of a single prompt while the text is
-    generated. Control characters are escaped. Call `finish_line` at the end.
+    """Callback for the argument `stream` of `Trainer.generate`. It prints the text for a single prompt while the text
+    is generated, with control characters escaped. Call `finish_line` at the end.
 
     Parameters
     ----------

@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 NO_TOKEN = -1
-"""Placeholder for a token where the logits are NaN or infinite."""
+"""Placeholder for a token that cannot be chosen because the logits are NaN or infinite."""
 ROW_STRIDE = 1 << 32  # each text has its own range of this many random numbers
 DEFAULT_CANDIDATES = 64
-"""The first guess of how many tokens `top_p` keeps. It is usually enough, because fewer tokens hold most of the
-probability."""
+"""First guess of how many tokens `top_p` keeps. It is usually large enough, because the probabilities of fewer tokens
+than this usually sum to `top_p`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sampling:
 
     Parameters
     ----------
-    temperature : divisor of the logits; 0: take the most likely token, where ties go to the smallest token id
+    temperature : divisor of the logits; 0: take the most likely token (ties go to the smallest token id)
     top_k : draw only from the `top_k` most likely tokens; None: from all tokens
     top_p : draw only from the smallest set of most likely tokens whose probabilities sum to at least `top_p` (Holtzman
         et al. 2020)
@@ -85,13 +85,13 @@ class Sampling:
         weights = weights[kept]
         sums = np.cumsum(weights)
         draw = uniform(self.seed, "generate", row * ROW_STRIDE + number, row * ROW_STRIDE + number + 1)[0]
-        # guards against rounding: a draw must not lie past the last nonzero weight
+        # because of rounding, the search could return a token past the last one with a nonzero weight
         last = int(np.flatnonzero(weights)[-1])
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
     def _list_candidates(self, weights: np.ndarray) -> np.ndarray:
-        """Return the tokens that are left to draw from after top-k and top-p are applied, in ascending order of token
-        id. `weights` are proportional to the probabilities of all tokens."""
+        """Return the ids of the tokens from which to draw, in ascending order: those that top-k and top-p keep.
+        `weights` are proportional to the probabilities of all tokens."""
         if self.top_k is None and self.top_p is None:
             return np.arange(weights.size)
         count = min(self.top_k or DEFAULT_CANDIDATES, weights.size)
@@ -106,8 +106,8 @@ class Sampling:
 
 
 def _find_top_k_tokens(weights: np.ndarray, count: int) -> np.ndarray:
-    """Return the tokens with the `count` largest weights, in descending order of weight. Of tokens with equal weights,
-    the one with the smaller id comes first. Only these tokens are sorted, to save time."""
+    """Return the tokens with the `count` largest weights, in descending order of weight. Ties go to the smaller token
+    id. To save time, not all tokens are sorted."""
     if count < weights.size:
         least = np.partition(weights, -count)[-count]
         tokens = np.flatnonzero(weights >= least)
@@ -144,8 +144,8 @@ def is_single_prompt(prompt: Any) -> bool:
 
 
 def convert_prompts_to_lists(prompts: Sequence[Any], vocab: int, context: int) -> list[list[int]]:
-    """Check prompts and convert them to lists of tokens. Raise DataError, with the index of the prompt, if one is
-    invalid."""
+    """Check prompts and convert them to lists of tokens. If a prompt is invalid, raise a DataError that contains its
+    index."""
     if not len(prompts):
         raise DataError("generate: there is no prompt")
     return [_convert_prompt(f"generate: prompt {i}", prompt, vocab, context) for i, prompt in enumerate(prompts)]
@@ -193,10 +193,10 @@ def generate_texts(
 ) -> list[np.ndarray]:
     """Extend each text in place by new tokens, and return the new tokens of each text.
 
-    `own_texts` are the indices of the texts whose tokens this rank chooses. `logits` is a function from all texts so
-    far to the logits of the next token, for each text in `own_texts`. `share_tokens` is a function that fills in the
-    tokens that other ranks chose, in an array with one token per text. `stream` is called with (index of the text,
-    token) for each new token."""
+    `own_texts` are the indices of the texts whose tokens this rank chooses. `logits` is a function that takes all texts
+    so far, and returns the logits of the next token for each text in `own_texts`. `share_tokens` is a function that
+    takes an array with one token per text, and fills in the tokens that other ranks chose. `stream` is called with
+    (index of the text, token) for each new token."""
     begin, going = [len(text) for text in texts], set(range(len(texts)))
     for number in range(limits.max_new_tokens):
         found = np.zeros(len(texts), np.int64)
