@@ -3,10 +3,10 @@
     mpiexec -n 4 python -m fsdpx.examples.finetune FOLDER DATA.jsonl --out tuned
     mpiexec -n 4 python -m fsdpx.examples.finetune
 
-FOLDER has config.json, safetensors and tokenizer.json; DATA.jsonl has conversations, one JSON object per line. Without
-arguments the script makes a tokenizer and a small Llama from the sources of Python's standard library, trains the model
-for a short time, and then fine-tunes it to answer differently. Needs the tokenizers library (pip install '.[text]' in
-the folder of fsdpx's sources)."""
+FOLDER contains config.json, safetensors files and tokenizer.json; DATA.jsonl contains conversations, one JSON object
+per line. Without these arguments, the script trains a tokenizer and a small Llama on the source code of Python's
+standard library, and then fine-tunes the model to answer differently. The script needs the tokenizers library (pip
+install '.[text]' in the folder of fsdpx's sources)."""
 
 import argparse
 import json
@@ -77,8 +77,8 @@ def train_tokenizer(comm: Any) -> Any:
 
 
 def write_conversations(path: Path, count: int = 400) -> None:
-    """Write a JSON Lines file of questions and answers. The form of the answers occurs in no Python source, so the
-    model must learn it."""
+    """Write a JSON Lines file of questions and answers. The format of the answers does not occur in Python source code,
+    so the model must learn it."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
     with path.open("w", encoding="utf-8") as file:

@@ -4,8 +4,8 @@
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
     mpiexec --with-ft ulfm -n 4 python -m fsdpx.examples.gpt --elastic --chunks 32 --chaos "kill 0@2000"   # Open MPI
 
-By default the text is the sources of Python's own standard library, which every machine has. Each run writes a
-folder in runs/; `--resume` continues the newest one."""
+By default, the text is the source code of Python's standard library, which every machine has. Each run writes a folder
+in runs/; `--resume` continues the newest run."""
 
 import argparse
 import math
@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_optimizer(lr: float, steps: int) -> optim.AdamW:
-    """Build AdamW with linear warm-up, and cosine decay of the learning rate to 0 over `steps` steps."""
+    """Build AdamW. Over `steps` steps, the learning rate first rises linearly, and then falls to 0 like a cosine."""
     warm = max(min(steps // 10, 100), 1)
     schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
@@ -155,8 +155,8 @@ PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 
 
 def parse_arguments_and_open_run(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
-    """Parse the command line, and return the arguments and the run folder (None with --no-save). With --resume,
-    options that are not given default to those of the resumed run.
+    """Parse the command line, and return the arguments and the run folder (None with --no-save). With --resume, the
+    defaults of most options are their values in the resumed run.
 
     Rank 0 writes the arguments to the folder. Collective."""
     made = make_parser()

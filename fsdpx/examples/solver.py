@@ -55,8 +55,8 @@ class Solver:
         self.net = make_network().as_distributed(domain=self.grid)
 
     def advance_round(self, learned: bool) -> Array:
-        """Advance the field by the large steps of one round. Return a snapshot of the first large step, (4, rows,
-        SIDE): the field before the step, followed by the scaled change of the field."""
+        """Advance the field by the large steps of one round. Return a snapshot of the first large step, with the shape
+        (4, rows, SIDE): the field before the step, followed by its scaled change in the step."""
         for k in range(LARGE):
             before = self.velocity
             if learned and k > 0:

@@ -44,7 +44,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def train_and_evaluate(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
-    """Train for `steps` steps. Return the loss on the batch before and after training, and this rank's report of
+    """Train for `steps` steps. Return the loss before training, the loss after training, and this rank's report of
     memory and traffic. Collective.
 
     `folder` is the folder for offloaded state, used only by the strategy "offload"."""

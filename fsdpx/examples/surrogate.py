@@ -2,7 +2,8 @@
 
 mpiexec -n 4 python -m fsdpx.examples.surrogate
 
-Nothing is gathered: each rank passes its part of the states to the trainer, in the solver's layout. Needs no GPU."""
+No states are gathered for training: each rank passes its part of a state to the trainer, in the solver's layout. No GPU
+is needed."""
 
 import argparse
 import sys
@@ -30,7 +31,7 @@ def make_network() -> nn.Layer:
 
 
 def compute_waves(u: Array) -> Array:
-    """Return how far a state deviates from still water, scaled to values of about 1."""
+    """Return the deviation of a state from still water, scaled so that its values are about 1."""
     return (u - REST) * SCALE
 
 

@@ -1,6 +1,6 @@
-"""Test classes (contracts) to inherit for custom codecs, communicators, layers, losses, optimizers and schedules. Also
-a comparison of arrays that names the worst element, fault injection, and virtual time for ranks that run as threads at
-different speeds."""
+"""Test classes (contracts) to inherit, which test custom codecs, communicators, layers, losses, optimizers and
+schedules. The package also provides a comparison of arrays that reports the worst element, fault injection, and virtual
+time for ranks that run as threads at different speeds."""
 
 from typing import TYPE_CHECKING
 

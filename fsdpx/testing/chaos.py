@@ -1,6 +1,6 @@
 """Fault injection: kill, stop or delay ranks at chosen actions of their programs. Faults are reproducible from a seed.
-A step log then checks a restarted job: each step must count once, and a repeated step must give the same loss as
-before, to the last bit."""
+A step log is then used to check a restarted job: each step must count once, and a repeated step must give a
+bit-identical loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class InjectedFault(RankDied):
-    """Raised in a rank that runs as a thread, to simulate that the rank is killed or stopped."""
+    """Error raised in a rank that runs as a thread, to simulate that the rank is killed or stopped."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,9 @@ class Fault:
     ----------
     kind : "kill", "stop" or "delay"
     rank : the rank on which the fault occurs
-    action : the fault occurs once the rank has run this number of actions since start number `start` of the job
+    action : number of actions that the rank has run since the start of the job when the fault occurs
     seconds : duration of a delay
-    start : number of the start of the job after which the fault occurs, counted from 0; each restart is a further
-        start
+    start : the start of the job to which the fault belongs: 0 for the first start, 1 for the first restart, and so on
     """
 
     kind: str
@@ -85,10 +84,11 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Inject the faults of this rank in launch number `start` of the job (0: the first one, before any restart).
+    """Inject those faults that belong to this rank and to start number `start` of the job (0: the first start, before
+    any restart).
 
-    If the rank is a process, it gets SIGKILL or SIGSTOP. If ranks are threads (`threads`), `InjectedFault` is raised
-    in the thread instead. Raises ConfigError for a fault of an unknown kind."""
+    To kill or stop a rank that is a process, SIGKILL or SIGSTOP is sent to it. If ranks are threads (`threads`),
+    `InjectedFault` is raised in the thread instead. Raises ConfigError for a fault of an unknown kind."""
     mine: dict[int, list[Fault]] = {}
     for fault in faults:
         if fault.kind not in FAULT_KINDS:
@@ -116,8 +116,8 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call does not raise `InjectedFault`. Return the result and the argument of
-    this call.
+    """Call `run(0)`, `run(1)`, ... until a call does not raise `InjectedFault`. Return the result of this call and its
+    argument.
 
     Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):
@@ -142,8 +142,8 @@ class StepLog:
             file.write(f"{step} {loss.hex()}\n")
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
-        """Read the log. `log[start][rank]` is a list of (step, loss as hexadecimal text). A last line that a kill has
-        truncated is skipped."""
+        """Read the log, and return it as a nested dict: `log[start][rank]` is a list of (step, loss as hexadecimal
+        text). If a kill has truncated the last line of a file, this line is skipped."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))
@@ -152,12 +152,12 @@ class StepLog:
         return found
 
     def check_and_find_last_starts(self, steps: int) -> list[int]:
-        """Check the log, and return, for each of `steps` steps, the last start of the job that performed it. Raise
-        AssertionError if the log is wrong.
+        """Check the log, and return a list with one entry for each of `steps` steps: the last start of the job that
+        performed the step. Raise AssertionError if the log is wrong.
 
-        Each start must continue from a checkpoint of an earlier start. No step may be skipped, a repeated step must
-        give the same loss as before, to the last bit, all ranks must have equal losses, and each step must count
-        exactly once."""
+        Each start must continue from a checkpoint of an earlier start, without skipping a step. The losses of a step
+        must be bit-identical on all ranks and in all starts that performed the step. The last start must have reached
+        the last step on all ranks."""
         made: list[int] = []  # index: step; value: the last start that performed it
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():

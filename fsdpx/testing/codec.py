@@ -21,10 +21,10 @@ REDUCE_CASES = (
     (3, (1, 4, 2), "start"), (4, (0, 0, 0, 1), "elsewhere"), (5, (1, 4, 2, 0, 3), "elsewhere"),
     (5, (12, 12, 12, 12, 13), "start"),
 )  # fmt: skip
-"""Tuples (ranks, elements of each part, where a part arrives). They are not all combinations of these values, but each
-pair of two values occurs."""
+"""Tuples (number of ranks, number of elements of each part of the sum, where a rank's part is written). Not all
+combinations of these values are tested, but each pair of values occurs in one of the tuples."""
 SHARED_CASES = ((1, 60), (2, 61), (3, 0), (4, 1), (5, 60))
-"""Pairs (ranks, elements) of an all-reduce."""
+"""Pairs (number of ranks, number of elements) for tests of an all-reduce."""
 
 
 class CodecContract:
@@ -34,9 +34,9 @@ class CodecContract:
     """Allowed error of a sum in the first step, relative to `error_scale`. For `reduce_all`, twice this error is
     allowed. The rounding error of a sum in `dtype` is allowed in addition."""
     error_scale: Literal["element", "block"] = "element"
-    """What errors are relative to: "element" (default), the absolute values of an element, summed over the ranks; or
-    "block", for codecs that give several elements one scale, the largest absolute value of each rank's gradient, summed
-    over the ranks."""
+    """What errors are relative to. "element" (default): the absolute values of the element itself, summed over the
+    ranks. "block": the largest absolute value in each rank's gradient, summed over the ranks; this is for codecs that
+    use one scale for several elements."""
     dtype: str = "float32"
     """Dtype of the gradients."""
 
@@ -61,8 +61,8 @@ class CodecContract:
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_error_feedback_loses_nothing(self, whole: bool) -> None:
-        """For a codec with error feedback, check that everything sent plus everything kept is the sum of all gradients.
-        The arrays whose rule in `reshard_rules` is "sum" count as kept."""
+        """For a codec with error feedback, check that everything sent plus everything kept equals the sum of all
+        gradients. What is kept are the memory arrays whose rule in `reshard_rules` is "sum"."""
         size, n, steps = 3, 61, 3
 
         def body(comm: Communicator) -> np.ndarray:
@@ -132,8 +132,8 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that take turns on the same memory arrays give the same bits as a single codec that
-        handles all turns. This shows that a codec stores no state elsewhere."""
+        """Check that two codecs that take turns with the same memory arrays give results that are bit-identical to
+        those of a single codec. This shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)

@@ -26,8 +26,8 @@ LENGTHS = (0, 1, 7, 60)
 
 
 def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
-    """Decorator for test methods: the test runs on every rank, with the communicator of that rank, through the
-    contract's `run`."""
+    """Decorator for test methods. It runs the test on every rank by means of the contract's method `run`, and passes
+    the rank's communicator to the test."""
 
     @wraps(test)
     def everywhere(contract: CommunicatorContract, **given: Any) -> None:
@@ -125,7 +125,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_make_random_array(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-        if comm.size > 2:  # in rank order large values cancel first; in another order the small ones would be lost
+        if comm.size > 2:  # in rank order, large values cancel first; in another order, small values would be lost
             ours[0] = _make_random_array(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]

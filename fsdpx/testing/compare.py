@@ -1,4 +1,5 @@
-"""Compares named arrays, and reports the element that differs most: its tensor, its index, and both of its values."""
+"""Compares named arrays, and reports the element that differs most: the name of its tensor, its index, and its actual
+and expected values."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class WorstElement:
 def assert_close(
     got: Any, want: Any, tolerance: float = 0.0, *, rank: int | None = None, step: int | None = None
 ) -> None:
-    """Unless two sets of arrays agree, raise an AssertionError that names the element that differs most.
+    """Raise an AssertionError if two sets of arrays differ. The message names the element that differs most.
 
     Parameters
     ----------
@@ -127,7 +128,7 @@ def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance:
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:
-    """Return a view of the array (or of a contiguous copy) as raw bytes per element, so that elements compare bit by
-    bit."""
+    """Return the array, or a contiguous copy of it, as a view in which each element is raw bytes, so that elements can
+    be compared bit by bit."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(f"V{array.dtype.itemsize}").reshape(array.shape)

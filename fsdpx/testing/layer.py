@@ -28,8 +28,8 @@ class GradientContract:
     step = 1e-6
     """Step size of the central differences."""
     tolerance = 1e-6
-    """Allowed difference between a gradient and the central difference. It is relative to the central difference, but
-    absolute if the central difference is below 1."""
+    """Allowed difference between a gradient and the central difference. It is relative to the central difference, or
+    absolute if the absolute value of the central difference is below 1."""
     tolerance32 = 1e-4
     """Allowed difference between float32 and float64 results, both relative and absolute."""
 
@@ -151,8 +151,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads can run forward and backward of one layer concurrently, each on its own samples, and
-        get the same bits as when the threads run one after the other."""
+        """Check that two threads can concurrently run the forward and backward passes of one layer, each on its own
+        samples, and that the results are bit-identical to those of separate runs."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -252,8 +252,8 @@ class LayerContract(GradientContract):
             assert [_get_shape_and_dtype(a) for a in dx_flat] == [_get_shape_and_dtype(a) for a in dx]
 
     def test_integer_inputs_are_declared(self) -> None:
-        """Check that `Layer.takes` declares which inputs are integers, because a trainer converts all other inputs to
-        floats."""
+        """Check that `Layer.takes` declares which inputs are integers. This is necessary because a trainer converts all
+        other inputs to floats."""
         layer, x, _ = self._make_test_case()
         takes = resolve_input_takes(layer, len(x), [frozenset()] * layer.n_outputs)
         wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
@@ -277,8 +277,8 @@ class LayerContract(GradientContract):
         return layer, x, moved
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
-        """Run forward on a copy of the parameters, since forward may update running statistics. Return the outputs and
-        what forward saved for backward."""
+        """Run the forward pass on a copy of the parameters, since it may update running statistics. Return the outputs,
+        and what the forward pass saved for the backward pass."""
         y, saved = layer.forward(
             self._make_layer_context(np), {name: array.copy() for name, array in p.items()}, unwrap_single(x)
         )
@@ -287,8 +287,9 @@ class LayerContract(GradientContract):
     def _run_forward_backward(
         self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
     ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
-        """Run forward and backward with random output gradients. Return the outputs, and the gradients of the outputs,
-        of the inputs and of the parameters. Backward adds parameter gradients to `g`, or to zeros if `g` is None."""
+        """Run the forward pass, and then the backward pass with random output gradients. Return the outputs, and the
+        gradients of the outputs, of the inputs and of the parameters. Parameter gradients are added to `g`, or to zeros
+        if `g` is None."""
         y, saved = self._forward(layer, p, x)
         dy = tuple(_draw_direction(13, part).astype(part.dtype) for part in y)
         g = self._make_zero_gradients(layer, p) if g is None else g
@@ -390,15 +391,15 @@ class LossContract(GradientContract):
                 np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
-        """Check that loss sums, weights and gradients of the parts of a batch add up to those of the full batch, as
-        needed when ranks and microbatches split it. A part may be empty."""
+        """Check that the loss sums, weights and gradients of the parts of a batch add up to those of the full batch.
+        This is necessary because batches are split over ranks and microbatches. A part may be empty."""
         y, target = self._make_test_case()
         n = len(target)
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
 
     def test_parts_of_a_sequence_add_up(self) -> None:
-        """Check that the losses of the parts of a sequence add up to that of the full sequence, if the loss has
-        `acts_on = "position"`."""
+        """If the loss has `acts_on = "position"`, check that the loss sums of the parts of a sequence add up to that of
+        the full sequence."""
         y, target = self._make_test_case()
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
             self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)

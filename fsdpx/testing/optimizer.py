@@ -32,8 +32,8 @@ class OptimizerContract:
     updated in its own thread, so that optimizers can sum the norms of full parameters over shards."""
 
     shard_alignment: int = 1
-    """1 if results do not depend on where shards begin; 1024 if shards may begin only at multiples of 1024 in each
-    parameter."""
+    """1 if results do not depend on where shards begin; 1024 if they do not depend on it as long as each shard begins
+    at a multiple of 1024 elements in a parameter."""
     takes_groups: bool = True
     """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
@@ -42,8 +42,8 @@ class OptimizerContract:
 
         Parameters
         ----------
-        options : keyword arguments of the optimizer: always `lr`; with `takes_groups`, some tests also
-            pass `weight_decay` and `groups`
+        options : keyword arguments of the optimizer: always `lr`; if `takes_groups` is True, some tests also pass
+            `weight_decay` and `groups`
         """
         raise AssertionError("inherit OptimizerContract and define make(self, **options)")
 
@@ -98,8 +98,8 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that each of two threads that share an optimizer gets the same bits as a thread with an optimizer of
-        its own."""
+        """Check that in each of two threads that share an optimizer, the results are bit-identical to those in a thread
+        with its own optimizer."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_parameters_gradients_and_slots("float32", slice(None), optimizer)
@@ -122,8 +122,8 @@ class OptimizerContract:
         assert p.size == 0
 
     def test_each_parameter_counts_its_own_updates(self) -> None:
-        """Check that a parameter that was frozen for two steps gets its update number 1 in step 3, in which the other
-        parameters get their update number 3."""
+        """Check that a parameter that was frozen for two steps counts step 3 as its first update, while the other
+        parameters count it as their third."""
         # test the inner optimizer, because the wrapper that averages parameters counts the trainer's steps
         late, optimizer = ("a.bias", "b.weight"), unwrap_optimizer(self.make(lr=0.01))
         p, g, slots = self._make_parameters_gradients_and_slots("float64", slice(None), optimizer)
@@ -166,8 +166,8 @@ class OptimizerContract:
     def _make_parameters_gradients_and_slots(
         self, dtype: str, part: slice, optimizer: Optimizer | None = None
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return the slice `part` of the test parameters and gradients, which are the same in every run, and zeroed
-        state arrays of the size of the slice."""
+        """Return the slice `part` of the test parameters, the same slice of the test gradients, and zeroed state arrays
+        of equal size. Test parameters and gradients are the same in every run."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL_SIZE).astype(dtype)[part].copy() for _ in range(2))
         low, high, _ = part.indices(TOTAL_SIZE)
@@ -179,8 +179,8 @@ class OptimizerContract:
         (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train_shards(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
-        """Split the parameters into shards at the elements in `cuts`, and perform three steps on each shard in a
-        thread of its own. Return the full parameters and state arrays."""
+        """Split the parameters into shards at the element indices `cuts`, and perform three steps on each shard, in a
+        separate thread. Return the full parameters and state arrays."""
         bounds = [0, *cuts, TOTAL_SIZE]
         optimizer = self.make(lr=0.01)
 

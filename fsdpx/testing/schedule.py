@@ -39,8 +39,8 @@ class ScheduleContract:
     """Number of stages per rank; None: the default of the schedule."""
 
     def make(self) -> str | Path | ScheduleFunction:
-        """Return the schedule to be tested: a function, a name or a path, as accepted by `distribute(schedule=)`. To
-        be overridden."""
+        """Return the schedule to be tested: a function, a name or a path that `distribute(schedule=)` accepts. To be
+        overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
 
     def max_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
@@ -61,8 +61,8 @@ class ScheduleContract:
             validate(made)
 
     def test_repeated_calls_give_same_schedule(self) -> None:
-        """Check that two calls of the schedule function give equal schedules, because each rank calls the function for
-        itself."""
+        """Check that two calls of the schedule function give equal schedules. This is necessary because each rank calls
+        the function itself."""
         for made, repeated in zip(self._iterate_schedules(), self._iterate_schedules(), strict=True):
             assert made == repeated
 
@@ -80,7 +80,8 @@ class ScheduleContract:
                     assert done in (["B", "F"], ["F", "I", "W"]), f"{made.name}: stage {stage}, microbatch {mb}: {done}"
 
     def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
-        """Check that gradients are added in the order of microbatches, so that all schedules give the same bits."""
+        """Check that gradients are added in the order of microbatches. Otherwise, the results of different schedules
+        would not be bit-identical."""
         for made in self._iterate_schedules():
             for row in made.ranks:
                 for stage in {a.unit for a in row}:
@@ -88,8 +89,8 @@ class ScheduleContract:
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
     def test_no_rank_waits_forever(self) -> None:
-        """Check, for several costs of forward, backward and messages, that a step takes at most the sum of all costs.
-        This holds if, at every moment, at least one rank computes or a message is in flight."""
+        """Check that a step takes at most the sum of all costs, for several choices of the costs of forward passes,
+        backward passes and messages. This holds if, at every moment, a rank computes or a message is in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)

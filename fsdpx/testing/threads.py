@@ -1,5 +1,5 @@
-"""Helpers for testing objects that several ranks share when ranks run as threads. They run functions in threads that
-switch at every bytecode."""
+"""Helpers for testing objects that several ranks share if ranks run as threads. They run functions in threads between
+which Python can switch at every bytecode."""
 
 import sys
 import threading
@@ -18,8 +18,8 @@ _LIBRARIES = frozenset({"numpy", "numba", "llvmlite", "threading", "importlib", 
 
 MAX_VISITS = 1
 """Number of times that a thread yields at the same bytecode. One visit suffices, because objects that are created
-lazily are created in the first visit. Tracing further visits does not reveal more layers that wrongly store a call's
-data on themselves."""
+lazily are created in the first visit. Further visits do not reveal more layers that wrongly store data of a call in
+their own attributes."""
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def switching_at_every_bytecode() -> Iterator[None]:
     """Return a context manager in which other threads may run at every bytecode that this thread executes.
 
     There are no switches in frames of NumPy, of Numba, and of those modules of Python's standard library that wrap
-    calls. A bytecode that has been executed `MAX_VISITS` times, for example in a loop, no longer switches either."""
+    calls, nor at a bytecode that has already been executed `MAX_VISITS` times, for example in a loop."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

@@ -21,8 +21,8 @@ class VirtualTime:
     """A virtual clock for ranks that run as threads: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
     Pulls (reading parameters) and updates take no time. The step between a pull and an update takes the time that
-    `seconds` gives for the rank. Of two ranks at equal virtual times, the one with the lower number continues first.
-    Ranks compute one at a time.
+    `seconds` gives for the rank. If two ranks are at the same virtual time, the one with the lower number continues
+    first. Ranks compute one at a time.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ class VirtualTime:
         Parameters
         ----------
         rank : rank that waits
-        window : the window of this rank, whose timeout limits the wait
+        window : this rank's window; its timeout limits the wait
 
         Raises
         ------
@@ -90,8 +90,8 @@ class VirtualTime:
         self._wait_until_ready(lambda: self._find_next_rank() == rank, window, "its turn")
 
     def record_event(self, rank: int, kind: str) -> None:
-        """Append an event at the current virtual time of a rank, and wake the ranks in `wait_until` whose condition is
-        now true.
+        """Append an event at the current virtual time of a rank, and wake each rank that waits in `wait_until` for a
+        condition that is now true.
 
         Parameters
         ----------
@@ -103,8 +103,8 @@ class VirtualTime:
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Wake the ranks in `wait_until` whose condition is now true. Their virtual time becomes at least that of
-        `rank`.
+        """Wake each rank that waits in `wait_until` for a condition that is now true. If its virtual time is earlier
+        than that of `rank`, it is set to that of `rank`.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class VirtualTime:
         ----------
         rank : rank that waits
         ready : condition, evaluated on this rank's turn and after each access of another rank
-        window : the window of this rank, whose timeout limits each wait
+        window : this rank's window; its timeout limits each wait
         what : description of the condition, for the error
 
         Raises
@@ -229,8 +229,8 @@ class _TimedWindow(Window):
 
 
 def _is_ready_or_failed(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank calls `ready` again
-    and gets the error itself."""
+    """Return whether `ready()` is true or raises an error. If it raises an error, the waiting rank is woken, calls
+    `ready` itself and gets the error."""
     try:
         return ready()
     except Exception:
