@@ -35,7 +35,7 @@ def import_cupy() -> Any:
 
 def list_gpu_pci_addresses() -> tuple[str, ...]:
     """Return the PCI addresses of all GPUs visible to this process. An address identifies a GPU on its host. Raises
-    ConfigError if there are no GPUs."""
+    ConfigError if no GPU is visible."""
     library = import_cupy()
     runtime = library.cuda.runtime
     try:
@@ -73,12 +73,12 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread allocate and compute on GPU `number`. Numbers count only visible GPUs."""
+    """Make this thread allocate and compute on GPU `number`. Only visible GPUs are numbered."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU on which this thread computes. Numbers count only visible GPUs."""
+    """Return the number of the GPU on which this thread computes. Only visible GPUs are numbered."""
     return int(import_cupy().cuda.Device().id)
 
 
@@ -93,13 +93,15 @@ def get_gpu_number(array: Any) -> int | None:
 
 
 def use_gpu_of(array: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this thread computes on the GPU that holds `array`, if a GPU holds it.
+    """Return a context in which this thread computes on the GPU that holds `array`. The context has no effect if
+    `array` is in host memory.
 
-    New threads need this, because otherwise they compute on GPU 0."""
+    New threads need such a context, because by default they compute on GPU 0."""
     return array.device if is_on_gpu(array) else nullcontext()
 
 
 def _describe_visible_gpus() -> str:
-    """Return text that says to which GPUs the environment restricts this process, or "" if there is no restriction."""
+    """Return a description of the GPUs to which the environment restricts this process, or "" if it is not restricted.
+    """
     mask = environment.get_visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

@@ -16,17 +16,17 @@ from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 __all__ = ["GemmCall", "can_cublas_multiply", "plan_cublas_gemm", "run_batched_gemm_into", "run_gemm_into"]
 
 CUBLAS_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
-"""Values of cudaDataType."""
+"""Dtype name -> value of the enum cudaDataType."""
 COMPUTE_FLOAT32, COMPUTE_FLOAT64 = 68, 70
-"""CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_64F."""
+"""The values CUBLAS_COMPUTE_32F and CUBLAS_COMPUTE_64F of the enum cublasComputeType_t."""
 DEFAULT_ALGORITHM = -1
 
 
 class GemmCall(NamedTuple):
     """The arguments of cuBLAS for out = a b, in cuBLAS's order.
 
-    `turned` says whether out is column-major. If it is, the operands are a and b, otherwise b and a. `first` and
-    `second` say whether the first and the second operand are transposed."""
+    `turned` says whether out is column-major. If so, the operands are a and b, in this order, otherwise b and a.
+    `first` and `second` say whether the first and the second operand are transposed."""
 
     turned: bool
     first: bool
@@ -58,8 +58,8 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Return whether a matrix is column-major, and its leading dimension (the stride between its columns or rows).
-    Return None if it is neither row-major nor column-major."""
+    """Return (whether a matrix is column-major, its leading dimension, which is the stride between its columns or
+    rows). Return None if the matrix is neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)
@@ -92,8 +92,8 @@ def run_gemm_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
 
 
 def run_batched_gemm_into(out: Any, a: Any, b: Any, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add it to out[i] if `accumulate`. Dtypes are as in
-    `run_gemm_into`."""
+    """Compute out[i] = scale * a[i] @ b[i] for 3-D arrays, or add the product to out[i] if `accumulate`. Dtypes are as
+    in `run_gemm_into`."""
     wanted = plan_cublas_gemm(*(_get_shape_and_strides(x) for x in (out, a, b)))
     if wanted is None and _find_gemm_layout(*_get_shape_and_strides(out)) is None:
         made = import_cupy().zeros(out.shape, dtype=out.dtype)

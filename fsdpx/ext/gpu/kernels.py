@@ -1,7 +1,7 @@
 """CUDA kernels for CuPy arrays, compiled from `kernels.cu` and `attention.cu`.
 
-They implement those kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that would take several passes over memory
-if written with array operations. `find_gpu_kernel` selects the kernel for a call."""
+They implement those kernels of `fsdpx.core.array.kernels` and `fsdpx.optim` that array operations could compute only in
+several passes over memory. `find_gpu_kernel` selects the kernel for a call."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ THREADS_PER_BLOCK = 256
 MAX_BLOCKS = 1 << 16
 """Maximum number of blocks of an elementwise kernel. With more elements, each thread processes several."""
 MAX_PARTS, MIN_PART_ROWS = 128, 64
-"""Maximum number of parts into which a sum over rows is split, and minimum number of rows of a part."""
+"""Maximum number of parts into which a sum over rows is split, and minimum number of rows in each part."""
 BLOCK = 1 << 14
-"""Number of elements of a partial sum of squares."""
+"""Number of elements in each partial sum of squares."""
 SUM_LANES = 64
-"""Number of threads that sum a block of `BLOCK` elements, one for each lane of the host's order of summation."""
+"""Number of threads that sum a block of `BLOCK` elements. There is one for each of the lanes in which the host sums, so
+that results have the same bits."""
 PART_ELEMENTS = 1 << 13
 """Minimum number of elements of a channel that one block sums."""
 PACK_BYTES = 16
-"""Number of bytes that a thread reads or writes at a time, in kernels over packs."""
+"""Number of bytes in a pack, which some kernels read or write at a time."""
 OPTIONS = ("--fmad=false", "--std=c++17")
-"""Compiler options. Without fused multiply-adds, updates have the same bits as on the host. The first option is omitted
-for bfloat16, because there are no updates in bfloat16."""
+"""Compiler options. Without fused multiply-adds, updates have the same bits as on the host. For bfloat16, the first
+option is omitted, because no update is computed in bfloat16."""
 
 Body = Callable[..., Any]
 
 
 @functools.cache
 def load_kernel_module(bits: int, gpu: int) -> Any:
-    """Return the compiled module of kernels for numbers of `bits` bits (64, 32 or 16) on the current GPU. CuPy caches
-    the module on disk."""
+    """Return the compiled module of kernels for `bits`-bit numbers (64, 32 or 16) on the current GPU. CuPy caches the
+    module on disk."""
     return _build_module("kernels.cu", *OPTIONS[bits == 16 :], f"-DKIND={bits}")
 
 
@@ -58,8 +59,8 @@ def _build_module(source: str, *options: str) -> Any:
 
 
 class KernelLauncher:
-    """Launches kernels for one number format. `wide` is the dtype in which sums are computed, and `pack` the number of
-    elements that a thread loads at once."""
+    """Launches kernels for one number format. `wide` is the dtype in which sums are computed, and `pack` is the number
+    of elements that a thread loads at once."""
 
     def __init__(self, kind: int) -> None:
         self.kind, self.xp = kind, import_cupy()
@@ -138,7 +139,7 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     `roles` says what the kernel accepts, with one word for each positional argument. For contiguous arrays, the words
     are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (`real` or `wide`), `double` (float64),
     `index` (integers) and `mask` (bools). `view` is like `real`, but with any strides. `any` stands for an argument
-    that is not an array, and `0` for one that must be 0 or None. A final `?` allows None."""
+    that is not an array, and `0` for one that must be 0 or None. A `?` after a word allows None."""
 
     def register(body: Body) -> Body:
         GPU_KERNELS[body.__name__] = (tuple(roles.split()), body)
@@ -150,8 +151,8 @@ def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
 def find_gpu_kernel(name: str, arguments: tuple[Any, ...]) -> Body | None:
     """Return the GPU implementation of the kernel `name` for these arguments, or None if there is none.
 
-    The implementation is called with the array module, followed by the arguments. There is none for dtypes without
-    kernels, or for arrays that are empty or not contiguous."""
+    The implementation is called with the array module, followed by the arguments. There is no implementation for dtypes
+    without kernels, nor for arrays that are empty or not contiguous."""
     return _find_kernel_for_dtypes(name, tuple(map(_describe_argument, arguments))) if name in GPU_KERNELS else None
 
 
@@ -166,7 +167,7 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # cached, because every step looks up the same kernels while the GPU waits
+@functools.lru_cache(1 << 12)  # cached, because every step repeats the same look-ups while the GPU waits
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
@@ -354,8 +355,8 @@ def cross_entropy_backward(
 
 
 WARPS, OWN, SUMS, MAX_HEAD_FEATURES, AMPERE = 4, 64, 8, 128, 80
-"""Constants with the values that `attention.cu` uses, where a block computes `SUMS` sums. `AMPERE` is the lowest
-compute capability with matrix products of bfloat16."""
+"""Properties of `attention.cu`: warps in a block, rows that a block owns, sums that a block computes, maximum number of
+features of a head, and the lowest compute capability with matrix products of bfloat16."""
 
 
 @register_gpu_kernel("view view view any any any index?")
@@ -540,10 +541,10 @@ def drop_backward(launch: KernelLauncher, dy: Any, keep: Any, p: float) -> Any:
 
 
 MAX_COLUMN_ELEMENTS = 1 << 26
-"""Maximum number of elements of an im2col matrix, which contains all windows."""
+"""Maximum number of elements of an im2col matrix, whose columns are the windows of a convolution."""
 LONG_SUM_ELEMENTS = 1 << 13
-"""Length from which a sum is faster in a single matrix product than in a batched product (microseconds instead of
-milliseconds)."""
+"""Minimum length of a sum for which separate matrix products are faster than one batched product (microseconds instead
+of milliseconds)."""
 
 
 @register_gpu_kernel("view real real? any any view?")
@@ -598,7 +599,7 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 
 
 def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
-    """Return the sum over samples of a @ b, with shape (groups, m, n).
+    """Return a @ b, summed over samples, with shape (groups, m, n).
 
     For a single group, a long sum is computed sample by sample, because cuBLAS does not split the sums of a batched
     product over several blocks."""
@@ -648,8 +649,8 @@ def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple
 
 
 def _is_pointwise(strides: Any, cells: Any, sizes: Any) -> bool:
-    """Return whether a convolution needs no im2col, because its windows have a single cell and it has as many outputs
-    as cells."""
+    """Return whether a convolution needs no im2col, because its windows have a single cell and its output has as many
+    cells as its input."""
     return {*strides[0], *strides[1]} == {1} and not any(strides[3]) and tuple(cells) == tuple(sizes)
 
 
@@ -674,8 +675,8 @@ def _iterate_im2col_matrices(
 
 
 def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:
-    """Compute out = a @ b for each sample and group, or add it to out if `accumulate`. An operand may lack the sample
-    dim."""
+    """Compute out = a @ b for each sample and group, or add the product to out if `accumulate`. Operands may lack the
+    sample dim."""
     a, b = (m if m.ndim == 4 else import_cupy().broadcast_to(m, (len(out), *m.shape)) for m in (a, b))
     if out.shape[1] == 1:
         run_batched_gemm_into(out[:, 0], a[:, 0], b[:, 0], accumulate=accumulate)
@@ -695,7 +696,7 @@ def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: 
     """Return the properties of a window as an array on GPU `gpu`, with one row per property and three columns, one per
     spatial dim.
 
-    Missing dims get neutral values."""
+    Missing dims get values that have no effect."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))

@@ -42,14 +42,14 @@ __all__ = ["NcclCommunicator", "explain_missing_nccl", "open_nccl_communicator",
 NCCL_TYPES = {
     "uint8": 1, "bool": 1, "int32": 2, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
 }  # fmt: skip
-"""Values of ncclDataType_t."""
+"""Dtype name -> value of the enum ncclDataType_t."""
 SUM, PROD, MAX, MIN = 0, 1, 2, 3
 NCCL_OPERATIONS = {ReduceOp.SUM: SUM, ReduceOp.AVG: SUM, ReduceOp.PROD: PROD, ReduceOp.MAX: MAX, ReduceOp.MIN: MIN}
 NCCL_BOOL_OPERATIONS = {ReduceOp.SUM: MAX, ReduceOp.MAX: MAX, ReduceOp.PROD: MIN, ReduceOp.MIN: MIN}
 
 
 def explain_missing_nccl() -> str | None:
-    """Return why CuPy cannot use NCCL in this process, or None if it can."""
+    """Return a message that explains why CuPy cannot use NCCL in this process, or None if it can."""
     return None if _import_nccl().available else "CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13 (or -cu12)"
 
 
@@ -161,8 +161,8 @@ class NcclCommunicator(Backend):
         return ()
 
     def _broadcast_pieces_from_owners(self, array: Array, partition: FlatPartition) -> None:
-        """Broadcast each part of `array` in place, from the rank that owns the part to all ranks. This is an
-        all-gather of uneven parts."""
+        """Broadcast each part of `array` in place, from the rank that owns the part to all ranks. Together, these
+        broadcasts are an all-gather of parts of different sizes."""
         with self._grouping_nccl_calls():
             for root in range(self.size):
                 if (part := partition.get_piece(array, root)).size:

@@ -1,9 +1,9 @@
 """GPU streams: the rules of synchronization between computation, copies and NCCL.
 
 Layers compute on the current stream of their thread, on which kernels run one after another. Concurrent work, namely
-copies and NCCL, is issued on a `SideStream`. This work starts after everything that the thread has issued before, and
-an event marks its end. Memory is passed on to MPI, to a layer or back to a pool only after the host has seen that
-event. Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
+copies and NCCL, is issued on a `SideStream`. This work starts after all work that the thread has issued before, and an
+event marks its end. Memory that it uses is passed on to MPI, to a layer or back to a pool only after the host has seen
+this event. Before GPU memory is passed to a library without streams, such as MPI, `synchronize` is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdpx.ext.gpu.cupy_devices import get_gpu_number, import_cupy, is_on_gpu, u
 
 __all__ = ["SideStream", "StreamEvent", "allocate_pinned", "get_copy_stream_after_current", "synchronize"]
 
-TO_GPU, TO_HOST = 1, 2  # values of CUDA's enum cudaMemcpyKind
+TO_GPU, TO_HOST = 1, 2  # cudaMemcpyHostToDevice and cudaMemcpyDeviceToHost of CUDA's enum cudaMemcpyKind
 
 
 def synchronize() -> None:
@@ -33,7 +33,8 @@ class SideStream:
         self.stream = import_cupy().cuda.Stream(non_blocking=True)
 
     def wait_for_current_stream(self) -> None:
-        """Make later work on this stream wait for all work that this thread has issued so far."""
+        """Make all later work on this stream wait for the work that this thread has issued so far on its current
+        stream."""
         cuda = import_cupy().cuda
         self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
 

@@ -1,7 +1,7 @@
 """The assignment of GPUs to ranks, and detection of GPU-aware MPI.
 
-What the MPI library says about itself is only a hint. GPU arrays are therefore tried in a child job, because a library
-that does not accept them crashes the process."""
+What the MPI library says about itself is only a hint, so GPU arrays are sent as a test. The test runs in a child job,
+because a library that does not accept GPU arrays crashes the process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CUDA = 0  # value of MPIX_GPU_SUPPORT_CUDA
 
 
 class GpuAwareness(NamedTuple):
-    """Whether MPI is GPU-aware. If `able`, GPU arrays are passed to MPI, otherwise they are copied through the host.
+    """Whether MPI is GPU-aware. If `able`, GPU arrays are passed to MPI; otherwise, they are copied through the host.
     `evidence` gives the reasons as text."""
 
     able: bool
@@ -74,8 +74,8 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process accepts GPU arrays.
 
-    If `wanted` is False, the answer is no, without a test. If it is True, a test decides. If it is None, a test
-    decides if the library claims to accept GPU arrays, and otherwise the answer is no."""
+    If `wanted` is False, the answer is no, without a test. If `wanted` is True, a test decides. If it is None, a test
+    decides if the library claims to accept GPU arrays; otherwise, the answer is no."""
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_gpu_awareness_claims()
@@ -117,7 +117,8 @@ def find_mpi_library_path() -> str | None:
 
 
 def probe_gpu_transfer_in_child(launcher: list[str] | None = None) -> tuple[bool, str]:
-    """Run a child job that sends and reduces GPU arrays by MPI, and return (whether it succeeded, text).
+    """Run a child job that sends and reduces GPU arrays by MPI, and return (whether it succeeded, text that describes
+    the result).
 
     `launcher` is the command that starts the job. By default it is mpiexec with two ranks or, if mpiexec is not found,
     no launcher."""
@@ -160,8 +161,8 @@ class RankGpu(NamedTuple):
 class _RankFacts(NamedTuple):
     """What a rank tells the other ranks before GPUs are assigned.
 
-    `known` is the rank's number among all ranks of its host, needed only if the communicator lacks some ranks of the
-    job. `why` says why the rank cannot use a GPU."""
+    `known` is the rank's number among all ranks of its host; it is needed only if the communicator lacks some ranks of
+    the job. `why` explains why the rank cannot use a GPU."""
 
     host: str
     process: int

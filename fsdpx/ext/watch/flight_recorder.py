@@ -19,7 +19,7 @@ from fsdpx.core.base import safe_files
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import CommTimeout
 
-if TYPE_CHECKING:  # the launcher reads records, and need not import the engine
+if TYPE_CHECKING:  # the launcher only reads records, so it need not import the engine
     from fsdpx.core.engine.operations import ExecutableAction
     from fsdpx.core.program import Program
     from fsdpx.core.state.train_state import TrainState
@@ -30,13 +30,13 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_ACTIONS = 512
-"""Number of actions that a record holds."""
+"""Maximum number of actions that a record holds; older ones are overwritten."""
 
 _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # fields: magic, rank, ranks, process id, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # fields: step, kind of program
 _BEAT = struct.Struct("<d")  # field: perf_counter when the watchdog last polled
-_NOTE = struct.Struct("<dd3056s")  # fields: begin of the wait or 0, last progress, what the rank waits for or its stack
+_NOTE = struct.Struct("<dd3056s")  # fields: begin of the wait, or 0; last progress; what is awaited, or the stack
 _CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two calls
 _LEFT = struct.Struct("<qq")  # fields: whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
@@ -67,7 +67,7 @@ class FlightRecorder(Observer):
     thread : id of the thread that runs the program, whose stack the watchdog reads
     serial : number of actions begun so far
     calls : number of collective calls begun so far
-    used_at : when a collective call or a program last began, in seconds of `time.perf_counter`
+    used_at : time in seconds (`time.perf_counter`) when a collective call or a program last began
     """
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "calls", "ended", "serial", "thread", "timed_out", "used_at")
@@ -106,7 +106,7 @@ class FlightRecorder(Observer):
         _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, state.steps, encode_truncated_utf8(program.kind, 24))
 
     def on_action_begin(self, action: str, now: float) -> None:
-        """Record that an action begins at time `now`, in seconds of `time.perf_counter`."""
+        """Record that an action begins at time `now`, in seconds, as read from `time.perf_counter`."""
         self.serial = number = self.serial + 1
         self._at = at = _START + number % MAX_ACTIONS * 256
         _RECORD.pack_into(self._buffer, at, number, now, 0.0, encode_truncated_utf8(action), b"")
@@ -128,7 +128,8 @@ class FlightRecorder(Observer):
             self.timed_out()
 
     def record_heartbeat(self, now: float) -> None:
-        """Record that the watchdog of this rank is alive at time `now`, in seconds of `time.perf_counter`."""
+        """Record that the watchdog of this rank is alive at time `now`, in seconds, as read from `time.perf_counter`.
+        """
         _BEAT.pack_into(self._buffer, _BEAT_AT, now)
 
     def record_wait(self, since: float, what: str, moved: float = 0.0) -> None:
@@ -206,7 +207,7 @@ class FlightRecord:
         return self.entries[-1] if self.entries else None
 
     def describe_action(self, now: float) -> str:
-        """Return text that describes the current or last action of the rank. `now` is in seconds since 1970."""
+        """Return a description of the current or last action of the rank. `now` is in seconds since 1970."""
         last = self.last_action
         if last is None:
             return "outside any action, before the first"
@@ -251,8 +252,8 @@ def read_all_records(folder: Path) -> dict[int, FlightRecord]:
 
 
 def format_records(flights: dict[int, FlightRecord]) -> str:
-    """Return flight records as text, with a heading per rank, and one line per action with its begin (seconds since
-    1970), duration and name."""
+    """Return flight records as text, with a heading for each rank, and one line for each action: its begin (in seconds
+    since 1970), duration and name."""
     lines = []
     for flight in flights.values():
         head = f"rank {flight.rank} of {flight.ranks}, process {flight.process} on {flight.host}"

@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that lower ranks have larger keys
+_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that the maximum finds the lowest rank
 
 
 class JobPreempted(SystemExit):
@@ -50,7 +50,8 @@ class JobPreempted(SystemExit):
 
 
 class Preemption:
-    r"""Save and exit when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or your own training loop.
+    r"""Saves and exits when this job is asked to stop. Use it in `fit(..., preempt=Preemption(...))` or in your own
+    training loop:
 
         with Preemption(save=lambda: trainer.save("run/last")) as preemption:
             for x, y in loader:
@@ -65,9 +66,10 @@ class Preemption:
 
     Parameters
     ----------
-    save : called on all ranks, together (default: nothing is saved)
-    signals : names of signals. Launchers forward USR1 to the ranks; TERM is the last signal before KILL; HUP means that
-        a terminal closes; QUIT is Ctrl-\; INT is Ctrl-C, and a second one ends the job at once
+    save : function that all ranks call together to save their state (default: nothing is saved)
+    signals : names of the signals that ask the job to stop. Launchers forward USR1 to the ranks; TERM is the last
+        signal before KILL; HUP means that a terminal closes; QUIT is Ctrl-\; INT is Ctrl-C, and a second one ends the
+        job at once
     requeue : whether rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
@@ -113,7 +115,7 @@ class Preemption:
         Parameters
         ----------
         trainer : the trainer whose ranks agree
-        also : called before `save` (default: nothing)
+        also : function that is called before `save` (default: none)
 
         Raises
         ------

@@ -21,10 +21,10 @@ __all__ = [
 ]  # fmt: skip
 
 RANK_EXITED = 1
-"""Exit status of a job if a rank has ended with status 0 while others waited for it."""
+"""Exit status of a job in which a rank ended with status 0 while other ranks were waiting for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
-"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the counts of calls do not tell
-whether an ended rank is needed, a wait is in vain when all living ranks have waited for LATE_SECONDS."""
+"""A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the numbers of calls do not show
+whether an ended rank is needed, a wait counts as in vain once all living ranks have waited for LATE_SECONDS."""
 
 SECONDS_TO_PASS_ON = 0.2
 """Delay before an abort, because a launcher may drop output that it has not yet forwarded."""
@@ -37,7 +37,7 @@ class WatchedRank(NamedTuple):
     """A rank in this process for which other ranks may wait.
 
     `end` is called at the end of the script. `abort` ends all ranks with a given exit status; it is None if the other
-    ranks survive the end of this rank."""
+    ranks can continue without this rank."""
 
     rank: int
     end: Callable[[], None]
@@ -47,8 +47,8 @@ class WatchedRank(NamedTuple):
 def register_exit_report(
     record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None
 ) -> None:
-    """Make the flight record of this process tell other ranks when the process exits. For `end` and `abort`, see
-    `WatchedRank`."""
+    """Make sure that the exit of this process is recorded in its flight record, where other ranks see it. For `end` and
+    `abort`, see `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 
@@ -129,8 +129,8 @@ def has_rank_ended(flight: FlightRecord) -> bool:
 
 
 def have_all_scripts_ended(record_paths: Collection[Path]) -> bool:
-    """Return whether the scripts of all ranks with these flight records have ended. If a record is unreadable, its
-    script counts as ended."""
+    """Return whether the scripts of all ranks with these flight records have ended. If a record is unreadable, the
+    script of its rank counts as ended."""
     return all(flight is None or flight.exit_status is not None for flight in map(_read_record_head, record_paths))
 
 
@@ -180,7 +180,7 @@ def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
 
 
 def describe_rank_end(flight: FlightRecord) -> str:
-    """Return text that says how a rank has ended, and after which call."""
+    """Return a description of how a rank ended, and after which call."""
     how = f"has ended with status {flight.exit_status}" if flight.exit_status else "has come to the end of its script"
     if flight.exit_status is None:
         how = f"is gone (process {flight.process} has ended)"

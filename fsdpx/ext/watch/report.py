@@ -16,14 +16,14 @@ __all__ = [
 ]  # fmt: skip
 
 HUNG_STATUS = 124
-"""Exit status of a job that a watchdog has ended, the status that timeout(1) uses."""
+"""Exit status of a job that a watchdog has ended. The command timeout(1) uses the same status."""
 FIRST_REPORT_SECONDS = 60.0
-"""Duration of a wait after which rank 0 reports once which ranks wait where; the job continues."""
+"""Duration of a wait after which rank 0 prints, once, which ranks are waiting where. The job continues."""
 
 
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Return whether a new report on long waits is due: the longest current wait began after the last report, at time
-    `last`, and at least FIRST_REPORT_SECONDS ago."""
+    """Return whether a new report on long waits is due, because the longest current wait began after the last report
+    (at time `last`) and at least FIRST_REPORT_SECONDS ago."""
     begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
@@ -91,7 +91,7 @@ def format_hang_report(
 
 
 def _describe_position(flight: FlightRecord, now: float) -> str:
-    """Return text that says what a rank that is not waiting is doing: its action, if any, and the line of the script.
+    """Return a description of what a rank that is not waiting is doing: its action, if any, and the line of its script.
     """
     line = flight.what.partition("\n")[0]
     if line and (flight.last_action is None or flight.last_action.end):
@@ -108,7 +108,7 @@ def _describe_wait(flight: FlightRecord) -> str:
 
 
 def describe_lost_rank(flight: FlightRecord, host: str) -> str:
-    """Return text that says what may have happened to a rank that no longer responds."""
+    """Return a description of what may have happened to a rank that no longer responds."""
     if flight.host != host:
         return f"on {flight.host} no longer answers"
     if flight.exit_status is not None:

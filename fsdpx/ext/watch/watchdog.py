@@ -54,13 +54,13 @@ from fsdpx.ext.watch.report import HUNG_STATUS
 __all__ = ["HUNG_STATUS", "Watchdog", "start_watchdog"]
 
 WAIT_FACTOR = 10.0
-"""While a watchdog runs and other ranks make progress, a single wait may last this many times the timeout."""
+"""While a watchdog runs, a single wait may take this many times the timeout, as long as other ranks make progress."""
 SILENT_SECONDS = 0.5
-"""Time without a poll after which a watchdog counts as stopped, unless four polls take longer than that."""
+"""Time without a poll after which a watchdog counts as stopped, or four poll intervals if these are longer."""
 UNHEARD_SECONDS = 3.0
 """Time after which the next rank reports why the job ends, if the rank before it has not ended the job."""
 MAX_STACK_LINES = 12
-"""Number of lines of a stack that are recorded."""
+"""Maximum number of lines of a stack that are recorded."""
 _running: list[Watchdog] = []
 """The watchdogs of this process, one for each communicator that is watched."""
 _PREFIX = "fsdpx-flight-"
@@ -74,9 +74,9 @@ def start_watchdog(
     """Start the watchdog of this rank on `comm`, and return it. If one is already running, return that one; if the
     flight record cannot be created, return None. Collective.
 
-    `other_comms` are communicators made from `comm`. `timeout` is by default that of `comm` (FSDPX_TIMEOUT). With
-    `extend_waits`, a wait on any of these communicators may take WAIT_FACTOR times as long from now on, since a
-    waiting rank is not stuck as long as other ranks make progress."""
+    `other_comms` are communicators made from `comm`. `timeout` defaults to the timeout of `comm` (FSDPX_TIMEOUT). With
+    `extend_waits`, a wait on any of these communicators may take WAIT_FACTOR times as long from now on, since a waiting
+    rank is not stuck as long as other ranks make progress."""
     base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
@@ -93,7 +93,8 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    # wait until all records exist, because a rank that ended earlier would take itself for the last one
+    # wait until all records exist: a rank that ended before that would take itself for the last rank, and remove the
+    # folder
     base.all_gather_data(None)
     if watchdog is None:
         return None
@@ -160,18 +161,18 @@ class Watchdog:
     def _record_script_end_and_clean_up(self) -> None:
         """Record that the script has ended. The last rank on this host also removes the folder of flight records.
 
-        The folder stays until then, because ranks that wait for another rank learn from it that this rank has ended."""
+        The folder is kept until then, because it tells ranks that wait for this rank that this rank has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # gives ranks that wait for this one the time to read its record, as MPI_Finalize may not wait for them
+            # give ranks that wait for this one time to read its record, because MPI_Finalize may not wait for them
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_user_owned_folder(self.folder)
 
     def remove_dead_records(self, dead: Iterable[int]) -> None:
         """Remove the flight records of dead ranks, and the folder if it is then empty. Do nothing under `fsdpx run`,
-        which has yet to read them."""
+        which still has to read them."""
         if environment.read_environment().run is None:
             for rank in dead:
                 self._get_record_path(rank).unlink(missing_ok=True)
@@ -205,7 +206,7 @@ class Watchdog:
                 return  # the record is kept, because the communicator may be gone since the script failed
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # once a report is requested, keep what the rank waited for last
+            if progress != before and not asked:  # after a request for a report, keep what the rank last waited for
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
@@ -222,8 +223,8 @@ class Watchdog:
                 self._end_job_if_hung(still_seconds, what)
 
     def _describe_script_line_and_stack(self, still_seconds: float) -> str:
-        """Return the line of the script where this rank has been for `still_seconds`, with its stack. Return "" if the
-        rank is making progress."""
+        """Return a description of the line of the script where this rank has been for `still_seconds`, with the stack.
+        Return "" if the rank is making progress."""
         if still_seconds < 2 * self._poll_seconds:
             return ""
         frames = reversed(get_stack_frames(self.record.thread))
@@ -253,8 +254,8 @@ class Watchdog:
         return report.is_wait_overdue([flight for flight in heads if flight is not None], last, now)
 
     def _list_better_informed(self) -> list[Watchdog]:
-        """Return the other watchdogs of this process on whose communicators the watched thread has begun a call or a
-        program later. They know more about its wait, so they report it."""
+        """Return the other watchdogs of this process whose communicators the watched thread has used more recently.
+        They know more about the thread's current wait, so they report it."""
         own = self.record
         return [one for one in [*_running] if one.record.thread == own.thread and one.record.used_at > own.used_at]
 
@@ -274,7 +275,7 @@ class Watchdog:
             self.record, waited_seconds, others, comm is not None and len(self._local_record_paths) == comm.size
         )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
-            gone = None  # MPI itself tells waiting ranks that a rank is dead
+            gone = None  # no report, because MPI itself tells waiting ranks that a rank is dead
         calls = (
             find_diverged_calls(self._local_record_paths)
             if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
@@ -350,8 +351,8 @@ class Watchdog:
         )
 
     def _kill_stopped_or_busy_ranks(self, flights: dict[int, FlightRecord]) -> bool:
-        """In elastic training, kill ranks on this host for which other ranks are waiting and that are stopped or busy
-        elsewhere.
+        """In elastic training, kill those ranks on this host that are stopped or busy elsewhere while other ranks are
+        waiting for them.
 
         The other ranks then notice the deaths, and can recover. Returns whether a rank was killed."""
         here = [f for f in flights.values() if get_process_state(f.process)]
@@ -395,7 +396,7 @@ class Watchdog:
 
 
 def describe_script_line(thread: int, since: float) -> str:
-    """Return text that names the line of the user's script at which a thread is, or "" if there is none. `since` is
+    """Return a description of the line of the user's script at which a thread is, or "" if there is none. `since` is
     the time of the thread's last progress."""
     side = "outside of"
     for frame, line in get_stack_frames(thread):
@@ -439,7 +440,7 @@ def _choose_record_folder_and_remove_dead_ones(token: str, run: str) -> Path:
 
 
 def _is_folder_abandoned(folder: Path) -> bool:
-    """Return whether all ranks with flight records in `folder` were on this host and have ended."""
+    """Return whether all ranks with flight records in `folder` ran on this host and have ended."""
     flights, here = read_all_records(folder).values(), platform.node()
     return bool(flights) and all(f.host == here and get_process_state(f.process) == "" for f in flights)
 
