@@ -1,4 +1,4 @@
-"""Gradient codecs, which compress and reduce the gradients of a page (a flat buffer of several parameters). This file
+"""Gradient codecs. They compress and reduce the gradients of a page (a flat buffer of several parameters). This file
 contains the base class, and the codecs that send gradients unchanged or as 16-bit floats."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Transfers = tuple[tuple[str, int], ...]
 """The collectives of a reduce, as (name, bytes that a rank sends) pairs."""
 Memory = Mapping[str, Array]
 ReshardRule = Literal["sum", "same", "reset"]
-"""What happens to a codec's memory after a load or when the number of ranks changes. "sum": the memory is the error
-owed to each gradient element; the errors of ranks that no longer exist are added to those of remaining ranks, so that
-the sum over all ranks stays the same. "same": the memory is equal on all ranks that reduce together. "reset": the
-memory is zeroed, and not saved in checkpoints."""
+"""What happens to a codec's memory array when a checkpoint is loaded or the number of ranks changes. "sum": the memory
+is the error owed to each gradient element; the errors of ranks that no longer exist are added to those of remaining
+ranks, so that the sum over all ranks stays the same. "same": the memory is equal on all ranks that reduce together.
+"reset": the memory is zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):
@@ -156,8 +156,8 @@ class Codec(ABC):
         return
 
     def warm_up(self, dtype: Any) -> None:
-        """Compile or load the CPU kernels for gradients of `dtype`, so that the first step need not wait for them. The
-        base class has no kernels.
+        """Compile or load the CPU kernels for gradients of `dtype`, so that the first step does not have to wait for
+        them. The base class has no kernels.
 
         Parameters
         ----------
@@ -241,9 +241,9 @@ class Cast16(Codec):
     """Codec that sends gradients as 16-bit floats, which halves the traffic compared with float32. The owner of each
     part adds up the contributions in float32 and in rank order.
 
-    Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host nothing is sent: the
-    owner reads the other ranks' gradients from shared memory and rounds them as it reads. If all ranks' parts have the
-    same size, the send and receive buffers reuse the memory of the gradient.
+    Each contribution is rounded once; the sum is rounded only in `reduce_all`. Within a host, nothing is sent: the
+    owner reads the other ranks' gradients from shared memory, and rounds them while reading. If all ranks' parts have
+    the same size, the send and receive buffers reuse the memory of the gradient.
 
     Parameters
     ----------

@@ -163,7 +163,7 @@ class CodecRules:
 
     @property
     def rounding_codec_description(self) -> str:
-        """Phrase, for error messages, that names the first codec that rounds or compresses gradients; "" if there is
+        """Phrase for error messages that names the first codec that rounds or compresses gradients; "" if there is
         none."""
         return next((f"codec {type(codec).__name__}" for codec in self if not isinstance(codec, NoCompression)), "")
 
@@ -172,9 +172,8 @@ class CodecRules:
         return [partial(codec.warm_up, dtype) for codec in dict.fromkeys(self)]
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
-        """Yield the notes for users (`Codec.get_user_note`) of all codecs, each about the parameters that its codec
-        reduces. `shapes` are pairs of a rule number and a dict from the names of that rule's parameters to their
-        shapes."""
+        """Yield each codec's note for users (`Codec.get_user_note`) about the parameters that the codec reduces.
+        `shapes` are pairs of a rule number and a dict from the names of that rule's parameters to their shapes."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):

@@ -1,5 +1,5 @@
-"""Measurement of activation memory: arrays that are neither in the arena (the large buffers) nor in the ledger (the
-table of parameters, gradients and optimizer state).
+"""Measure activation memory, which is the memory of all arrays that are neither in the arena (the large buffers) nor in
+the ledger (the table of parameters, gradients and optimizer state).
 
 `ActivationMeter` tracks the activations that are kept between actions, in real and in dry runs. `HeapRecorder` counts,
 in a dry run only, everything that is alive within each action. Recordings, reports of peak memory, dry runs, plans and
@@ -40,8 +40,8 @@ def get_arena_storage_ids(arena: Arena) -> set[int]:
 
 
 class ActivationMeter:
-    """Counts the bytes of activations that a program keeps between actions, updated after each action. Inputs of the
-    batch count while a value refers to them; targets and temporary arrays of layers do not count.
+    """Counts the bytes of activations that a program keeps between actions; the count is updated after each action.
+    Inputs of the batch count as long as a value refers to them; targets and temporary arrays of layers do not count.
 
     A view counts as its base array, and each base array counts once. Parameters that a layer saves for backward are not
     counted, because the ledger counts them.
@@ -59,8 +59,8 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return a dict from each slot (named value) to the memory that its value holds now, as a dict from the id of
-        a base array to bytes."""
+        """Return the memory that the value in each slot (named value) currently holds, as a dict from slot to a dict
+        from the id of a base array to its bytes."""
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:
@@ -113,7 +113,7 @@ def iterate_storage_ids_and_sizes(value: Any) -> Iterable[tuple[int, int]]:
 
 
 class HeapRecorder(Observer):
-    """Observer that records the memory of a dry run action by action. The *heap* is all memory outside the arena:
+    """Observer that records the memory of a dry run, action by action. The *heap* is all memory outside the arena:
     activations, and gradient shards that each update frees.
 
     Attributes
@@ -122,7 +122,7 @@ class HeapRecorder(Observer):
     program : the program during which the heap is largest
     action_at_peak : index in `program` of the action during which the heap is largest
     slots_at_peak : slot (named value) -> memory of its value before that action, as a dict from array id to bytes
-    batch : id -> bytes of an array, for all arrays of the first batch
+    batch : id of each array in the first batch -> its bytes
     """
 
     def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
@@ -183,7 +183,7 @@ class HeapRecorder(Observer):
 
     @property
     def peak_activation_bytes(self) -> int:
-        """Bytes of activations at the time when the heap was largest."""
+        """Bytes of activations when the heap was largest."""
         return self.peak_heap_bytes - self._rows
 
     @property
@@ -193,7 +193,8 @@ class HeapRecorder(Observer):
         return [(most - arena, after - arena) for most, after in self._each]
 
     def get_peak_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to bytes at the time when the heap was largest."""
+        """Return a dict from kind of memory, such as "gradients", to the bytes of that kind when the heap was
+        largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes_by_kind(), "activations": self.peak_activation_bytes}
         bytes_by_kind["gradients"] += self._rows - state.ledger.count_bytes_freed_by_update()

@@ -53,8 +53,8 @@ class EngineClock(Observer):
     ----------
     rows : verb -> list of the fields of its `VerbTimings`; a separate entry counts the progress of transfers between
         actions
-    in_flight : mesh axis -> (seconds during which transfers were pending, the part of them in which this rank did
-        nothing else)
+    in_flight : mesh axis -> (seconds during which transfers were pending, the part of these seconds in which this rank
+        progressed transfers or waited for them)
     """
 
     def __init__(self) -> None:

@@ -82,7 +82,7 @@ def run_unit_backward(
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
-        if dy is None:  # skip: the loss does not depend on this node
+        if dy is None:  # skip this node, because the loss does not depend on it
             continue
         leaf = all(v in constant for v in node.inputs)
         run = node.layer.backward_leaf if leaf else node.layer.backward
@@ -324,9 +324,9 @@ def _get_entries_and_mark_blank(
 
 
 def _zero_unwritten_and_check_gradients(run: ProgramRun, action: Action, opened: list[GradientEntries]) -> None:
-    """Zero the gradients that no layer wrote. If the user asked for it, also check for NaN and Inf, except with a
-    dynamic loss scale, where overflow is expected."""
-    # skip tied parameters: they may get their gradient in another unit
+    """Set to zero the gradients that no layer wrote. If the option `check_finite` is set, also check for NaN and Inf,
+    except with a dynamic loss scale, where overflow is expected."""
+    # do not report tied parameters as idle, because they may get their gradient in another unit
     own_views = run.views.own[get_action_target(action)]
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.zero_unwritten() if name in own_views)
@@ -369,8 +369,8 @@ def _match_memory_order(target: Any, y: Any) -> Any:
 
 
 def _require_gradients_match_outputs(loss: Any, outputs: Values, dys: Values) -> None:
-    """Raise ConfigError if the loss returns a gradient whose shape or dtype is not that of the output. Without this
-    check, a layer would fail later."""
+    """Raise ConfigError if a gradient that the loss returns does not have the shape and dtype of the output. Without
+    this check, a layer would fail later."""
     for y, d in zip(outputs, dys, strict=True):
         if not hasattr(d, "dtype") or d.dtype != y.dtype or d.shape != y.shape:
             description = f"{d.dtype}{list(d.shape)}" if hasattr(d, "dtype") else type(d).__name__
@@ -404,7 +404,8 @@ def add_caller_output_gradients(run: ProgramRun, action: Action, taken: Values, 
 
 
 def _drop_constant_gradients(run: ProgramRun, dys: Values) -> list[Any]:
-    """Drop the gradients of outputs that need none, such as inputs that are also outputs, and return the others."""
+    """Return the output gradients without those of outputs that need no gradient, such as inputs that are also
+    outputs."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 

@@ -56,18 +56,18 @@ class Engine:
         self._contexts = LayerContextCache(state)
         # pending transfers, each with the action that started it
         self._in_flight: list[tuple[Action, TimedTransfer]] = []
-        self._sends: list[TimedTransfer] = []  # no action waits for these, so each run waits for them at its end
+        self._sends: list[TimedTransfer] = []  # no action waits for these; each run waits for them at its end
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """All observers: the clock, those passed to the constructor, and those added later."""
+        """All observers: the clock, the observers passed to the constructor, and those added later."""
         return *self._own, *self.added_observers
 
     def add_observer(self, observer: Observer | Callable[[Action], None]) -> Observer:
-        """Add an observer, or a function to call after each action. Return the observer, which can be passed to
+        """Add an observer, or a function to call after each action. Return the observer, for use with
         `remove_observers`."""
         added = observer if isinstance(observer, Observer) else ActionCallback(observer)
         self._set_observers((*self.added_observers, added))
@@ -283,8 +283,8 @@ MAX_DIRECT_BYTES = 1 << 16
 
 
 class DirectPrediction:
-    """Callable that repeats a prediction without running the program, for inputs of one shape and dtype. It returns the
-    outputs in order. If anything else has changed, it returns None, and the caller must run the program.
+    """Callable that predicts without running the program, for inputs of one shape and dtype. It returns the outputs in
+    order. If anything but the values of the inputs has changed, it returns None, and the caller must run the program.
 
     It can be made once `engine` has run the program `executable` on the array `x`."""
 

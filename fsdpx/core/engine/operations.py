@@ -63,7 +63,7 @@ def update_page(run: ProgramRun, action: Action, taken: Values, read: Values, ad
     if not scale.skip and not run_optimizer_on_page(
         run, master, taken[0], slots, own, run.step + 1, scale.rate, scale.factor
     ):
-        # a dry run sends nothing, so count what the optimizer would send
+        # a dry run updates and sends nothing, so count what the optimizer would send
         for axis, call, nbytes in run.placement.list_optimizer_transfers(p):
             run.placement.axes.counters.add_calls(axis, call, nbytes)
     return (master, slots)
@@ -161,7 +161,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
     """Return the mean loss, given the numbers that each rank sent. Raise DataError if the global batch has no samples
     that count; a single replica that trains independently may have none. `rows` holds one list of numbers per rank."""
     require_same_scheduled_values(run, run.sync_group, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    # modulo, because asynchronous training has a single row: that of this rank
+    # modulo, because in asynchronous training there is only one row, from this rank
     lr = rows[run.sync_group.rank % len(rows)][-2]
     if math.isnan(lr):
         # NaN marks an invalid rate: this call raises the same error on all ranks

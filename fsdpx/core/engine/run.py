@@ -1,4 +1,4 @@
-"""One run of a program: the context that its operations get, the memory for its values, and views of parameters in
+"""One run of a program: the context passed to its operations, the memory for its values, and views of the parameters in
 flat buffers."""
 
 from __future__ import annotations
@@ -139,13 +139,14 @@ class BufferViews:
 
 @dataclass(frozen=True)
 class LossMean:
-    """The mean loss of the global batch, as total / weight; nan in a program without a loss.
+    """The mean loss of the global batch, total / weight. It is nan in a program without a loss.
 
     Attributes
     ----------
     total, weight : sums of loss and loss weight over all samples
     shared : total weight by which summed gradients are divided; 0 if there were no samples
-    rate : the learning rate, which ranks send together with the loss to compare it; 0 in a program without an update
+    rate : the learning rate; ranks send it together with the loss, so that it can be compared. 0 in a program without
+        an update
     """
 
     total: float
@@ -170,7 +171,7 @@ class GradientScale:
     Attributes
     ----------
     factor : factor by which every gradient is multiplied
-    norm : global gradient norm before clipping, nan if not computed
+    norm : global gradient norm before clipping; nan if it was not computed
     skip : whether the update is skipped because gradients overflowed
     rate : this step's learning rate
     scaler : the loss scale from the next step on
@@ -193,7 +194,7 @@ class Workspace:
         self.plan = agree_on_slab_plan(state, plan_slab_offsets(state, program))
         self.births: Counter[Slot] = Counter()
         self.words: dict[Action, str] = {}
-        # arrays that are kept between steps never move, so look them up once
+        # arrays that are kept between steps never move, so they need to be looked up only once
         pages, ledger = self.placement.pages, state.ledger
         self._full = {p: ledger.get_array("full", p) for p in pages}
         parts = {p: row for p in pages if (row := ledger.rows.get(LedgerKey("part", p)))}
@@ -265,7 +266,7 @@ class Workspace:
         dtype = np.dtype("uint8") if SLOTS[kind].raw else self.placement.formats.gradients
         if nbytes:
             return self.take_next_slab_buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # an empty view of the slab: the buffer must be in shared memory here if it is in shared memory on other ranks
+        # use an empty view of the slab: if the buffer is in shared memory on other ranks, it must be so here too
         if kind not in self._nothing:
             arena = self.state.arena
             buffer = self.placement.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view_slab(0, 0, dtype)
@@ -337,7 +338,7 @@ class ProgramRun:
 
     @property
     def stage(self) -> Stage:
-        """This rank's pipeline stage, which reflects the parameters that were frozen when the program was compiled."""
+        """This rank's pipeline stage. It reflects which parameters were frozen when the program was compiled."""
         return self.workspace.program.stage
 
     @property

@@ -1,4 +1,4 @@
-"""The compiler, which turns the options of a training step into a program: a flat list of actions such as F (forward),
+"""The compiler. It turns the options of a training step into a program: a flat list of actions such as F (forward),
 GATHER (all-gather of parameters) and UPDATE.
 
 An action runs a verb (a kind of operation) on a unit (layers whose parameters are gathered together) or on a page (a
@@ -34,7 +34,7 @@ class ProgramKind:
     Attributes
     ----------
     about : text that says what the program does
-    ops : operations that compute: "FB" if the program follows a schedule of forwards and backwards, or a single
+    ops : operations that compute: "FB" if the program follows a schedule of forward and backward actions, or a single
         operation that runs for all microbatches
     loss : operation that ends the forward pass of a microbatch, such as LOSS
     results : kinds of the slots (named buffers) that the caller reads at the end

@@ -55,7 +55,7 @@ class StageUnit:
 @dataclass(frozen=True)
 class Edge:
     """A message between pipeline ranks: either a value that one stage sends to a later one, or the gradient of such a
-    value, which is sent back.
+    value, which is sent in the opposite direction.
 
     Attributes
     ----------
@@ -253,8 +253,8 @@ def find_constant_values(
 
 
 def assign_last_readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
-    """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of its
-    values no other unit reads later.
+    """Convert rows (pages, values read, values computed) to units (groups of layers). Each unit records which of the
+    values that it reads are not read by any later unit.
 
     Among the units `here`, the last reader of a value frees it (`takes`). The loss frees the values in `outputs`. All
     other readers leave the value in place (`reads`)."""
@@ -419,7 +419,7 @@ def _make_edges(
     sent back along the same stages: each stage adds its own contribution to the gradient that it receives from the
     later stages, in the same order as in a single process."""
     edges: list[Edge] = []
-    if len(set(home)) == 1:  # no messages if all stages are on one rank
+    if len(set(home)) == 1:  # if all stages are on one rank, there are no messages
         return ()
 
     def add_edge(value: int, source: int, target: int, gradient: bool) -> None:

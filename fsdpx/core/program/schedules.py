@@ -160,7 +160,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     rows = []
     for rank in range(ranks):
         after = ranks - rank
-        # lower case means this rank's stage in the first half, upper case the one in the second half
+        # lower case means this rank's stage in the first half, upper case means its stage in the second half
         start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _expand_letters(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)

@@ -161,7 +161,7 @@ def simulate_tasks(rows: Sequence[Sequence[SimulatedTask]]) -> tuple[list[list[A
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
     def list_missing(task: SimulatedTask) -> list[Hashable]:
-        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task completes stays incomplete
+        return [key for key, _ in task.waits if left.get(key, 1)]  # a key that no task completes is never complete
 
     def issue_task(rank: int, task: SimulatedTask) -> None:
         key, lane, start = task.key, task.lane, free[rank]

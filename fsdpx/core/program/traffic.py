@@ -1,4 +1,4 @@
-"""Determine, before a program runs, how many calls of each collective it makes, how many bytes they transfer, and how
+"""Determine, before a program runs, how often it calls each collective, how many bytes these calls transfer, and how
 long the program's buffers are in use."""
 
 from collections.abc import Iterator, Mapping

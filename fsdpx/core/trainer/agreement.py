@@ -28,7 +28,7 @@ __all__ = ["agree_on_choices", "list_choices_to_compare"]
 
 
 def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: int) -> dict[str, Any]:
-    """Return the choices that must be the same on all ranks, keyed by the names that error messages use.
+    """Return the choices that must be equal on all ranks, as a dict keyed by the name of each choice in error messages.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # before the mesh, because another strategy also changes the mesh
+        "strategy": placement.sharding,  # before the mesh, because a different strategy also changes the mesh
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),
@@ -81,9 +81,10 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
 
 
 def _list_inside(holder: Any) -> list[Any]:
-    """Return the losses and layers that a loss or layer holds, also in tuples and lists, such as the terms of a sum."""
+    """Return the losses and layers among the attributes of a loss or layer, and in its tuples and lists, such as the
+    terms of a sum."""
     values = list(getattr(holder, "__dict__", {}).values())
-    for value in values:  # the list grows during the loop
+    for value in values:  # `values` grows during the loop, so nested lists are also searched
         values += value if isinstance(value, tuple | list) else ()
     return [value for value in values if isinstance(value, Layer | Loss)]
 

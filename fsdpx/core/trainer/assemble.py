@@ -120,7 +120,7 @@ def assemble_session(
 
 
 def _make_single_process_model(recipe: Recipe, placement: Placement) -> LayerList:
-    """Return the unsharded model, as it would run on a single process, as a list of layers in execution order."""
+    """Return the layers of the unsharded model (as it would run on a single process), in execution order."""
     model, samples, dtype = recipe.training.model, recipe.distribution.sample_partition, placement.formats.compute
     return get_or_memoize(
         ("ordered", model, samples.joined_partition, dtype),
@@ -222,7 +222,7 @@ def assemble_placement_and_model(
             sample_layout=model.samples,
         )
     choices = list_choices_to_compare(recipe, place, reducing.microbatches)
-    if formats.compute != formats.gradient_dtype and ranks.xp is np:  # compared last, after precision and device
+    if formats.compute != formats.gradient_dtype and ranks.xp is np:  # compared after precision and device
         choices |= load_extension("half", "library")(formats, model.ordered, world.rank == 0)
     agree_on_choices(world, choices)
     return place, model.planned.model, reducing.microbatches
@@ -268,7 +268,7 @@ def _connect_axes_and_resolve_sharding(recipe: Recipe, world: Communicator, chec
 
 
 def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
-    """Return the number formats selected by the option `precision`. Those of "fp16" depend on the processor."""
+    """Return the number formats selected by the option `precision`. For "fp16", they depend on the processor."""
     if xp is np and config.normalize_half_name(choice) == "float16":
         found: Precision = load_extension("half", "precision")()
         return found
@@ -276,8 +276,8 @@ def _resolve_precision(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _shard_and_linearize_model(recipe: Recipe, ranks: TrainingRanks, formats: Precision) -> RankModel:
-    """Return the model that this rank runs, sharded over the tensor axis, and its layers as a list in execution order.
-    """
+    """Return the model that this rank runs, sharded over the tensor axis, together with its layers in execution
+    order."""
     training, axes = recipe.training, ranks.axes
     distribution, dtype = recipe.distribution, parse_dtype(formats.compute)
     samples = distribution.sample_partition.make_sample_layout(training.model, axes)
@@ -299,7 +299,7 @@ def _shard_model(
     loss, plan, sequence = samples.bind_loss(training.loss), distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return TensorParallelModel(model, loss, None, frozenset())
-    # imported late because it loads sequence-parallel attention, which is slow
+    # imported only when needed, because this also imports sequence-parallel attention, which takes long
     from fsdpx.nn.tensor_plan import parallelize
 
     return parallelize(model, loss, axes.tensor.size, plan, sequence)
@@ -325,7 +325,7 @@ def _lay_out_stages_and_pages(
     stages, homes = parse_stages_option(ordered, recipe.distribution.stages, axes.pipe.size)
     assert not isinstance(stages, Mapping), "a list of first layers by now"
     pipe = PipelineChoice(recipe.distribution.schedule, axes.pipe.size, homes)  # type: ignore[arg-type]  # no PathLike here
-    # checked first, because a model with too few layers has no schedule
+    # checked before the schedule is built, because there is no schedule for a model with too few layers
     require_enough_layers(ordered, axes.pipe.size, "")
     home = pipe.get_stage_ranks(reducing.microbatches_per_rank)
     starts = split_into_stages(ordered, len(home), stages, recipe.runtime.costs, pipe.describe_stages_per_rank(home))
@@ -363,7 +363,7 @@ def _make_model_layout(
 
 def _require_optimizer_patterns_match(optimizer: Any, layout: ModelLayout) -> None:
     """Raise ConfigError if a name pattern that the user gave to an optimizer matches no parameter. Default patterns,
-    which are meant for any model, may match none."""
+    which are meant for any model, need not match any."""
     names = [name for name, spec in layout.specs.items() if not spec.state]
     for argument, common in (("groups", no_decay), ("exclude", getattr(type(optimizer), "exclude", ()))):
         given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]

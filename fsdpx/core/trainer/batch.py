@@ -170,7 +170,7 @@ def describe_different_calls(calls: dict[int, str]) -> str:
 
 
 def hash_text(text: str) -> int:
-    """Return a 56-bit hash of a text."""
+    """Return a 56-bit hash of `text`."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
@@ -180,11 +180,11 @@ chance."""
 
 
 class DuplicateBatchDetector:
-    """Warns if all data ranks train on the same samples, which is usually a mistake in sharding the data. The detector
-    stops checking after its warning, or as soon as samples differ between data ranks.
+    """Warns if all data ranks train on the same samples, which usually means that the data were not sharded as
+    intended. The detector stops checking after its warning, or as soon as samples differ between data ranks.
 
-    Batches without samples, and batches in which all samples are equal, are ignored: such batches may be intended, or
-    come from an idle rank.
+    Batches without samples, and batches in which all samples are equal, are ignored: such batches may be intentional,
+    or may come from an idle rank.
 
     Attributes
     ----------
@@ -272,8 +272,8 @@ def list_inputs_in_order(placement: Placement, x: Any) -> list[Any]:
 
 
 def _prepare_input(placement: Placement, name: str, array: Any, takes: str) -> Any:
-    """Convert an input to the dtype that the layers reading it expect. `takes` says what these layers use it for, such
-    as "numbers". Raise DataError if an integer is too large for the dtype in which the model computes."""
+    """Convert an input to the dtype that the layers reading it expect. `takes` says how these layers use the input, for
+    example as "numbers". Raise DataError if an integer is too large for the dtype in which the model computes."""
     compute = placement.formats.compute
     largest = LARGEST_INTEGERS.get(compute) if takes == "numbers" and array.dtype.kind in "iu" else None
     if largest is not None and array.size and max(-int(array.min()), int(array.max())) > largest:
@@ -424,8 +424,8 @@ def agree_on_batch(
 
 
 def _make_disagreement_error(features: list[str], lines: list[int]) -> DataError:
-    """Return the error for batches that differ between ranks, with the same text on every rank. `features` describes
-    the batch of each rank; `lines` holds the data rank of each rank."""
+    """Return the error to raise if batches differ between ranks. Its text is the same on every rank. `features`
+    describes the batch of each rank; `lines` holds the data rank of each rank."""
     if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "

@@ -83,7 +83,7 @@ def run_through_call_runner(
         @wraps(method)
         def run_call(self: Any, *given: P.args, **options: P.kwargs) -> T:
             call_runner = self._call_runner
-            if call_runner.fixed:  # fast path for fixed ranks: `run_call` would only call the method
+            if call_runner.fixed:  # fast path for fixed ranks, because `CallRunner.run_call` would only call the method
                 return method(self, *given, **options)
             result: T = call_runner.run_call(effect, called, partial(method, self), *given, **options)
             return result
@@ -178,7 +178,7 @@ class CallRunner(ABC):
 
     __slots__ = ("background_save", "closed", "ignored_position", "last_update", "loss_weight", "session")
     fixed = False
-    """True if the set of ranks never changes, so that each call runs exactly once."""
+    """True if the set of ranks never changes. Each call then runs exactly once."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -365,7 +365,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         call : name of the call
-        arguments : maps names to argument values, which are compared as text
+        arguments : maps argument names to values; values are compared as text
         """
         if self.fixed and not self.has_own_speed:
             batches.agree_on_call(self.world, call, {name: str(value) for name, value in arguments.items()})
@@ -404,8 +404,8 @@ class CallRunner(ABC):
         ----------
         path : folder of the checkpoint
         choices : dtype, file size, number of checkpoints to keep, and which weights to save
-        loader : a `data.DataLoader` whose position is saved, or None
-        fit : state that `fit` needs to resume, or None
+        loader : a `data.DataLoader` whose position is saved; None: save no position
+        fit : state that `fit` needs to resume; None outside of `fit`
         background : copy the state and write the copy in a thread; return before the checkpoint is complete
         """
 
@@ -435,7 +435,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         path : folder of the checkpoint
-        loader : a `data.DataLoader` that is set to the saved position, or None
+        loader : a `data.DataLoader` that is set to the saved position; None: ignore the saved position
         convert : True: convert numbers that were saved in another dtype; False: raise an error instead
         verify : True: check the digests of all bytes first
 

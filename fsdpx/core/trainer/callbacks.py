@@ -45,9 +45,9 @@ class MetricSums:
         self._problem: tuple[str, Exception] | None = None
 
     def add_batch(self, output: Any, target: Any, x: Any) -> None:
-        """Add the metrics of one batch, whose inputs are `x`. If a metric raises an error, keep the error;
-        `all_gather_means` raises it on all ranks. Collective if a metric is a loss and fields are partitioned (option
-        `domain`)."""
+        """Add the metrics of one batch, whose inputs are `x`. If a metric raises an error, store the error;
+        `all_gather_means` then raises it on all ranks. Collective if a metric is a loss and fields are partitioned
+        (option `domain`)."""
         several, batched = isinstance(output, tuple), True
         target = tuple(target) if has_target_per_output(self._placement, target) else target
         if not self._layout.has_complete_samples:
@@ -148,8 +148,8 @@ EVENTS = ("on_train_begin", "on_step_end", "on_validation_end", "on_save", "on_e
 
 
 class CallbackList:
-    """Calls the callbacks of one run of `fit`: the loggers of `fit` itself and the callbacks of the user. Each event
-    calls all of them in order, on every rank. `on_train_end` is called even after an error.
+    """Calls the callbacks of one run of `fit`: the loggers of `fit` itself and the user's callbacks. Each event calls
+    all of them in order, on every rank. `on_train_end` is called even after an error.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ class CallbackList:
 
 def _convert_callback(callback: Any) -> Any:
     """Return the user's callback as an object with methods; a function becomes the method `on_step_end`. Raise
-    ConfigError if the callback would never be called."""
+    ConfigError if it has neither, or has an unknown method on_..."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not (methods or callable(callback)):

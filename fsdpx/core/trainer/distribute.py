@@ -85,13 +85,13 @@ def distribute(
     Parameters
     ----------
     model : a layer, such as `nn.Sequential(...)`, or a `torch.nn.Module` (docs: pytorch)
-    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss may also be from `torch.nn`. Without an optimizer the
-        trainer holds only parameters, for `predict`, `generate` and, with a loss, `evaluate`
+    loss, optimizer : objects from `fsdpx.nn` and `fsdpx.optim`; the loss may also come from `torch.nn`. Without an
+        optimizer, the trainer holds only parameters, for `predict`, `generate` and, with a loss, `evaluate`
     strategy : {strategies} or `fsdpx.Sharding(...)`; for replicas that train independently and synchronize from time to
         time: "local_sgd", "diloco" or `fsdpx.LocalSGD(...)` (docs: local); for ranks that step at their own speed:
         "async" or `fsdpx.AsyncSGD(...)`, "gossip" or `fsdpx.GossipSGD(...)` (docs: asynchronous); or "auto", the
         fastest strategy that a plan finds ("auto" needs `batch` and also takes `memory` and `machine`; docs: planning)
-    mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
+    mesh : `fsdpx.Mesh(...)`; its axis widths replace those that the strategy implies
     comm : an mpi4py communicator, which is duplicated, or a `Communicator` (default: the one that `fsdpx.init()`
         opened)
     microbatches : number of parts into which each rank's batch is split (default: 1, or 4 per pipeline rank in a
@@ -161,7 +161,7 @@ def distribute(
 
 for _name, _values in (("strategies", PRESETS), ("codecs", list_codec_names()), ("schedules", SCHEDULES)):
     _text = ", ".join(f'"{value}"' for value in _values)
-    # filled in here, so that the docstring lists every name that exists
+    # filled in here, so that the docstring always lists all existing names
     distribute.__doc__ = (distribute.__doc__ or "").replace(f"{{{_name}}}", _text)
 
 PLAN_OPTIONS = ("batch", "memory", "machine")
@@ -272,8 +272,8 @@ def _open_world_and_agree_on_arguments(
     arguments.
 
     Ranks compare the arguments over `open_comm` if there is one, and otherwise in the first message on the new
-    communicator. In both cases they do so before the arguments are validated, so that an error that all ranks meet is
-    printed only once."""
+    communicator. In both cases they do so before the arguments are validated, so that an error that occurs on all ranks
+    is printed only once."""
     device = runtime_options["device"]
     words = "distribute" if device == "cpu" else f"distribute(device={device!r})"
     if open_comm is not None:
@@ -289,13 +289,13 @@ def _open_world_and_agree_on_arguments(
 
 
 def _merge_runtime_options(runtime: Any, rarely: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `runtime` as a dict, overridden by the options in `rarely`. Raise ConfigError for a value
-    of the wrong type."""
+    """Return the fields of `runtime` as a dict, overridden by the options in `rarely`. Raise ConfigError if a value has
+    the wrong type."""
     if not isinstance(runtime, RuntimeOptions | None):
         raise ConfigError(f"runtime={runtime!r}: say fsdpx.RuntimeOptions(...)")
     runtime_options = {
         name: rarely[name] for name in ("backend", "device", "device_map") if name in rarely
-    }  # these options are checked early, because opening the communicator needs them
+    }  # these options are checked now, because they are needed to open the communicator
     require_valid_arguments(RuntimeOptions.__init__, (None,), runtime_options, "distribute")
     return vars(runtime or RuntimeOptions()) | {k: v for k, v in rarely.items() if k not in PLAN_OPTIONS}
 

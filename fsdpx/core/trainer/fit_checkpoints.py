@@ -91,7 +91,7 @@ class ResumePoint:
     path : path of the checkpoint
     first_epoch : epoch in which the first run began
     finished : why the earlier run ended; "" if it was interrupted
-    fit : the state that `fit` saved; `first_epoch` and `finished` are also taken from it
+    fit : the state that `fit` saved; `first_epoch` and `finished` are copied from it
     """
 
     path: Path
@@ -302,7 +302,7 @@ class FitCheckpointer:
         try:
             self.trainer.call_runner.wait_for_background_save()
         except CheckpointError:
-            self._save_checkpoint(state, background=False)  # try once more; raises an error if this fails too
+            self._save_checkpoint(state, background=False)  # try once more; if this also fails, it raises an error
         return new
 
     def restore_best_weights(self) -> None:

@@ -60,7 +60,7 @@ def barrier() -> None:
     if opened.agreement is None:
         opened.comm.barrier().wait()
     else:
-        # no further barrier is needed: comparing the calls already waits for all ranks
+        # no barrier is needed, because comparing the calls already waits for all ranks
         _agree_on_signature(opened, make_signature("barrier"))
 
 

@@ -1,5 +1,5 @@
-"""Initial parameter values that come from another library, such as PyTorch. They are broadcast to all ranks, and
-released once each rank has copied its shard."""
+"""Initial parameter values that come from another library, such as PyTorch. They are broadcast to all ranks, and freed
+once each rank has copied its shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def release_foreign_values(model: Layer, comm: Communicator) -> None:
     be freed. Collective."""
     if not (given_values := _find_foreign_values(model)):
         return
-    comm.barrier(what="first values").wait()  # wait: ranks that are threads may still be reading the values
+    comm.barrier(what="first values").wait()  # wait, because ranks that are threads may still be reading the values
     for values in given_values:
         values.release_reproducible_values()
     gc.collect()  # the conversion from PyTorch leaves reference cycles that keep the parameters alive
@@ -32,6 +32,6 @@ def release_foreign_values(model: Layer, comm: Communicator) -> None:
 
 
 def _find_foreign_values(layer: Layer) -> list[GivenValues]:
-    """Return the initial values that another library gave to the parameters of a layer and of all its child layers."""
+    """Return the initial parameter values of a layer and all its child layers that come from another library."""
     own_values = [] if layer.given_values is None else [layer.given_values]
     return own_values + [one for child in layer.children().values() for one in _find_foreign_values(child)]

@@ -36,13 +36,13 @@ def init(
     `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; if the block raises an error,
     the job is aborted instead.
 
-    With FSDPX_CHECK=1 ranks compare every collective before it begins.
+    With FSDPX_CHECK=1, ranks compare their calls before each collective begins.
 
     Parameters
     ----------
     backend : "node", "mpi", "local" or another backend of `fsdpx.core.comm.open_world` (default: detected from the
         launcher)
-    comm : communicator to use instead of one with all ranks; either a `Communicator`, or an mpi4py communicator, which
+    comm : communicator to use instead of a new one with all ranks: a `Communicator`, or an mpi4py communicator, which
         is duplicated
     rank, size : rank and size of a fake communicator
 
@@ -52,7 +52,7 @@ def init(
 
     Raises
     ------
-    ConfigError : if the default communicator is open and arguments are passed
+    ConfigError : if arguments are passed although the default communicator is already open
     """
     existing = defaults.get_default()
     if existing is None:

@@ -1,5 +1,5 @@
-"""Checks of a trainer's options, and the table of pairs of options that cannot be combined. For each pair the table
-has a reason and a remedy, from which error messages and a page of the docs are generated."""
+"""Checks of a trainer's options, and the table of pairs of options that cannot be combined. For each pair, the table
+gives a reason and a remedy; error messages and a page of the docs are generated from them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChoiceContext:
-    """Input of the checks for options that cannot be combined: the user's options, and the model, mesh and number
-    formats as far as they are known.
+    """Input of the checks for options that cannot be combined: the user's options and, as far as they are already
+    known, the model, the mesh and the number formats.
 
     Parameters
     ----------
@@ -226,8 +226,8 @@ def require_valid_model_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, 
 
 
 def _suggest_instance(name: str, value: Any) -> str:
-    """Return the end of an error message that suggests an object to pass for the argument `name`, if the user passed a
-    class, a name or a function."""
+    """Return the end of an error message, which suggests an object to pass as the argument `name`. The suggestion
+    depends on whether the user passed a class, a name or a function."""
     if isinstance(value, type):
         return f", {value.__name__}(...)"
     if isinstance(value, str):
@@ -272,7 +272,8 @@ def suggest_for_torch_object(value: Any) -> str:
 
 
 def require_tensor_axis_support(optimizer: Any, tensor_size: int) -> None:
-    """Raise ConfigError if the optimizer needs full parameters but the mesh has a tensor axis, which shards them."""
+    """Raise ConfigError if the optimizer needs full parameters but the mesh has a tensor axis, which shards
+    parameters."""
     if tensor_size > 1 and needs_full_parameters(optimizer):
         description = f"{type(optimizer).__name__} needs full parameters"
         raise ConfigError(f"{description}, the tensor axis of {tensor_size} ranks shards them; use optim.AdamW")

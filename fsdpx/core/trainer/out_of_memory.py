@@ -105,7 +105,7 @@ def explain_memory_error(
         fake = FakeNodeCommunicator(world.rank, [hosts[rank] for rank in range(world.size)])
     try:
         text = _format_plan_and_remedies(recipe, fake, feed, most)
-    except Exception as problem:  # an error here must not hide the memory error
+    except Exception as problem:  # an error while the plan is made must not hide the memory error
         text = f"what would fit could not be counted: {problem!r}"
     return OutOfMemory(f"{head}\n\nmemory that there is: {there}\n\n{text}")
 

@@ -193,17 +193,16 @@ class RuntimeOptions:
 
     Parameters
     ----------
-    device : "cpu"; "cuda", where each rank uses one GPU (docs: gpu); or "shape", to count bytes and operations without
-        computing
+    device : "cpu"; "cuda" (one GPU per rank; docs: gpu); or "shape", to count bytes and operations without computing
     device_map : GPU of each local rank, as a list or a dict, such as `[0, 2]` (default: GPUs in the order of local
         ranks)
-    backend : open a new communicator of this backend: "node", "mpi", "nccl", "gloo" or "local" (default: use the open
-        communicator)
+    backend : backend with which to open a new communicator: "node", "mpi", "nccl", "gloo" or "local" (default: use the
+        communicator that is already open)
     group_bytes : minimum size, such as "1MiB", of a unit (layers gathered together): small layers are grouped to reach
         it (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
     prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: the strategy's number)
     costs : dict from path pattern to the cost of each matching layer, for the automatic split into pipeline stages
-    check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
+    check : True: ranks compare their calls before each collective runs (default: as set by FSDPX_CHECK)
     check_finite : True: check the results of every unit for NaN and Inf
     tune : True: find good values for options that were not given, by measurements of about 100 ms, and store them on
         disk (default: True unless FSDPX_TUNE=0)

@@ -130,7 +130,7 @@ class Session:
         self._microbatch_counts = microbatches, microbatches  # (configured number, number used for the last batch)
         self.model, self.loss = model, loss
         self._duplicates = DuplicateBatchDetector(self.placement.axes)
-        # if all ranks hold parts of the same samples, `predict` need not wait for all ranks, only for neighbors
+        # if all ranks hold parts of the same samples, `predict` need not wait for all ranks, but only for neighbors
         together = self.placement.sample_layout.has_one_group
         self._uncoordinated = (
             UncoordinatedPrediction(self.placement.axes.world, self._predict_on_zeros_after_error) if together else None
@@ -484,7 +484,7 @@ class Session:
 
     @contextmanager
     def hiding_accumulated_gradients(self) -> Iterator[None]:
-        """Return a context manager inside which programs run as if no gradients had been accumulated."""
+        """Return a context manager inside which programs run as if there were no accumulated gradients."""
         state, gradient_source = self.state, self.state.gradient_source
         kept = state.pop_values_of_earlier_programs()
         try:
@@ -597,7 +597,7 @@ class Session:
             self.run_program("predict", StepInputs([Microbatch(zeros, None, 0)], False, self.commit))
 
     def to_caller_arrays(self, arrays: Sequence[Any], feed: StepInputs) -> tuple[Any, ...]:
-        """Convert output arrays of the model to the layout in which the caller passed the batch."""
+        """Convert the model's output arrays to the layout in which the caller passed the batch."""
         leave = self.placement.sample_layout.to_caller_layout
         return tuple([None if a is None else leave(a, feed.batched) for a in arrays])
 

@@ -149,7 +149,7 @@ class Trainer:
 
         Raises
         ------
-        NumericsError : if the loss is NaN or Inf; then the accumulated gradients are dropped
+        NumericsError : if the loss is NaN or Inf; the accumulated gradients are then dropped
         """
         require_loss_and_optimizer("accumulate", self._session.loss, self._placement.optimizer)
         self._placement.accumulation.require_partial_batch_support("accumulate", PIECES)
@@ -199,7 +199,7 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def backward(self, dy: Any) -> np.ndarray:
-        """Run backward through the last `forward`, and return the gradient with respect to its inputs. Collective.
+        """Backpropagate through the last `forward`, and return the gradient with respect to its inputs. Collective.
 
         If `forward` and `backward` are called several times before one `update`, the parameter gradients add up. Pass
         the returned gradient to whatever computed the inputs: another trainer's `backward`, or a solver.
@@ -518,7 +518,7 @@ class Trainer:
         ----------
         path : folder of the checkpoint
         loader : a `data.DataLoader`, which is set to its saved position. Without a loader, the first step warns if the
-            checkpoint has a saved position
+            checkpoint contains a saved position
         convert : True: round or widen numbers that were saved in another dtype; False: raise an error instead
         verify : True: first check the digests of all bytes; each rank checks some of them
 
@@ -550,8 +550,8 @@ class Trainer:
             files and their index; or a dict from name to full array, the same on every rank
         strict : True: require every parameter, and nothing else; False: load the parameters that the source has, and
             leave the others unchanged
-        rename : dict from name patterns in the source to name patterns in the model; the text that a * matches is
-            inserted for the corresponding * in the other pattern
+        rename : dict from name patterns in the source to name patterns in the model; the text that each * matches
+            replaces the corresponding * in the model's pattern
         convert : True: convert floats of other dtypes by rounding or widening (default: True for arrays, False for
             files)
 
@@ -603,8 +603,8 @@ class Trainer:
         outputs, a tuple of grids, with None for scalar outputs. If output and input have the same number of cells, they
         have the same partition.
 
-        Its `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. It is derived from the
-        layers, so it is known before the first prediction.
+        The grid's `offsets`, `local_shape`, `take_local` and `gather` apply to outputs and targets. The grid is derived
+        from the layers, so it is known before the first prediction.
 
         Raises
         ------
@@ -661,7 +661,8 @@ class Trainer:
         return loss
 
     def _warn_of_ignored_position(self) -> None:
-        """Warn on rank 0 that training resumes from a checkpoint, but the data loader starts from the beginning."""
+        """Warn on rank 0 that training resumes from a checkpoint, but that the data loader starts from the
+        beginning."""
         path, self._call_runner.ignored_position = self._call_runner.ignored_position, ""
         if self._placement.axes.world.rank == 0:
             warn(

@@ -1,5 +1,5 @@
-"""Predictions inside a solver that start without waiting for all ranks. As long as batches keep their shapes and
-dtypes, ranks do not compare them. An error on one rank still reaches all ranks.
+"""Predictions, for use inside a solver, that start without waiting for all ranks. As long as batches keep their shapes
+and dtypes, ranks do not compare them. An error on one rank still reaches all ranks.
 
 Each rank counts its calls of `predict` in a window (shared memory) that other ranks can read at any time. A rank whose
 batch is invalid, or differs in shape or dtype from the previous one, waits until all other ranks have begun the same
@@ -79,9 +79,9 @@ class UncoordinatedPrediction:
         self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
-        """Return True if this rank may predict at once, and False if all ranks must compare their batches first. If
-        ranks no longer match (this rank's batch differs while other ranks have started, or another rank has reported
-        an error), raise the error that all ranks raise."""
+        """Return True if this rank may start its prediction at once, and False if all ranks must first compare their
+        batches. If ranks no longer match (this rank's batch differs while other ranks have started, or another rank has
+        reported an error), raise the error that all ranks raise."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:
@@ -119,8 +119,8 @@ class UncoordinatedPrediction:
 
     def take_pending_error(self) -> FsdpxError | None:
         """Return the error that another rank has reported since this rank's last `predict`; None if there is none.
-        Used by calls other than `predict`. If there is an error, first run the predictions that this rank has missed,
-        so that other ranks do not wait for it."""
+        Calls other than `predict` use this method. If there is an error, first run the predictions that this rank has
+        missed, so that other ranks do not wait for it."""
         self._failed.clear()
         window = self._window
         if self._agreed_kind is None or window is None or window.read_word(self._comm.rank, STOP) != self._epoch:
@@ -219,8 +219,8 @@ def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str,
 
 
 def _pack_error(kind: str, text: str) -> bytes:
-    """Return the class name and text of an error as JSON bytes that fit into the window. The text is truncated if it
-    is too long."""
+    """Encode the class name and text of an error as JSON bytes that fit into the window; truncate the text if it is too
+    long."""
     while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
         text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
     return data
