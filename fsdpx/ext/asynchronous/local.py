@@ -1,5 +1,5 @@
-"""Local SGD and DiLoCo: each replica trains on its own for a round of steps, then an outer optimizer step combines the
-replicas."""
+"""Local SGD and DiLoCo: each replica trains on its own for a round of steps, and then a step of an outer optimizer
+combines the replicas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SLOTS.update({
     "velocity": SlotKind("velocity", "outer optimizer"),
     "delta": SlotKind("delta", "gradients"),
     "next": SlotKind("next", "outer parameters"),
-    # for each fragment, the loss weight of the data seen since the fragment was last sent
+    # "trained" holds, for each fragment, the loss weight of the data seen since the fragment was last sent
     "trained": SlotKind("trained", "control"),
     "share": SlotKind("share", "control"),
     "parcel": SlotKind("parcel", "scratch", in_slab=True, raw=True),
@@ -112,8 +112,9 @@ class RoundSchedule:
 
     Attributes
     ----------
-    every : number of steps from one outer gradient of a page to the next
-    fragments : sets of pages. The pages of a set are sent together, and each set at a different point of the round
+    every : number of steps from sending one outer gradient of a page to sending the next
+    fragments : sets of pages. The pages of a set are sent together, and each set is sent at a different point of the
+        round
     delay : number of steps that the transfers of a fragment may take. The outer gradient is sent during the first half
         of these steps, and the new parameters during the second half
     """
@@ -128,8 +129,8 @@ class RoundSchedule:
         return self.delay // 2
 
     def find_first_send_step(self, fragment: int) -> int:
-        """Return the step after which a fragment is sent for the first time. For the last fragment, this is the end of
-        the first round."""
+        """Return the step after which a fragment is sent for the first time. The last fragment is first sent at the end
+        of the first round."""
         return -(-self.every * (fragment + 1) // len(self.fragments))
 
     def get_outer_step(self, step: int) -> OuterStep:
@@ -153,7 +154,7 @@ class RoundSchedule:
         return next(number for number, pages in enumerate(self.fragments) if page in pages)
 
     def count_outer_steps(self, page: int, step: int) -> int:
-        """Return how many outer steps a page has had up to and including step `step`."""
+        """Return how many outer steps of a page are complete after step `step`."""
         return (
             step - self.outer_gradient_delay_steps - self.find_first_send_step(self.get_fragment(page))
         ) // self.every + 1
@@ -178,8 +179,8 @@ class LocalSGD(SyncChoice):
     fragments : number of parts into which the model is divided; each part is sent at a different point of the round
     delay : number of steps that the transfers of a fragment may take while training continues, less than `sync_every`.
         The outer gradient is sent during the first half of these steps, and the new parameters during the second half
-    mix : weight, in [0, 1), of a replica's own parameters in the weighted mean with the outer parameters from which it
-        continues
+    mix : after an outer step, a replica continues from the weighted mean of its own parameters, with weight `mix` in
+        [0, 1), and the new outer parameters
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """
@@ -225,7 +226,7 @@ class LocalSGD(SyncChoice):
 
     @property
     def description(self) -> str:
-        """Text that lists all options except the outer optimizer and the codec."""
+        """Values of all options except the outer optimizer and the codec, as text."""
         return f"sync_every={self.sync_every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
@@ -330,8 +331,8 @@ class LocalSyncPolicy(SyncPolicy):
         return float(results[MEAN].value if found is None else found.loss)
 
     def find_elements_of_outer_step(self, page: int) -> ElementRange:
-        """Return the range of elements of a page that this rank updates in the outer step. It is a part of the rank's
-        shard."""
+        """Return the range of elements of a page that this rank updates in the outer step. The range lies within the
+        rank's shard."""
         return self._find_elements_of_rank(page, self.placement.axes.coordinates)
 
     def _find_elements_of_rank(self, page: int, coordinates: MeshCoordinates) -> ElementRange:
@@ -354,7 +355,8 @@ class LocalSyncPolicy(SyncPolicy):
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[LedgerRow]:
         """Yield the arrays that local training adds for a page, as rows of the ledger (the table of a rank's arrays).
 
-        The outer gradient shares the memory of the reduced gradient, unless its transfer takes longer than a step."""
+        An outer gradient shares the memory of the reduced gradient, unless the transfer of the outer gradient takes
+        longer than a step."""
         place, p = self.placement, page.page.index
         dtype, replicas, part = place.formats.gradients, place.axes.replica.size, self.find_elements_of_outer_step(p)
         yield LedgerRow(LedgerKey("outer", p), dtype, page.own_range)
@@ -400,8 +402,8 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-        """Restore the transfers that were pending when the state was saved. They count as complete, because the
-        checkpoint holds their results."""
+        """Restore the transfers that were pending when the state was saved. These transfers count as complete, because
+        the checkpoint holds their results."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
@@ -418,7 +420,7 @@ class LocalSyncPolicy(SyncPolicy):
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
         """Return what a checkpoint stores about local training. Collective.
 
-        This is the schedule of rounds and, for each replica and fragment, the loss weight of the data on which the
+        These are the schedule of rounds and, for each replica and fragment, the loss weight of the data on which the
         replica has trained since it last sent the fragment."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
@@ -477,8 +479,8 @@ def _get_policy_and_outer_step(run: ProgramRun) -> tuple[LocalSyncPolicy, RoundS
 
 
 def start_all_gather_data_shares(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start an all-gather of how much data each replica trained on in this round, because outer gradients are weighted
-    by it.
+    """Start an all-gather of how much data each replica trained on in this round. These amounts determine the weights
+    of the outer gradients.
 
     Each replica also sends its loss, and the learning rates of this step and of the outer step. The learning rates must
     be equal on all replicas."""

@@ -34,12 +34,12 @@ from fsdpx.optim.segments import ShardPeers
 __all__ = ["AsyncSGD", "CommonMemory", "GossipSGD", "Span"]
 
 Span = tuple[int, ElementRange]
-"""(rank, elements of a page that are in its part of the window)."""
+"""(rank, range of the elements of a page that the rank owns)."""
 
 
 class WindowItem(NamedTuple):
-    """An array in a rank's part of the shared-memory window: `start` is its offset in bytes, `elements` its number of
-    elements."""
+    """An array in a rank's part of the shared-memory window. `start` is its offset in bytes, and `elements` is its
+    number of elements."""
 
     key: LedgerKey
     dtype: Any
@@ -53,10 +53,10 @@ class WindowItem(NamedTuple):
 
 class CommonMemory:
     """Parameters and optimizer state in a shared-memory window, which every rank can read and update without the help
-    of the rank that owns them. The constructor is collective.
+    of the rank that owns the data. The constructor is collective.
 
-    Each rank owns one part of the window. A part has arrays of the kinds "words" (counters, in front of each page),
-    "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of gradients). If
+    Each rank owns one part of the window. A part has arrays of the following kinds: "words" (counters, in front of each
+    page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of gradients). If
     `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a model."""
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
@@ -121,8 +121,8 @@ class CommonMemory:
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return how the elements of a page that rank `rank` owns divide into parameters, in the form that the
-        optimizer takes.
+        """Return, in the form that optimizers take, how the elements of a page that rank `rank` owns divide into
+        parameters.
         """
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_owned_element_range(self.placement, page, rank, self.sharded)
@@ -139,7 +139,7 @@ class CommonMemory:
 
 def _lay_out_window_items(placement: Placement, rank: int, sharded: bool, added: bool) -> dict[LedgerKey, WindowItem]:
     """Return the position of each array in the part of the window that rank `rank` owns. The rank's own counters, such
-    as its clock, come first, then page after page.
+    as its clock, come first, followed by one page after the other.
 
     The result is the same on all ranks."""
     found: dict[LedgerKey, WindowItem] = {}
@@ -218,8 +218,8 @@ class AsyncSGD(OwnSpeed):
     staleness : number of steps that a rank may be ahead of the slowest rank. 0: ranks step together, and the gradients
         of a step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is
         applied in an update of its own. None (default): no limit
-    by_staleness : whether to divide the learning rate by 1 + the number of updates since the parameters were read
-        (Zhang et al., IJCAI'16)
+    by_staleness : whether to divide the learning rate of an update by 1 + the number of updates since its parameters
+        were read (Zhang et al., IJCAI'16)
     """
 
     sharded: ClassVar[bool] = True
@@ -286,7 +286,7 @@ class GossipSGD(OwnSpeed):
 SLOTS.update({"pushed": SlotKind("pushed", "control")})
 
 # fmt: off
-VERBS.update({  # these actions are one-sided: none waits for another rank to make a call
+VERBS.update({  # one-sided actions: none of them waits for another rank to make a call
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
     "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
@@ -320,13 +320,13 @@ PROGRAM_KINDS.update({
 })  # fmt: skip
 
 CLOCK, SYNC_COUNT = 0, 1
-"""Words at the start of each part: number of steps of its rank since all ranks synchronized, and how often the rank has
-waited for all ranks."""
+"""Indices of the counters at the start of each rank's part of the window: number of steps of the rank since all ranks
+synchronized, and how often the rank has waited for all ranks."""
 AWAY_CLOCK = 1 << 62
 """Value of a rank's clock while the rank takes no steps until all ranks synchronize."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
-"""Words in front of each page: number of updates, number of gradients in the sum, and the weight of these gradients (a
-float64)."""
+"""Indices of the counters in front of each page: number of updates, number of gradients in the sum, and the weight of
+these gradients (a float64)."""
 
 
 Update = Callable[[Any, Any, Mapping[str, Any], ShardSegments, int, float | None, float], None]
@@ -343,7 +343,7 @@ class OwnSpeedPolicy(SyncPolicy):
     ----------
     clock : number of steps that this rank has taken since all ranks last synchronized
     staleness_counts : staleness -> number of this rank's updates with that staleness. The staleness of an update is the
-        number of other updates of the page since this rank read it
+        number of other updates of the page since this rank read the page
     """
 
     is_synchronous, own_speed = False, True
@@ -476,8 +476,8 @@ class OwnSpeedPolicy(SyncPolicy):
                 self._average_page_with_random_rank(page, step)
 
     def _average_page_with_random_rank(self, page: int, step: int) -> None:
-        """Replace a page on this rank and on a random rank by the mean of the two, which leaves the mean of all models
-        unchanged.
+        """Replace a page on this rank and on a random rank by the mean of the two, so that the mean of all models does
+        not change.
 
         The random rank is the same for all pages of a step."""
         key, drawn = LedgerKey("master", page), random.Random(f"{self.placement.options.seed} {self.rank} {step}")
@@ -528,7 +528,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # until a rank leaves the first wait, its clock is AWAY_CLOCK
+        self._wait_for_all_ranks()  # so that no rank reads AWAY_CLOCK from a rank in the first wait
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1
@@ -558,7 +558,7 @@ class OwnSpeedPolicy(SyncPolicy):
             return full
         living = [rank for rank in range(self.size) if rank == self.rank or not self.window.has_rank_died(rank)]
         dtype = self.memory.dtype_of(key)
-        # a mean of quantized optimizer state would be meaningless, so take the state of one rank, the lowest living one
+        # a mean of quantized optimizer state would be meaningless, so take the state of the lowest living rank
         if dtype != self.placement.formats.master:
             living = living[:1]
         total = np.zeros(self.memory.get_own_array(key).size)

@@ -116,11 +116,11 @@ def _run_blocks_in_threads(body: Any, blocks: int, *arguments: Any) -> None:
 
 
 SKIP_ELEMENTS = 32
-"""Number of elements that are skipped together if none of them is large enough."""
+"""Number of elements that are skipped at a time if none of them is large enough to be sent."""
 HIGHEST_BIT = 30
-"""Index of the highest bit of an absolute value."""
+"""Index of the highest bit of a float32 without its sign."""
 MIN_PARTITION_ELEMENTS = 1 << 12
-"""Number of elements of a block above which NumPy's partition finds the k-th largest element faster than the bitwise
+"""In blocks with more elements than this, NumPy's partition finds the k-th largest element faster than the bitwise
 search."""
 
 
@@ -229,7 +229,7 @@ def select_largest_elements(
 
 
 def _find_kth_largest(x: np.ndarray, k: int) -> np.int32:
-    """Return the k-th largest absolute value in `x`, as the bits of a float32.
+    """Return the k-th largest absolute value in `x`, as an integer with the bits of that float32.
 
     If most elements are zero, as in sums of sparse gradients, zeros are dropped first, because partitioning many equal
     elements is slow."""

@@ -25,7 +25,8 @@ __all__ = [
 SIZE_MULTIPLE_BYTES = 8
 """Packed parts are padded to a multiple of this many bytes, so that each part is aligned for every dtype."""
 MAX_REDUCES = 1 << 24
-"""Number of reductions after which random numbers repeat, because float32 counts exactly only up to this number."""
+"""Number of reductions after which random numbers repeat, because float32 represents all integers exactly only up to
+this number."""
 
 
 class CompressedCodec(Codec):
@@ -35,17 +36,18 @@ class CompressedCodec(Codec):
     unpack and add them in rank order. Subclasses define how a part is packed.
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
-    next gradient, so that everything sent plus everything kept is the sum of all gradients. In `reduce_all`, owners
-    also pack their sums, and add the error of that packing to the error that they keep.
+    next gradient, so that the sum of everything sent and the error kept equals the sum of all gradients. In
+    `reduce_all`, owners also pack their sums, and add the error of that packing to the error that they keep.
 
-    Inf or NaN in a gradient leads to NaN in the sum, so that a loss scale detects it. Neither is kept in the error."""
+    Inf or NaN in a gradient leads to NaN in the sum, so that loss scaling detects it. Inf and NaN are not kept in the
+    error."""
 
     feedback = True
     """True if the error of packing is kept."""
     random = False
     """True if packing uses random numbers."""
     warmup: int = 0
-    """Number of reductions at the start in which more is sent than in later ones."""
+    """Number of reductions at the start of training in which more data is sent than in later ones."""
     reshard_rules: Mapping[str, ReshardRule] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
@@ -186,7 +188,8 @@ class CompressedCodec(Codec):
     def get_and_advance_reduce_number(self, memory: Memory) -> int:
         """Return the number of this reduction, which is the same on all ranks, and advance the counter.
 
-        Numbers begin at 0 and wrap around at MAX_REDUCES. A dry run always gets the first number after the warm-up."""
+        Numbers begin at 0 and wrap around at MAX_REDUCES. In a dry run, this is always the first number after the
+        warm-up."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         step = int(memory["turn"][0])

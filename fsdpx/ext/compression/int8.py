@@ -18,8 +18,8 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
     """Quantize a flat float array to int8 in blocks of 256 elements: q = x / scale, where scale is max |x| / 127 of
     the block.
 
-    `scales` gets one float32 per block: 0 if all elements of the block are zero or tiny, and NaN, with q = 0, if any
-    is Inf or NaN. `residual` gets the error x - q * scale, or 0 where that is not finite, and may be x itself.
+    `scales` gets one float32 per block: 0 if all elements of the block are zero or tiny, and NaN, with q = 0, if any is
+    Inf or NaN. `residual`, which may be x itself, gets the error x - q * scale, or 0 where the error is not finite.
     `numbers` are random numbers for stochastic rounding: element i is rounded up with a probability equal to its
     fractional part. If None, elements are rounded to nearest."""
     if can_run_compiled_kernels(xp):
@@ -65,8 +65,8 @@ def _split_into_blocks(xp: Any, x: Any) -> Any:
 
 
 class Int8(CompressedCodec):
-    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements, about a quarter of the
-    bytes of float32.
+    """Codec that sends gradients as 8-bit integers with one float32 scale per 256 elements. This takes about a quarter
+    of the bytes of float32.
 
     A part of n elements takes n + 4 ceil(n/256) bytes, padded to a multiple of 8.
 

@@ -23,8 +23,8 @@ with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are sent, as (total from all full blocks, number from the remainder). Of each
-    full block, ceil(share * block) elements are sent."""
+    """Return how many of `size` elements are sent, as (total from all full blocks, number from the remainder). From
+    each full block, ceil(share * block) elements are sent."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
@@ -41,7 +41,7 @@ def select_largest_elements(
 
     `x` is flat, float32 or float64. The values of the elements taken go to `values` (float32), and their indices within
     the block to `positions`. Among equal elements, the first are taken. `residual` gets x minus the values taken, or 0
-    where x is not finite; it may be x itself."""
+    where x is not finite; `residual` may be x itself."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import select_largest_elements as body
 
@@ -97,7 +97,7 @@ def to_global_positions(xp: Any, size: int, block: int, share: float, positions:
 
 
 MAX_BLOCK_ELEMENTS = 1 << 16
-"""Number of elements of the largest block, whose indices fit in 2 bytes."""
+"""Maximum number of elements in a block, such that an index into a block fits in 2 bytes."""
 INITIAL_SHARE = 0.25
 """The share of elements that is sent when a warm-up begins."""
 
@@ -153,8 +153,8 @@ class TopK(CompressedCodec):
             )
 
     def _split_packed_part(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
-        """Return views of the values and of their positions in a packed part. Positions count from the start of the
-        block or, without blocks, of the part."""
+        """Return two views of a packed part: the values and their positions. Positions count from the start of the
+        block or, without blocks, from the start of the part."""
         if self.block is None:
             return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
         k = sum(count_chosen_elements(size, self.block, share))

@@ -50,17 +50,17 @@ __all__ = ["GlooCommunicator"]
 _NO_TIMEOUT = timedelta(days=30)
 """Timeout passed to Gloo. It never takes effect, because the waits of fsdpx end earlier."""
 _SECONDS_TO_RECORD_END = 1.0
-"""Time for which a rank that aborts the job tries to record its end in the store."""
+"""Maximum time for which a rank that aborts the job tries to record its end in the store."""
 _SECONDS_TO_FINISH = 5.0
-"""Time that an ending process waits for its message threads to return."""
+"""Maximum time for which an ending process waits for its message threads to return."""
 
 
 class GlooCommunicator(MessageBackend):
     """Communicator of the ranks of a `Rendezvous`, connected by Gloo. A wait longer than `timeout` seconds raises
     CommTimeout.
 
-    Gloo's threads transfer the data, so transfers make progress by themselves. Sums of float16 and bfloat16 are
-    computed from single messages, in rank order. GPU arrays are copied through the host."""
+    Gloo's threads transfer the data, so transfers make progress by themselves. To sum float16 or bfloat16, ranks
+    exchange single messages and add the values in rank order. GPU arrays are copied through the host."""
 
     library = "gloo"
 
@@ -328,7 +328,8 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return: wait here, with a short timeout, for the messages that it waits for.
+        """Make the background thread return: wait here, with a short timeout, for the messages that the thread waits
+        for.
 
         When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
         for work in self._works:
@@ -364,8 +365,8 @@ class _WaitingThreads:
             self._free.release()
 
     def abandon_all_messages(self) -> None:
-        """Abandon all incomplete messages at the end of the process. The ranks at the other end of these messages never
-        made the matching call, or will notice that this rank has ended."""
+        """Abandon all incomplete messages at the end of the process. This is safe: the ranks at the other end of these
+        messages either never made the matching call, or will notice that this rank has ended."""
         for waited in list(self._waiting):
             waited.abandon()
         last = time.monotonic() + _SECONDS_TO_FINISH
@@ -397,8 +398,8 @@ def _view_bool_as_uint8(array: Array) -> Array:
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the bytes of an array. It shares the array's memory, unless the array is read-only and can
-    only be sent, in which case it is a copy."""
+    """Return a tensor of the bytes of an array. The tensor shares the array's memory. It is a copy if the array is
+    read-only, so that it can only be sent."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 
@@ -411,4 +412,4 @@ _NATIVE_CALLS: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "send": GlooCommunicator.start_single_message,
     "recv": GlooCommunicator.start_single_message,
 }
-"""Operations that Gloo runs itself; all others are built from messages."""
+"""Collectives for which Gloo's own operations are used; all others are built from messages."""

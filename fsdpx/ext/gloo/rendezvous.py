@@ -36,10 +36,10 @@ _MAX_ARRIVAL_BYTES = 4096
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
-"""Time after a connection broke within which this rank can see that a process of this host has ended."""
+"""Maximum time from the break of a connection until this rank can see that a process on this host has ended."""
 
 opened_rendezvous: list[Rendezvous] = []
-"""The rendezvous of this process, once all ranks have arrived."""
+"""A list with the rendezvous of this process, or an empty list until all ranks have arrived."""
 
 
 class RankArrival(NamedTuple):
@@ -73,8 +73,8 @@ class RankArrival(NamedTuple):
 
 
 def compute_hmac(secret: bytes, text: str, challenges: bytes = b"") -> np.ndarray:
-    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. `challenges` are random bytes that
-    ranks exchange, so that no code can be replayed. Only a process that knows the secret can compute the code."""
+    """Return the HMAC-SHA256 of `text` and `challenges` as a uint8 array. Only a process that knows the secret can
+    compute this code. `challenges` are random bytes that ranks exchange, so that no code can be replayed."""
     return np.frombuffer(hmac.digest(secret, f"fsdpx {text} ".encode() + challenges, "sha256"), np.uint8)
 
 
@@ -216,8 +216,8 @@ class Rendezvous:
             raise CommError(f"{action}: {far}{reason}") from error
 
     def _find_first_ended_rank(self) -> int | None:
-        """Return the rank that ended first, according to the store or to this host, or None if no rank is known to have
-        ended."""
+        """Return the rank that ended first, according to the store or to the processes of this host. Return None if no
+        rank is known to have ended."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
             here = [rank for rank, process in self._local_processes.items() if not get_process_start_time(process)]
@@ -266,7 +266,7 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _format_warning_without_secret(location: RendezvousStore) -> str:
-    """Return a warning that the job has no secret: what a stranger could do, and how to set a secret."""
+    """Return a warning that the job has no secret: it says what a stranger could do, and how to set a secret."""
     who = "whoever reaches that address, other users of this host too,"
     who = "whoever can write that file" if location.file else who
     alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -343,7 +343,8 @@ def _import_torch_distributed() -> Any:
 
 
 def _open_store(dist: Any, location: RendezvousStore, rank: int, size: int, timeout: float, has_secret: bool) -> Any:
-    """Open the job's store, which is a file or a server. If it is a server, rank 0 runs it unless torchrun does.
+    """Open the job's store, which is a file or a server. If the store is a server, rank 0 runs it, unless torchrun
+    does.
 
     `has_secret` says whether ranks share a secret."""
     try:

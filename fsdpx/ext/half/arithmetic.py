@@ -1,4 +1,4 @@
-"""Choice of 16-bit arithmetic for this processor: whether to use it, and which library computes it."""
+"""Choice of 16-bit arithmetic on this processor: whether to use it, and which library to use for it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["choose_float16_precision", "find_library_and_warn"]
 
 
 def choose_float16_precision() -> Precision:
-    """Return the number formats of precision="fp16". Layers compute in 16 bits only if the processor has float16
-    instructions."""
+    """Return the dtypes of precision="fp16". Layers compute in float16 only if the processor has float16 instructions.
+    """
     if matmul.get_selected_library("float16") == matmul.WIDENED:
         return PRECISIONS["float16"]
     return Precision("float16", loss_scale="dynamic")
 
 
 def find_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
-    """Return {text that error messages use for this choice: name of the library that multiplies matrices in the compute
-    dtype of `formats`}. All ranks must use the same library, because results depend on it.
+    """Return {description: name} for the library that multiplies matrices in the compute dtype of `formats`. All ranks
+    must use the same library, because results depend on it; the description is for the error message.
 
-    Warn on one rank if the library computes 16-bit numbers as float32, which is slower, unless other libraries compute
-    all layers of the model."""
+    If the library converts 16-bit numbers to float32, so that 16-bit training is slower than float32 training, warn on
+    one rank. There is no warning if other libraries compute all layers of the model."""
     name = parse_dtype(formats.compute).name
     library, able = matmul.get_selected_library(name), matmul.list_half_instructions(name)
     is_computed_elsewhere = all(node.layer.kernel_names is None for node in model.nodes)

@@ -32,19 +32,20 @@ __all__ = [
 ]
 
 WIDENED = "widened"
-"""Name of the choice to convert operands to float32 and multiply them with the float32 library. This choice is always
-available, and serves as the reference."""
+"""Name of the "library" that converts operands to float32 and multiplies them with the float32 library. It is always
+available, and its results are the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 NEEDED = ("avx512bw", "avx_ne_convert")
 """Instructions of which the processor must have at least one for oneDNN to multiply bfloat16."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
-"""(rows, inner, columns) of the matrix products with which a library is checked."""
+"""Sizes (rows, inner dim, columns) of the matrix products with which a library is checked."""
 
 requested_library: str | None = None  # set by `select_library`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version of the libraries that can multiply 16-bit matrices, for `select_library`."""
+    """Return name -> path and version of each library that can multiply 16-bit matrices. `select_library` accepts these
+    names."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.load_onednn() if _has_bfloat16_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}
@@ -148,7 +149,7 @@ def _choose_default_library(dtype_name: str) -> str:
 def _multiplies_correctly(library: onednn.OneDNN, dtype_name: str) -> bool:
     """Return whether a library's test product equals the reference, except for rounding in the sums.
 
-    Every term of the sums is exact in float32."""
+    Every product of two 16-bit numbers is exact in float32, so only the sums are rounded."""
     numbers, half = np.random.default_rng(0), parse_dtype(dtype_name)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))

@@ -55,7 +55,7 @@ class OneDNN:
         """Compute out = a @ b + bias, or out += a @ b.
 
         a `(m, k)` and b `(k, n)` are bfloat16 or float16 with unit stride in one of their dims. out has contiguous
-        rows, in the dtype of a and b or in float32. bias is `(n,)`. Alternatively a and b are int8, and out is
+        rows, in the dtype of a and b or in float32. bias is `(n,)`. Alternatively, a and b are int8, and out is
         float32."""
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
@@ -69,7 +69,7 @@ class OneDNN:
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
-        threads = self._openmp.omp_get_max_threads()  # the thread count to restore below
+        threads = self._openmp.omp_get_max_threads()  # restored below
         if threads != 1:
             self._openmp.omp_set_num_threads(1)
         status = self._execute(primitive, self._own.stream, len(memories), arguments)

@@ -1,4 +1,4 @@
-"""Pure bfloat16 training: parameters and optimizer state are stored in 16 bits and updated in float32."""
+"""Pure bfloat16 training: parameters and optimizer state are stored in bfloat16, and updated in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from fsdpx.optim.segments import ShardSegments
 __all__ = ["RoundedOptimizer"]
 
 BLOCK_ELEMENTS = 1 << 16
-"""Number of elements that are updated at a time. It is small so that the float32 copies of the elements stay in
+"""Number of elements that are updated at a time. It is so small that the float32 copies of the elements stay in the
 cache."""
 
 

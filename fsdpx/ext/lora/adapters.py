@@ -25,7 +25,7 @@ __all__ = ["gather_merged_parameters", "load_adapter", "save_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-"""The prefix that PEFT adds to the names of the model."""
+"""The prefix that PEFT adds to the parameter names of the model."""
 SUPPORTED_CONFIG = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "lora_bias": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None,
@@ -61,14 +61,14 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
     """Load LoRA adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
 
-    Raises CheckpointError on all ranks, before anything changes, if the layers, the rank or alpha in the files differ
-    from those of the model.
+    Raises CheckpointError on all ranks, before anything changes, if the layers, rank or alpha in the files differ from
+    those of the model.
 
     Parameters
     ----------
     trainer : trainer of a model returned by `nn.add_lora`
     folder : path of a folder with `adapter_config.json` and `adapter_model.safetensors`
-    convert : whether to cast floats of another dtype to that of the model's parameters
+    convert : whether to cast floating-point values to the dtype of the model's parameters if they have another dtype
     """
     adapted = _find_adapted_layers(trainer, "load_adapter")
     world = trainer.call_runner.world
@@ -110,8 +110,8 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
-    """Return {path: layer} for the layers that have adapters. Raise ConfigError if there are none; the message names
-    the function `call`."""
+    """Return {path: layer} for the layers that have adapters. Raise ConfigError if no layer has an adapter; `call` is
+    the name of the function that the message mentions."""
     found = {
         path: low
         for node in trainer.inspect.placement.model.nodes
@@ -134,8 +134,8 @@ def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """Return {adapter matrix: its name in PEFT's files}, and whether the files of the model store adapted weights
-    transposed."""
+    """Return {name of an adapter matrix: its name in PEFT's files}, and whether the files of the model store adapted
+    weights transposed."""
     found: dict[str, str] = {}
     turned = False
     for name in adapted:

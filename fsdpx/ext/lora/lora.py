@@ -61,7 +61,7 @@ class LoRALinear(Linear):
         self.scale = self.alpha / rank
         if dropout:
             self.acts_on = "sample"  # the dropout mask is drawn for full sequences
-            self.caches = True  # generation can cache keys and values, because it runs without dropout
+            self.caches = True  # keys and values can be cached, because generation runs without dropout
             self.kernel_names = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -132,7 +132,7 @@ class LoRALinear(Linear):
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
         mask = self._apply_dropout(env, x)[1]
         dx += low if mask is None else kernels.drop_backward(env.xp, low, mask, self.dropout)
-        # copied, because the parameter may be freed before `backward_params` needs it
+        # A is copied, because the parameter may be freed before `backward_params` needs it
         return dx, (x, dy, inside, p[ADAPTER_NAMES[0]].copy(), mask)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
@@ -224,7 +224,7 @@ class _LoRAWalk:
     Attributes
     ----------
     found : target -> whether it matched a Linear
-    names : paths of all Linear layers
+    names : paths of all Linear layers that were visited
     file_names : name of a parameter -> its name in the files from which it is read
     """
 
@@ -268,7 +268,7 @@ class _ShardedLoRA(ShardedLinear):
     ----------
     low : the full layer, without dropout
     partial : the adapter matrix, A or B, that every rank holds in full; each rank computes only a partial gradient of
-        it
+        this matrix
     """
 
     low: LoRALinear
@@ -340,7 +340,8 @@ class RowLoRA(_ShardedLoRA, RowParallelLinear):
 
 
 def find_adapter(layer: Layer) -> LoRALinear | None:
-    """Return the `LoRALinear` that a layer is, or is a shard of. Return None if the layer has no adapter."""
+    """Return the layer itself if it is a `LoRALinear`, or the full `LoRALinear` if the layer is a shard of one. Return
+    None if the layer has no adapter."""
     if isinstance(layer, _ShardedLoRA):
         return layer.low
     return layer if isinstance(layer, LoRALinear) else None

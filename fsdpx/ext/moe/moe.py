@@ -59,23 +59,23 @@ __all__ = [
 class MoE(Layer):
     """Mixture of experts with gated MLPs: sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)).
 
-    Input and output are `(samples, ..., d_model)`. At each position, the `active` experts with the largest logits
-    `router x` are chosen; w is the softmax of their logits (Mixtral, Jiang et al. 2024). There is no capacity limit,
-    so no position is dropped. The weights are `router (experts, d_model)`, `gate` and
-    `up (experts, d_hidden, d_model)`, and `down (experts, d_model, d_hidden)`. Every rank that runs the layer holds
-    all of its experts. On a tensor axis, the layer is replaced by a `ShardedMoE`, which distributes the experts over
-    the ranks.
+    Input and output are `(samples, ..., d_model)`. For each token, that is, each vector x of `d_model` features, the
+    `active` experts with the largest logits `router x` are chosen; the routing weights w are the softmax of their
+    logits (Mixtral, Jiang et al. 2024). There is no capacity limit, so no token is dropped. The parameters are
+    `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, and `down (experts, d_model, d_hidden)`.
+    Every rank that runs the layer holds all of its experts. On a tensor axis, the layer is replaced by a `ShardedMoE`,
+    which distributes the experts over the ranks.
 
     Parameters
     ----------
     d_model : number of features of the input and the output
     d_hidden : hidden width of an expert
     experts : number of experts
-    active : number of experts that are used for each position
+    active : number of experts that are used for each token
     balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of f_e
-        P_e. Here f_e is the number of choices of e per position, and P_e the mean over positions of the softmax
-        probability of e among all experts. The loss is computed over the positions of one microbatch, and acts only in
-        backward, so reported losses do not include it
+        P_e. Here f_e is the mean number of choices of e per token, and P_e is the mean over tokens of the softmax
+        probability of e among all experts. The loss is computed over the tokens of one microbatch, and acts only in the
+        backward pass, so reported losses do not include it
     init, out_init : initializer of `router`, `gate` and `up`, and initializer of `down`; None: N(0, 0.02)
     """
 
@@ -83,7 +83,7 @@ class MoE(Layer):
     kernel_names = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
     plan = {"": LayerDefault()}  # noqa: RUF012
     part = False
-    """Whether the input is sharded, so that each rank of the tensor axis has different positions."""
+    """Whether the input is sharded, so that each rank of the tensor axis has different tokens."""
 
     routes = True
 
@@ -116,7 +116,7 @@ class MoE(Layer):
         }
 
     def needs_all_positions(self) -> bool:
-        return self.balance > 0  # for means over the positions
+        return self.balance > 0  # the balancing loss has means over all tokens
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
@@ -187,13 +187,13 @@ class MoE(Layer):
 
 
 class RoutingChoice(NamedTuple):
-    """The experts chosen for each row of the input.
+    """The experts chosen for each row (token) of the input.
 
     Attributes
     ----------
     logits : logits of all experts, (rows, experts)
     experts : indices of the chosen experts, (rows, active)
-    weights : weights of the chosen experts, (rows, active)
+    weights : routing weights of the chosen experts, (rows, active)
     """
 
     logits: Array
@@ -210,7 +210,7 @@ def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) ->
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose for each row the `active` experts with the largest logits. The logits are rows weight^T."""
+    """Choose, for each row (token), the `active` experts with the largest logits. The logits are rows @ weight^T."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -218,10 +218,10 @@ def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoic
 
 
 def compute_balance_gradients(balance: float, counts: Sequence[int], active: int) -> list[float]:
-    """Return, for each expert, the derivative of the balancing loss with respect to the expert's probability in one
-    row.
+    """Return, for each expert, the derivative of the balancing loss with respect to the expert's probability for one
+    token.
 
-    The derivative is multiplied by the number of positions, because other losses are sums over positions."""
+    The derivative is multiplied by the number of tokens, because other losses are sums over tokens."""
     factor = balance * len(counts) / max(sum(counts) / active, 1)
     return [factor * count for count in counts]
 
@@ -229,7 +229,7 @@ def compute_balance_gradients(balance: float, counts: Sequence[int], active: int
 def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
     """Return the gradient of the router's logits, (rows, experts).
 
-    `dweights` is the flat gradient of the chosen experts' weights, and `slopes` the result of
+    `dweights` is the flattened gradient of the routing weights, and `slopes` is the result of
     `compute_balance_gradients`."""
     logits, best, weights = chosen
     dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
@@ -281,7 +281,8 @@ def add_expert_gradients(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -
 
 
 def tally_expert_choices(env: LayerContext, counts: Sequence[int], computed: int) -> None:
-    """Count the choices of each expert, and the rows that this rank computed, for the report on expert load."""
+    """Count how often each expert was chosen, and how many (token, expert) choices this rank computed, for the report
+    on expert load."""
     if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
         env.mesh.counters.add_tally(env.random.path, (*counts, computed))
 
@@ -292,17 +293,17 @@ EXPERT_SHARDS = ShardSpec(0)
 class ShardedMoE(Layer):
     """`MoE` with expert parallelism: the experts are distributed over the ranks of the tensor axis.
 
-    `gate`, `up` and `down` are sharded along dim 0; `router` is replicated. Each rank routes the rows of its shard of
-    the input or, if all ranks have the full input, its share of the rows. An all-to-all sends the rows to the ranks
-    that hold their experts, and a second all-to-all returns the results. No row is dropped. Each rank computes only a
-    partial gradient of `router`, from the rows that it routed. The balancing loss includes the positions of all ranks
-    of the axis.
+    `gate`, `up` and `down` are sharded along dim 0; `router` is replicated. Each rank routes the rows (tokens) of its
+    shard of the input or, if all ranks have the full input, its share of the rows. An all-to-all sends the rows to the
+    ranks that hold their experts, and a second all-to-all returns the results. No row is dropped. Each rank computes
+    only a partial gradient of `router`, from the rows that it routed. The balancing loss includes the tokens of all
+    ranks of the axis.
 
-    Communication per rank: let d be the bytes of a row, w the bytes of a weight, c the number of times that this
-    rank's rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on this
-    rank. The rank sends c (d + w) + c' d bytes in forward and c d + c' (d + w) bytes in backward. In addition, each
-    rank sends its row counts, 8 bytes per expert, to every other rank. Without `sequence`, the result and the gradient
-    of the input are all-gathered.
+    Communication per rank: let d be the bytes of a row, w the bytes of a routing weight, c the number of times that
+    this rank's rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on
+    this rank. The rank sends c (d + w) + c' d bytes in the forward pass and c d + c' (d + w) bytes in the backward
+    pass. In addition, each rank sends its row counts, 8 bytes per expert, to every other rank. Without `sequence`, the
+    result and the gradient of the input are all-gathered.
 
     Parameters
     ----------
@@ -441,7 +442,8 @@ class ShardedMoE(Layer):
         )
 
     def _sum_results_of_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
-        """Return, for each row that this rank routed, the sum of the results of its chosen experts."""
+        """Return, for each row that this rank routed, the sum of what its chosen experts returned.
+        """
         each = xp.empty(found.shape, dtype=found.dtype)
         each[routing.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
@@ -454,11 +456,11 @@ class ShardedMoE(Layer):
 
 
 class _RowRouting(NamedTuple):
-    """Which rows are sent to which rank, and which expert computes them.
+    """Which rows are sent to which rank, and which experts compute them.
 
     Attributes
     ----------
-    order : indices into the flattened choices of this rank's rows, sorted by expert
+    order : indices into the flattened (row, expert) choices of this rank's rows, sorted by expert
     counts : [rank][expert], how often rows of the rank chose the expert
     send_counts, recv_counts : number of rows sent to, and received from, each rank
     places : for each local expert, the indices of its rows among the received rows

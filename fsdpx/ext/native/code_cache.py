@@ -1,5 +1,5 @@
-"""Cache of machine code on disk, by function and argument types, and its loading into memory. Loading needs neither
-Numba nor LLVM."""
+"""A disk cache of machine code, by function and argument types, and a loader of this code. Loading needs neither Numba
+nor LLVM."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
 
 FASTCALL = 0x80  # METH_FASTCALL in Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-LOCK_TIMEOUT_SECONDS = 60.0  # no kernel takes this long to compile; a suspended process must not block others forever
+LOCK_TIMEOUT_SECONDS = 60.0  # every kernel compiles in less; a suspended process must not block others forever
 DIGEST_BYTES = 32
 MAX_CODE_BYTES = 64 << 20
-_kept: list[Any] = []  # keeps loaded machine code alive, because it must never be freed
+_kept: list[Any] = []  # loaded machine code, which must never be freed
 
 
 class MachineCode(NamedTuple):
@@ -100,9 +100,9 @@ def store_and_load_code(
 
 
 def write_with_digest(file: Path, content: bytes) -> None:
-    """Write `content` to a file, preceded by a digest, by which readers detect damage.
+    """Write a digest and then `content` to a file. With the digest, readers detect damage.
 
-    The digest includes the file's name, so that no file can be passed off as another."""
+    The digest covers the name of the file too, so that no file can be passed off as another."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 
@@ -246,8 +246,8 @@ def _find_package_folder(library: str) -> Path:
 
 @functools.cache
 def _describe_code_dependencies() -> tuple[str, ...]:
-    """Return what machine code depends on in addition to its sources: the processor, and the versions of the compiler
-    and the libraries."""
+    """Return descriptions of what machine code depends on in addition to its sources: the processor, and the versions
+    of the compiler and of the libraries."""
     versions = []
     for library in ("numba", "llvmlite"):
         version = _find_package_folder(library) / "_version.py"
@@ -277,7 +277,7 @@ FLAGS = {
     ("C", "r"): (C, C),
     ("any", "r"): (0, 0),
 }
-"""Mask of the array flags to check, and the required values of these flags, by (layout, access)."""
+"""(layout, access) of an array argument -> (mask of the array flags to check, required values of these flags)."""
 
 
 @functools.cache

@@ -39,7 +39,8 @@ from fsdpx.ext.native.code_cache import (
 __all__ = ["compile_dispatcher", "compile_to_machine_code", "enable_disk_cache", "link_code"]
 
 ALLOCATED, PROGRAM, SYMBOLS, RELOCATIONS = 0x2, 1, 2, 4
-"""A flag of sections and types of sections. See <elf.h>."""
+"""Constants of ELF: the section flag SHF_ALLOC, and the section types SHT_PROGBITS, SHT_SYMTAB and SHT_RELA. See
+<elf.h>."""
 ADDRESS, RELATIVE, DISTANCE, CALL = 1, 2, 24, 4  # relocation types R_X86_64_64, _PC32, _PC64 and _PLT32 of ELF
 FUNCTION, COMMON = 2, 0xFFF2
 
@@ -121,7 +122,7 @@ def link_code(objects: Sequence[bytes], start: str) -> MachineCode | None:
 def _append_object_file(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
-    """Append the sections, symbols and relocations of an object file to those of earlier files. Of two functions with
+    """Append the sections, symbols and relocations of an object file to those of earlier files. If two functions have
     the same name, the first is used."""
     offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
@@ -154,7 +155,7 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Let a Numba dispatcher cache on disk what it compiles, which is `function` or a copy of `function`.
+    """Let a Numba dispatcher, whose function is `function` or a copy of it, cache compiled code on disk.
 
     `bare` says whether the code lacks an entry point for Python."""
     try:
@@ -168,14 +169,14 @@ class KernelCache(FunctionCache):
     be read or written.
 
     Numba's own cache names files after a running number, so two ranks that compile at the same time can pick the same
-    name. Besides, Numba's own cache notices changes only in the source file of the kernel, not in the source files of
-    the functions that the kernel calls."""
+    name. In addition, it notices changes only in the source file of the kernel, not in the source files of the
+    functions that the kernel calls."""
 
     def __init__(self, copy: Callable[..., Any], function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(copy)
         self.made_as = hash_function_sources(function), format_fastmath_for_file_name(fastmath), bare
         self.objects: dict[Any, bytes] = {}
-        """Loaded object code by signature, since Numba does not keep it."""
+        """Loaded object code by signature. It is kept here, because Numba does not keep it."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return Numba's cache key without the function's closure.
@@ -269,7 +270,7 @@ RESULTS = {
         "  %wide = fpext float %result to double\n  %out = call ptr @PyFloat_FromDouble(double %wide)",
     ),
 }
-"""For each type of a result, the type in memory, and the code that makes the result a Python object."""
+"""Numba type of a result -> (its LLVM type in memory, LLVM code that converts the result to a Python object)."""
 
 SUPPORT = """
 declare ptr @malloc(i64)
@@ -343,9 +344,9 @@ no:
   ret i32 0
 }
 """
-"""Runtime functions that Numba's code calls. An allocation has a header of 48 bytes, with the reference count in the
-first word and the address of the data in the fourth word. The last function computes the strides of a contiguous array
-in another shape."""
+"""The runtime functions that Numba's code calls, in LLVM assembly. An allocation has a header of 48 bytes, with the
+reference count in the first word and the address of the data in the fourth word. The last function computes the strides
+of a contiguous array after a change of its shape."""
 
 
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
@@ -378,8 +379,8 @@ def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
 
 
 def _compile_without_gc(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
-    """Compile a function with garbage collection off, which saves a tenth of the time, because Numba makes millions of
-    objects."""
+    """Compile a function with garbage collection turned off. This saves a tenth of the time, because Numba creates
+    millions of objects."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -1,5 +1,5 @@
-"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and where programs read and write
-it."""
+"""`OffloadConfig`, the option `offload`: which state is stored on disk between uses, and at which points of a program
+this state is read and written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["OffloadConfig"]
 OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
 """Valid choices for `OffloadConfig.what`."""
 STATE = ("slot", "average")
-"""Kinds of rows that belong to the optimizer state."""
+"""Kinds of rows of the ledger (the table of a rank's arrays) that belong to the optimizer state."""
 
 
 @wrap_constructor_with_option_check

@@ -104,7 +104,7 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
 ALIGN_BYTES = mmap.ALLOCATIONGRANULARITY
 """Alignment of offsets in the file, and of the memory into which it is read, required by direct I/O and mmap."""
 PIECE_BYTES = 8 << 20
-"""Number of bytes of one read or write, which is large enough to reach a disk's full rate
+"""Number of bytes of one read or write. It is large enough for the full bandwidth of a disk
 (docs/decisions/0017-state-on-disk.md)."""
 IO_THREADS = 2
 """Number of pieces that are transferred at a time."""
@@ -163,12 +163,12 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        # never closes the file too early, because pending transfers keep this object alive
+        # this never closes the file too early, because pending transfers keep this object alive
         self._end = weakref.finalize(self, os.close, self._fd)
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(IO_THREADS)  # start all threads now, because later there may be too little memory
+        all_run = threading.Barrier(IO_THREADS)  # start all threads now, while there is enough memory
         for waits in [self._threads.submit(all_run.wait) for _ in range(IO_THREADS)]:
             waits.result()
 
@@ -298,7 +298,7 @@ def lock_folder(folder: Path, owner: str) -> int:
 
 
 MIN_SPILLED_BYTES = 1 << 14
-"""Size in bytes of the smallest array for which a write and a read pay off."""
+"""Size in bytes of the smallest array that is worth writing to disk and reading back."""
 
 
 class ArrayAddress(NamedTuple):
@@ -333,8 +333,8 @@ class SpilledValue:
 def extract_large_arrays(value: Any, keep_in_memory: Callable[[Any], bool]) -> SpilledValue:
     """Remove large arrays from nested tuples, lists and dicts, so that they can be written to disk.
 
-    An array stays in the value if `keep_in_memory(block)` is true of its memory block, if the block is small, or if
-    the array uses less than half of it."""
+    An array stays in the value if `keep_in_memory(block)` is true of its memory block, if the block is small, or if the
+    array uses less than half of the block."""
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
@@ -434,8 +434,8 @@ class DiskStorage(StateStorage):
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return (record number, microbatch) -> bytes that one read or write of the record transfers, under the key
-        "record"."""
+        """Return a dict with the single key "record", whose value maps (record number, microbatch) to the bytes that
+        one read or write of the record transfers."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()
@@ -444,8 +444,8 @@ class DiskStorage(StateStorage):
         return {"record": pages | spilled}
 
     def get_buffer_nbytes(self, record: Slot) -> int | None:
-        """Return the size in bytes of the memory into which a record is fetched, with room to align it to
-        `ALIGN_BYTES`, or None if `record` is not stored on disk."""
+        """Return the size in bytes of a buffer into which a record can be fetched, including room to align the record
+        to `ALIGN_BYTES`. Return None if `record` is not stored on disk."""
         if record not in self._stands:
             return None
         size = self.get_record_nbytes(record)
@@ -508,8 +508,8 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the memory-mapped array that belongs to a row of the ledger (the table of a rank's arrays). See
-        `DiskFile.map_array`."""
+        """Return the array that belongs to a row of the ledger (the table of a rank's arrays), memory-mapped as
+        described for `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
         return self.file.map_array(self._places[row.key], row.elements, row.dtype)

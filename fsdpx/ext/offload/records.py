@@ -14,11 +14,13 @@ __all__ = ["SPILLED", "get_record_of_action", "insert_record_transfers", "list_r
 
 Actions = list[Action]
 SPILLED = ("saved", "held")
-"""Kinds of slots of activations. Other records belong to pages, and are changed by an update."""
+"""Kinds of slots that hold activations. All other records belong to pages (flat parameter buffers), and updates change
+them."""
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return a pair (record, slot) for each record; the slot has a value as long as the record is stored on disk."""
+    """Return a pair (record, slot) for each record, where the slot has a value only while the record is stored on disk.
+    """
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 
@@ -49,8 +51,8 @@ def insert_record_transfers(actions: Actions, request: ProgramRequest) -> Action
 
 
 class _RecordCache:
-    """Simulates which records of one kind are in memory at each action, to decide where to fetch, store and evict
-    them.
+    """Simulates which records of one kind are in memory at each action, to decide where to insert fetches, stores and
+    evictions.
 
     Attributes
     ----------
@@ -103,7 +105,7 @@ class _RecordCache:
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # writes end in order, so this also waits for all earlier writes
+            if slot in self.leaving:  # writes end in order, so this waits for all earlier writes too
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)

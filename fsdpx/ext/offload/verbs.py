@@ -19,7 +19,7 @@ from fsdpx.ext.offload.records import SPILLED, get_record_of_action, insert_reco
 __all__ = ["fetch_record", "store_record"]
 
 # fmt: off
-SLOTS["stored"] = SlotKind("stored", "control")  # a "stored" slot has a value as long as its record is on disk
+SLOTS["stored"] = SlotKind("stored", "control")  # has a value only while its record is on disk
 VERBS.update({
     "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
                   moves=(VerbTransfer("disk", "read", "record", "record"),)),
@@ -47,7 +47,7 @@ def fetch_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.start_restore(slot, spilled)
-        made: list[Any] = []  # the value is kept, because repeated calls must return the same arrays
+        made: list[Any] = []  # caches the value, because repeated calls must return the same arrays
 
         def get_value() -> Any:
             if not made:
