@@ -120,7 +120,8 @@ class ProgramRequest:
     resident : pages whose full parameters are already gathered
     grads, parts : pages that have unreduced gradients (`grads`) or reduced gradient shards (`parts`) from earlier
         programs
-    has_loss_weight : whether an earlier program left its share of the loss weight, by which gradients are divided
+    has_loss_weight : whether an earlier program left its share of the loss weight (the number by which gradients are
+        divided)
     order : forward and backward actions of this rank's stages, in the order in which they run; None (default): forward
         and backward of one microbatch after another
     recompute : units whose forward pass runs again before their backward pass (activation checkpointing)

@@ -124,7 +124,7 @@ def _list_action_transfers(action: Action, sizes: TrafficSizes) -> Iterator[tupl
 
 @dataclass(frozen=True)
 class SlotLifetime:
-    """The time during which a buffer is in use: from the start of action number `start` to the end of action number
+    """The period in which a buffer is in use: from the start of action number `start` to the end of action number
     `stop`."""
 
     slot: Slot

@@ -150,15 +150,15 @@ def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord
 
 
 def raise_first_error(records: Sequence[CallRecord]) -> None:
-    """Raise the error of the lowest rank that reports one, with "rank N: " in front of its text. Do nothing if no rank
-    reports an error."""
+    """Raise the error of the lowest rank that reports one, with the prefix "rank N: " before its text. Do nothing if no
+    rank reports an error."""
     for rank, record in enumerate(records):
         if record.kind is not None:
             raise add_rank_to_error(record.kind(record.text), rank)
 
 
 def add_rank_to_error(error: FsdpxError, rank: int) -> FsdpxError:
-    """Return the error with "rank N: " in front of its text, unless the text already begins that way."""
+    """Return the error with the prefix "rank N: " before its text, unless the text already begins with this prefix."""
     text = str(error)
     return error if text.startswith(f"rank {rank}: ") else type(error)(f"rank {rank}: {text}")
 
@@ -300,13 +300,13 @@ def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) ->
 
 
 def has_target_per_output(placement: Placement, y: Any) -> bool:
-    """Return whether `y` is a tuple or list of arrays, and the model has several outputs."""
+    """Return True if the model has several outputs and `y` is a tuple or list of arrays."""
     several = len(placement.model.outputs) > 1 and isinstance(y, tuple | list)
     return several and all(hasattr(one, "shape") for one in y)
 
 
 def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:
-    """Return the target of output number `index` as `prepare_target` does. Errors refer to it by `name`."""
+    """Prepare the target of output number `index`, as `prepare_target` does. Error messages call this target `name`."""
     layout = placement.sample_layout
     target = layout.take_local_target(to_device_array(placement, y, name), index)
     target = layout.to_model_output(target, name, index, batched)

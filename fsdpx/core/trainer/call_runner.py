@@ -153,14 +153,14 @@ class LastUpdate:
 
     @classmethod
     def from_loss_and_scale(cls, loss: float, scale: GradientScale) -> LastUpdate:
-        """Make the record from `loss`, the global mean loss, and from `scale`, which holds the gradient norm, the
-        learning rate, and whether the update was skipped."""
+        """Return the record of an update. `loss` is the global mean loss; `scale` holds the gradient norm, the learning
+        rate, and whether the update was skipped."""
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
 class CallRunner(ABC):
-    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks and is responsible for all
-    their collective operations other than training. A trainer's call runner is `trainer.call_runner`.
+    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks, and handles all their
+    collective operations except those of training. A trainer's call runner is `trainer.call_runner`.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ class CallRunner(ABC):
         ----------
         effect : effect of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
         name : name of the call, compared between ranks and shown in errors
-        function : makes the call on this rank
+        function : function that makes the call on this rank
         given, options : arguments of `function`
 
         Returns
@@ -473,8 +473,8 @@ class CallRunner(ABC):
         self.run_call(READS_STATE, WAIT, wait_on_training_ranks)
 
     def wait_for_save_within_call(self) -> None:
-        """Wait for the background save, if there is one. Only for use inside a call that the training ranks have
-        agreed on."""
+        """Wait for the background save, if there is one. Use this only inside a call on which the training ranks have
+        agreed."""
         if self.background_save is None:
             return
         try:

@@ -189,7 +189,8 @@ class CallbackList:
 
 def _convert_callback(callback: Any) -> Any:
     """Return the user's callback as an object with methods; a function becomes the method `on_step_end`. Raise
-    ConfigError if it has neither, or has an unknown method on_..."""
+    ConfigError if the callback is neither a function nor an object with one of the methods in EVENTS, or if it has an
+    unknown method whose name begins with "on_"."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not (methods or callable(callback)):

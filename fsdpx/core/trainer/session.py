@@ -546,8 +546,8 @@ class Session:
 
     @property
     def round_programs(self) -> list[tuple[Program, int]]:
-        """Programs of the steps from one synchronization of the ranks to the next, as pairs (program, number of times
-        that it runs). Usually there is a single pair; with local SGD, there is one pair for each distinct program."""
+        """Programs of one round (the steps from one synchronization of the ranks to the next), as (program, number of
+        runs) pairs. Usually there is only one pair; with local SGD, there is one pair for each distinct program."""
         request = self.make_program_request(
             "step", self.placement.accumulation.count_microbatches(self._microbatch_counts[1]), fresh=True
         )
