@@ -156,7 +156,7 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
     "silu": SiLU,
     "tanh": Tanh,
 }
-"""Activation layers by their names in model configurations."""
+"""Name of an activation in model configurations -> activation layer."""
 
 
 def make_activation(owner: object, name: str) -> Layer:

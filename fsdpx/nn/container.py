@@ -75,15 +75,15 @@ class Container(Layer):
     """
 
     unit = False
-    """Whether `linearize` keeps the container as one node, whose parameters are gathered together, instead of listing
-    its children as nodes."""
+    """Whether `linearize` keeps the container as a single node, so that its parameters are gathered together, instead
+    of replacing it with its children."""
 
     fixed = False
     """Whether `forward` accesses steps by index, in which case no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Initializers, by parameter name, that replace the layers' own initializers, for example to read values from a
-    file; see `fsdpx.models`."""
+    """Parameter name -> initializer that replaces the layer's own initializer, for example to read values from a file;
+    see `fsdpx.models`."""
 
     def __init__(
         self,
@@ -572,7 +572,8 @@ class Composite(Container, metaclass=ComposingMeta):
     values other than layer calls, + and *."""
 
     reads: tuple[str, ...] = ()
-    """Names of the inputs, for a `compose(self, *x)` whose number of inputs depends on arguments of `__init__`."""
+    """Names of the inputs. Needed only for `compose(self, *x)` if the number of inputs depends on arguments of
+    `__init__`."""
 
     def __init__(self) -> None:
         """Do nothing. Subclasses need not call this constructor, because the steps come from `compose`."""

@@ -13,8 +13,8 @@ from fsdpx.core.array import random
 __all__ = ["Init", "constant", "make_initial_values", "normal", "ones", "sinusoid", "uniform", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
-"""`init(seed, name, start, stop, shape)` returns the values of the flat elements [start, stop) of the parameter `name`.
-Values that the initializer computes are float64."""
+"""An initializer `init(seed, name, start, stop, shape)` returns the values of the parameter `name` at the flat indices
+[start, stop). Values that the initializer computes are float64."""
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ NO_TIES: dict[str, str] = {}
 Array = Any
 """An array of the module `LayerContext.xp`."""
 Params = Mapping[str, Array]
-"""Parameters by name, or their gradients."""
+"""Parameters, or gradients of parameters, by name."""
 
 
 class Pending(Protocol):
@@ -356,50 +356,50 @@ class Layer(ABC):
     n_outputs: int = 1
     """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
-    """Whether `forward` takes no longer than one pass over the layer's arrays. A container then saves what `recompute`
-    needs instead of the result."""
+    """Whether `forward` takes no longer than one pass over the layer's arrays. A container then does not save the
+    result, but what `recompute` needs."""
     collective: bool = False
-    """Whether the layer calls collectives over `env.mesh.data`; all ranks of that axis must run the layer
-    equally often."""
+    """Whether the layer calls collectives over `env.mesh.data`. All ranks of this axis must then run the layer the same
+    number of times."""
     takes_ghosts: bool = False
-    """Whether the layer gets its part of a field with ghost cells, and reads them or passes them on, as all elementwise
-    layers do. Other layers get the part without ghost cells."""
+    """Whether the layer gets its shard of a field with ghost cells, and reads them or passes them on, as all
+    elementwise layers do. Other layers get the shard without ghost cells."""
 
     acts_on: str = "sample"
     """The smallest piece of the input that can be computed separately: "sample" (dim 0), "position" (dims 0 and 1) or
-    "element". Layers that act on positions can run on a part of a sequence; layers that act on elements can also run on
-    a part of the features."""
+    "element". Layers that act on positions can run on a shard of a sequence; layers that act on elements can also run
+    on a shard of the features."""
 
     fields: bool = False
-    """Whether each rank may run the layer unchanged on its part of a field, (samples, channels, *cells)."""
+    """Whether each rank may run the layer unchanged on its shard of a field (samples, channels, *cells)."""
 
     looks_up: bool = False
-    """Whether the layer only looks up rows of its weights, as an embedding does; pipelines count it as no work."""
+    """Whether the layer only looks up rows of its weights, as an embedding does. Pipelines assume that such a layer
+    takes no time."""
 
     caches: bool | None = None
     """Whether the layer can process a text piece by piece with `env.cache`. None: a container can if all its children
     can; any other layer can if `acts_on` is "position" or "element"."""
 
     takes: str | tuple[str, ...] = "numbers"
-    """The dtype in which the layer gets integer and boolean inputs of the model: "numbers", the model's dtype;
-    "indices", int32 or int64; "given", unchanged; "passed", the dtype that the layers reading its result take. One word
-    for all inputs, or a tuple with one word per input."""
+    """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the model's dtype;
+    "indices" means int32 or int64; "given" means unchanged; "passed" means the dtype that the layers which read the
+    result take. The value is one word for all inputs, or a tuple with one word per input."""
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are
-    compiled before the first step. None: another library computes the layer, as PyTorch does for a module of its
-    own."""
+    compiled before the first step. None: another library computes the layer, as PyTorch does for its own modules."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's own tensor plan, from the name of a child, or "" for the layer itself, to its mark (`ColumnParallel`,
+    """The layer's built-in tensor plan: name of a child ("" for the layer itself) -> mark (`ColumnParallel`,
     `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
     `shard_over_ranks`)."""
 
     routes: bool = False
-    """Whether the layer routes positions to experts, and counts the choices in `env.mesh.counters`."""
+    """Whether the layer routes tokens to experts, and counts the (token, expert) choices in `env.mesh.counters`."""
 
     given_values: GivenValues | None = None
-    """Initial values that another library gave to the parameters. The values may differ between ranks."""
+    """Initial values of the parameters that come from another library. They may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Parameter name in another library -> name in `specs`; None: the parameter is not needed."""

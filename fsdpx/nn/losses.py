@@ -57,11 +57,12 @@ class Loss(ABC):
     kernel_names: tuple[str, ...] = ()
     """Names of the kernels that the loss runs; they are compiled before the first step."""
     partial: bool = False
-    """Whether (total, weight) covers only this tensor rank's part, so that total and weight must be summed over the
-    tensor axis."""
+    """Whether the total and the weight cover only this tensor rank's shard, so that they must be summed over the tensor
+    axis."""
     acts_on: str = "sample"
     """The smallest piece that can be compared separately: "sample" (dim 0) or "position" (dims 0 and 1). A loss that
-    acts on positions works with sharded sequences, because totals and weights of parts along dim 1 add up."""
+    acts on positions works with sharded sequences, because the totals and weights of shards along dim 1 can be
+    added."""
     counts: str = "unknown"
     """What the weight counts: "elements", the number of elements of y; "samples", a number that is proportional to the
     number of samples; "unknown", anything else, such as the number of labels that are not ignored."""
@@ -443,7 +444,8 @@ class LossSum(Loss):
 
 
 Pieces = list[tuple[float, Any]]
-"""For each slice of the samples on which a loss was computed: what the loss is multiplied by, and what it saved."""
+"""For each slice of the samples on which a loss was computed: the factor of the loss, and the values that its `forward`
+saved."""
 
 
 def sum_means_over_samples(

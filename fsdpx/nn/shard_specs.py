@@ -248,7 +248,7 @@ class ShardedFeatures:
 Cuts = tuple[int, ...]
 
 GhostWidths = tuple[int, int]
-"""Numbers of ghost cells before and after a part of a field along one dim."""
+"""Numbers of ghost cells before and after a shard of a field along one dim."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class FieldPartition:
     letters: str = ""
 
     has_cells: ClassVar[bool] = True
-    """Whether arrays are (samples, channels, *cells); else they are (samples, rows, features)."""
+    """Whether arrays are (samples, channels, *cells). Otherwise they are (samples, rows, features)."""
 
     @staticmethod
     def on_one_rank(shape: Sequence[int]) -> FieldPartition:

@@ -46,7 +46,8 @@ class Redistribution(NamedTuple):
 
 
 RedistributionFunction = Callable[[Layer, Sequence[Kind]], Sequence[Redistribution | None]]
-"""Function from a layer and the sharding of its inputs to the redistribution that each input needs, or None."""
+"""Function that takes a layer and the sharding of its inputs, and returns for each input the redistribution that it
+needs, or None."""
 
 
 class ShardingWalk:
@@ -170,7 +171,7 @@ class ShardingWalk:
 
 SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 FULL_PARAMETER_SEQUENCES = ("ulysses", "ring", "samples")
-"""The values of `sequence` that shard no parameters except those of MoE experts."""
+"""The values of `sequence` for which no parameters are sharded except those of MoE experts."""
 
 
 def parallelize(

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 REORDER = {"reassoc", "nsz", "contract"}
-"""Compiler flags that let LLVM sum a row in vector lanes. The order of the sum depends only on the length of the
+"""Compiler flags that let LLVM sum a row in vector lanes. The order of the additions depends only on the length of the
 row."""
 
 _lock = threading.RLock()  # only one thread may compile at a time, and ranks may be threads

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Options that omit Numba's entry points for Python and C, which nobody calls."""
+"""Options that make Numba omit the entry points for Python and C, which are never called."""
 
 
 class LazyObject:

@@ -71,8 +71,8 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 LARGEST_INTEGERS = {np.dtype(np.float16): 65504}
-"""Floating-point dtype -> the largest integer that it can hold, for dtypes that cannot hold all integers that may occur
-in data."""
+"""Floating-point dtype -> largest integer that it can represent, for dtypes that cannot represent all integers that may
+occur in data."""
 
 
 def to_numpy_dtype(call: str, given: Any) -> np.dtype:

@@ -60,8 +60,8 @@ def _load_control_register_module() -> Any:
 MIN_PIECE_ELEMENTS = 1 << 16
 """Minimum number of elements of a piece."""
 MIN_PARALLEL_SIZE = 1 << 18
-"""Minimum number of elements for which splitting a call pays off. A pass over that many elements takes 80 us, whereas
-waking a thread and getting its answer takes 30 us."""
+"""Minimum number of elements for which splitting a call pays off. A pass over this number of elements takes 80 us,
+whereas waking a thread and getting its answer takes 30 us."""
 PER_THREAD = 4  # number of pieces per thread; with smaller pieces, a worker that wakes up late delays the call less
 
 # splits are at multiples of this many elements, so that threads never write to the same cache line

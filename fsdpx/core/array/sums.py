@@ -14,7 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 CHUNK_ELEMENTS = 1024
-"""Elements of a block. Shards whose boundaries are multiples of this number contain only complete blocks."""
+"""Number of elements per block. Shards whose boundaries are multiples of this number contain only complete blocks."""
 EXPANSION_PARTS = 40
 """Maximum length of an expansion. This suffices, because each number has 53 of the 2,098 bits that a sum of float64
 numbers can have."""

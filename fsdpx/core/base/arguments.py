@@ -28,7 +28,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_ARRAY_INTEGER = 2**64
-"""Integers of this size or larger fit into no array dtype, so they are rejected as mistakes."""
+"""Integers of this magnitude or larger do not fit into any array dtype, so they are rejected as mistakes."""
 
 
 def wrap_with_argument_check(
@@ -171,7 +171,7 @@ _SEQUENCES = (tuple, list, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
 _CHECKED_COLLECTIONS = (tuple, list, range, set, frozenset, np.ndarray)
 MAX_CHECKED_ELEMENTS = 1000
-"""Longer sequences are data, so their elements are not checked."""
+"""Longer sequences are assumed to be data, so their elements are not checked."""
 
 
 def _is_sequence(value: Any, collection_type: Any) -> bool:

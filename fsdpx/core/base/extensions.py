@@ -68,7 +68,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "generate": "fsdpx.models.generation.generate:generate",
     },
 }
-"""Extensions by kind and name, each as `module:attribute`. The kind says what the attribute is:
+"""Extensions by kind and name, each as `module:attribute`. The kind determines what the attribute is:
 
 codec : a class or function that makes a `Codec` and can be called without arguments
 backend : a function that opens a communicator for a `core.comm.init.CommunicatorRequest`

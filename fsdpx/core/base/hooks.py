@@ -210,7 +210,7 @@ STOP_SIGNALS = tuple(name for name in ("USR1", "TERM", "HUP", "QUIT") if hasattr
 """Names of the signals that ask a job to stop. They are sent by launchers and schedulers, by a terminal that closes,
 and by Ctrl-\\."""
 MAX_SIGACTION_BYTES = 1024
-"""Bytes of a buffer that is large enough for the `struct sigaction` of any system."""
+"""Size in bytes of a buffer that is large enough for the `struct sigaction` of any system."""
 _sigaction = getattr(ctypes.CDLL(None), "sigaction", None) if os.name == "posix" else None
 
 

@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 COLUMNS = 80
-"""Width of a terminal that reports no other width."""
+"""Width, in characters, that is assumed for a terminal that does not report its width."""
 
 SILENCE_SECONDS = 1.0
 """Time in seconds after which a running task is reported."""
@@ -32,8 +32,8 @@ TIMER_NAME = "fsdpx timer"
 CLEAR_LINE = "\r\x1b[K"
 """Terminal sequence that clears the current line."""
 ProgressCallback = Callable[..., None]
-"""Function that is called with the number of items done and the total, or with the number or a text if there is no
-total."""
+"""Function that is called with the number of items done and the total number. If the total is unknown, it is called
+with only the number of items done, or with a text."""
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

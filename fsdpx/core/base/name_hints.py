@@ -114,9 +114,9 @@ _EQUIVALENTS = {
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
-"""Names in other libraries, by their equivalent in fsdpx."""
+"""Name in fsdpx -> names of its equivalents in other libraries."""
 NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _EQUIVALENTS.items() for word in words.split()}
-"""Equivalents in fsdpx, by their name in another library. Case, dashes and underscores of names are ignored."""
+"""Name in another library -> equivalent in fsdpx. Case, dashes and underscores in names are ignored."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
@@ -128,7 +128,7 @@ CALLS_ELSEWHERE: dict[str, str] = {
     "to": "distribute(..., device=...)",
     "cuda": 'distribute(..., device="cuda")',
 }  # fmt: skip
-"""Equivalents in fsdpx of methods of models and engines of other libraries, by the name of the method."""
+"""Name of a method of a model or engine in another library -> equivalent in fsdpx."""
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -136,13 +136,13 @@ _OPTIONS: dict[str, str] = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Options of fsdpx, by the name of their equivalent. Equivalents are options of optimizers, schedules and launchers of
-other libraries, and options of other calls of fsdpx."""
+"""Name of an equivalent option -> option of fsdpx. Equivalent options are those of optimizers, schedules and launchers
+of other libraries, and those of other calls of fsdpx."""
 _FORMATS = {
     "float64": "fp64 64 64-true double", "float32": "fp32 32 32-true float single no",
     "bf16": "bfloat16 bf16-mixed mixed_bfloat16", "float16": "fp16 16 16-mixed mixed_float16 half",
 }  # fmt: skip
-"""Names of number formats in other libraries, by their name in fsdpx."""
+"""Name of a number format in fsdpx -> its names in other libraries."""
 _FORMATS_ELSEWHERE = {word: ours for ours, words in _FORMATS.items() for word in words.split()}
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}

@@ -127,7 +127,7 @@ NUMPY = "numpy"
 """The name of `numpy.matmul`, which is always available, and is the only choice without Numba."""
 MAX_ROWS_WITHOUT_BLAS = 4
 """Maximum number of rows of x for which compiled code computes `x @ weight.T` itself, reading the matrix once. A
-library would copy the matrix first, which pays off only for many rows."""
+library would copy the matrix first, which is worthwhile only for many rows."""
 
 requested_library: str | None = None  # set by `select_library`
 product_threads = 1  # set by `set_product_threads`

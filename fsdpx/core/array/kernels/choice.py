@@ -27,13 +27,13 @@ Sample = Callable[[Any, Any, Any], Any]
 arrays of shapes (2, 3) and (3,) in the compute dtype, and an array (3,) in the accumulation dtype."""
 
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""Kernels whose files are imported, by name."""
+"""Kernels whose files have been imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""Module of the compiled code of each kernel, by name, even if that module does not exist. The table also has an entry
-for `array.random.normal`."""
+"""Name of a kernel -> module of its compiled code, whether or not that module exists. The table also has an entry for
+`array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
-"""Kernels that run as Numba code by default, each justified in the table of `bench/kernels.py`. An entry is added when
-its file is imported, on first use of one of the file's kernels."""
+"""Kernels that run as Numba code by default; the table of `bench/kernels.py` justifies each of them. An entry is added
+when its file is imported, which happens on first use of one of the file's kernels."""
 SAMPLE_CALLS: dict[str, Sample | None] = {}
 active_mode: Mode = "default"
 """Mode that `use_mode` has set."""

@@ -106,7 +106,7 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
 
 BLOCK_ROWS = 64  # rows of scores held in memory at a time; with a causal mask, scores of later keys are never computed
 HIDDEN = 60.0
-"""Before exp, a masked score is set to this much below the maximum of its row. After exp, the element is set to 0.
+"""Before exp, a masked score is set to the maximum of its row minus this number. After exp, the element is set to 0.
 Masked scores are kept so that all loops over rows have the length of the block. With other lengths, the tail of the
 vector loop would take as long as the rest."""
 

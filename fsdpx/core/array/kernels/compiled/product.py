@@ -32,8 +32,8 @@ __all__ = [
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
-"""Distance, in bytes, by which a matrix is prefetched ahead of its use. According to measurements, with fewer bytes the
-matrix arrives late, and with more bytes the matrix is evicted before use."""
+"""Distance, in bytes, by which a matrix is prefetched ahead of its use. In measurements, the matrix arrived too late
+with fewer bytes, and was evicted before use with more bytes."""
 
 
 @intrinsic
