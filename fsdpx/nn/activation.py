@@ -263,8 +263,8 @@ def make_keep_mask(
     """Return a random boolean mask of the given shape. Each element is False with probability `drop`. Dim 0 of `shape`
     is the sample dim.
 
-    If the array is sharded, `cuts` gives this rank's range along each sharded dim, as {dim: (first index, size of the
-    full dim)}."""
+    If the array is sharded, `cuts` contains this rank's range along each sharded dim, as {dim: (first index, size of
+    the full dim)}."""
     if cuts:
         return env.random.get_number_subarray(tuple(shape), cuts).make_fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop

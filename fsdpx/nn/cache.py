@@ -10,7 +10,7 @@ __all__ = ["KeyValueCache"]
 
 
 class KeyValueCache:
-    """Key-value cache of a batch of texts: keys and values of earlier tokens, stored by the path of the attention
+    """Key-value cache of a batch of texts: keys and values of earlier tokens, stored under the path of the attention
     layer. Layers access it as `LayerContext.cache`.
 
     Row i of an input contains the tokens of text i from position `lengths[i]` on. The caller sets all `lengths` before
@@ -46,9 +46,9 @@ class KeyValueCache:
         """Store the keys and values of new tokens, and return the causal attention of these tokens to themselves and
         to all earlier tokens, as an array (rows, heads, time, d_head).
 
-        `path` is the path of the attention layer; the other arguments are those of `kernels.attention`. The first call
-        may read any number of tokens per text, with shorter texts padded at the end. Each later call reads one token
-        per text."""
+        `path` is the path of the attention layer; the other arguments are the same as for `kernels.attention`. The
+        first call may read any number of tokens per text, with shorter texts padded at the end. Each later call reads
+        one token per text."""
         time = q.shape[2]
         if path not in self._held:
             self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))

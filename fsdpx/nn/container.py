@@ -70,7 +70,7 @@ class Container(Layer):
     ----------
     steps : the child layers, with the names of the values that they read and return
     inputs, outputs : names of the container's inputs and outputs
-    ties : alias -> canonical name of a parameter that has two names
+    ties : alias -> canonical name, for each parameter with two names
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -306,7 +306,8 @@ class Sequential(Container):
 
 
 class Residual(Container):
-    """Residual connection: y = x + body(x) (He et al. 2015). The layer is one FSDP unit.
+    """Residual connection: y = x + body(x) (He et al. 2015). The layer is one FSDP unit: its parameters are
+    all-gathered together.
 
     Parameters
     ----------

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Embedding(Layer):
-    """Embedding table, which looks up rows of `weight`: integers `(samples, ...)` -> `(samples, ..., embedding_dim)`.
+    """Looks up rows of the table `weight`: integers `(samples, ...)` -> `(samples, ..., embedding_dim)`.
 
     Raises DataError for indices outside [0, num_embeddings).
 

@@ -13,10 +13,10 @@ class Graph(Container):
     """A directed acyclic graph of layers, such as `Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")},
     inputs=("x", "z"), outputs=("sum",))`.
 
-    A node runs after the nodes that it reads; apart from that, nodes run in the given order. Several inputs are passed
-    as a tuple, and several outputs are returned as a tuple. If a nested Graph has several outputs, they are read as
-    `"name.output"`. A node runs even if nothing reads its result; the gradient of its parameters is then zero. Raises
-    ConfigError for a cycle, and for an unknown or duplicate name.
+    A node runs after the nodes whose results it reads; apart from that, nodes run in the given order. Several inputs
+    are passed as a tuple, and several outputs are returned as a tuple. If a nested Graph has several outputs, they are
+    read as `"name.output"`. A node runs even if nothing reads its result; the gradient of its parameters is then zero.
+    Raises ConfigError for a cycle, and for an unknown or duplicate name.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ __all__ = ["AttentionBlock", "GroupedQueryAttention"]
 
 class GroupedQueryAttention(AttentionContainer, Composite):
     """Grouped-query attention as in Llama and similar models. Input and output have the shape
-    `(samples, time, d_model)`. The layer is one FSDP unit.
+    `(samples, time, d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
     Weights are `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, and
     `out.weight (d_model, n_heads d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. With
@@ -29,8 +29,8 @@ class GroupedQueryAttention(AttentionContainer, Composite):
     ----------
     d_model : number of features of the input and the output
     n_heads, kv_heads : number of query heads, and number of key and value heads, see `Attention`
-    rotary : the layer that applies rotary positions to queries and keys; it also sets d_head. None: attention ignores
-        positions, and d_head is d_model / n_heads
+    rotary : the layer that applies rotary positions to queries and keys; it also determines d_head. None: attention
+        ignores positions, and d_head is d_model / n_heads
     causal, window, segments : as in `Attention`; with `segments`, the layer has a second input
     qk_norm : `eps` of an RMSNorm that is applied to each query and key head before rotary positions (Qwen3); None: no
         norm

@@ -59,7 +59,7 @@ __all__ = [
 
 
 def require_positive(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each keyword argument is an integer of at least 1. The message quotes the keywords,
+    """Raise ConfigError unless each keyword argument is an integer of at least 1. The message contains the keywords,
     which are names of constructor arguments of `owner`."""
     for name, value in values.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
@@ -67,7 +67,7 @@ def require_positive(owner: object, **values: Any) -> None:
 
 
 def require_fraction(owner: object, **values: Any) -> None:
-    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The message quotes the keywords, which
+    """Raise ConfigError unless each keyword argument is a number from 0 to 1. The message contains the keywords, which
     are names of constructor arguments of `owner`."""
     for name, value in values.items():
         if not isinstance(value, Real) or not 0 <= float(value) <= 1:
@@ -75,7 +75,7 @@ def require_fraction(owner: object, **values: Any) -> None:
 
 
 def require_finite(owner: object, **values: float) -> None:
-    """Raise ConfigError unless each keyword argument is a finite number. The message quotes the keywords, which are
+    """Raise ConfigError unless each keyword argument is a finite number. The message contains the keywords, which are
     names of constructor arguments of `owner`."""
     for name, value in values.items():
         if not math.isfinite(value):
@@ -231,8 +231,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a layer needs for one call besides parameters and inputs: array namespace, mesh, random numbers and modes.
-    Immutable.
+    """What a layer needs for a call, apart from its parameters and inputs: array namespace, mesh, random numbers and
+    modes. Immutable.
 
     Parameters
     ----------
@@ -311,7 +311,7 @@ class ShardedLayer:
 
     Parameters
     ----------
-    layer : the layer to run. It has the parameters of the full layer, with the same names and full shapes;
+    layer : the layer to run. It has the same parameters as the full layer, with the same names and full shapes;
         `ParameterSpec.cut` defines each rank's shard
     kind : sharding of the layer's result
     partial : names of the parameters that every rank holds in full, but for which it computes only a partial gradient;
@@ -344,7 +344,7 @@ class Layer(ABC):
     p : name -> parameter, for the names of `specs()`; the arrays are views of flat buffers
     g : name -> gradient, for trainable parameters only; a layer *adds* to these arrays
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is the sample dim and may have size 0
-    dy : the gradient of the result, in the shape of the result
+    dy : the gradient of the result, with the same shape as the result
 
     A method must not change `x`, `p` or `dy`, but may return a view of them. Constructors raise ConfigError for
     invalid arguments, and `forward` raises ShapeError or DataError for invalid inputs.
@@ -484,7 +484,7 @@ class Layer(ABC):
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
         saved : second result of `forward`
-        dy : gradient of the result, in the shape of the result; must not be changed
+        dy : gradient of the result, with the same shape as the result; must not be changed
 
         Returns
         -------
@@ -515,7 +515,7 @@ class Layer(ABC):
         p : parameters by name
         g : gradients by name, added to in place; frozen parameters are missing
         saved : second result of `forward`
-        dy : gradient of the result, in the shape of the result; must not be changed
+        dy : gradient of the result, with the same shape as the result; must not be changed
 
         Returns
         -------
@@ -539,7 +539,7 @@ class Layer(ABC):
         p : parameters by name
         g : gradients by name, added to in place; frozen parameters are missing
         saved : second result of `forward`
-        dy : gradient of the result, in the shape of the result; must not be changed
+        dy : gradient of the result, with the same shape as the result; must not be changed
         """
         self.backward(env, p, g, saved, dy)
 

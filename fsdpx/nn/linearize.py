@@ -106,11 +106,11 @@ class LayerList:
 
 
 def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
-    """Return the leaf layers of `model` in execution order. A container is replaced by its children, unless its class
+    """Return the leaf layers of `model` in execution order. A container is replaced with its children, unless its class
     sets `unit`. A model that is a single layer becomes one node with the path "".
 
-    All paths begin with `at`, the path of `model`. With `units`, containers that set `unit` are replaced by their
-    children, too."""
+    All paths begin with `at`, the path of `model`. With `units`, even containers that set `unit` are replaced with
+    their children."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}

@@ -29,9 +29,9 @@ class Llama(Container):
     Children are "embed" (`embed.weight`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear without bias. A
     block has `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
     `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), or N(0, 0.02 / sqrt(2
-    n_layers)) in the last Linear of a residual branch. The defaults are those of Llama. Other models need options:
-    Mistral `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, and Gemma `scale_embedding`, `unit_offset`,
-    `activation` and `tie`.
+    n_layers)) in the last Linear of a residual branch. The defaults are the values for Llama. Other models need
+    options: Mistral `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, and Gemma `scale_embedding`,
+    `unit_offset`, `activation` and `tie`.
 
     Parameters
     ----------

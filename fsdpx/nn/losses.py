@@ -221,7 +221,7 @@ class CellWeights:
 
     Parameters
     ----------
-    owner : name of the loss, for errors
+    owner : name of the loss, for error messages
     weights : array (*cells) or (channels, *cells) of numbers >= 0, or bools
     """
 

@@ -52,7 +52,7 @@ class UlyssesAttention:
         -> `(samples, time, count x this rank's heads)`. Collective.
 
         `count` is the number of arrays that are concatenated along the last dim (3 for queries, keys and values), and
-        `thing` names them in errors."""
+        `thing` is their name in error messages."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
         y = collectives.all_to_all_dims(
             env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=make_call_label(env, thing)
@@ -195,7 +195,7 @@ def _start_shift(
     start receiving the array of the preceding block from the previous rank. Return the pending receive. Collective.
 
     `array` has the shape (2, samples, heads, positions of the block, d_head). `time` is the length of the full
-    sequence, `tag` is the message tag, and `thing` is the name of the array in errors."""
+    sequence, `tag` is the message tag, and `thing` is the name of the array in error messages."""
     comm, description = env.mesh.tensor, make_call_label(env, thing)
     start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
     shape = (*array.shape[:3], stop - start, array.shape[4])

@@ -152,8 +152,8 @@ class ShardSpec:
     def iterate_full_intervals(
         self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int
     ) -> Iterator[tuple[int, int]]:
-        """Map a range of flat indices into a rank's shard to ranges of flat indices into the full array, and yield the
-        latter.
+        """Yield the ranges of flat indices into the full array that correspond to a range of flat indices into a rank's
+        shard.
 
         Adjacent intervals are merged. For a shard along dim 1, there is one interval per row.
 
@@ -231,7 +231,7 @@ class ShardedFeatures:
     ----------
     total : size of the last dim of the full value
     blocks, grain : sharding of the last dim, see `ShardSpec`
-    source : path of the layer that sharded the value, for errors
+    source : path of the layer that sharded the value, for error messages
     ends : whether the value may be the output of the model, such as logits that are sharded by classes
     """
 
@@ -284,7 +284,7 @@ class FieldPartition:
 
     @cached_property
     def is_on_one_rank(self) -> bool:
-        """Whether one rank holds the full field."""
+        """Whether a single rank holds the full field."""
         return all(len(cuts) == 2 for cuts in self.cuts)
 
     @cached_property
@@ -436,7 +436,7 @@ class ShardingContext:
 
     Parameters
     ----------
-    path : dotted path of the layer in the model, for errors
+    path : dotted path of the layer in the model, for error messages
     kinds : sharding of each input, in order
     width : number of ranks on the tensor axis
     mark : the tensor plan's mark for this layer, such as `ColumnParallel`; None: the layer has no mark
@@ -460,7 +460,7 @@ class ShardingContext:
 
         Parameters
         ----------
-        layer : the layer, for the error
+        layer : the layer, for the error message
         """
         if self.mark is not None:
             raise ConfigError(
@@ -474,7 +474,7 @@ class ShardingContext:
 
         Parameters
         ----------
-        layer : the layer, for the error
+        layer : the layer, for the error message
 
         Returns
         -------
@@ -512,7 +512,7 @@ class ShardingContext:
 
         Parameters
         ----------
-        layer : the layer, for the error
+        layer : the layer, for the error message
 
         Returns
         -------
@@ -535,8 +535,8 @@ class ShardingContext:
         Parameters
         ----------
         count : number of items to distribute
-        things : name of the items for the error, such as "heads"
-        instead : for the error, a remedy other than a smaller tensor axis; "": there is none
+        things : name of the items for the error message, such as "heads"
+        instead : for the error message, a remedy other than a smaller tensor axis; "": there is none
         """
         if count < self.width:
             way = f", or {instead}" if instead else ""

@@ -59,7 +59,7 @@ class GatedActivation(Layer):
 
 class GatedMLP(Composite):
     """Gated feed-forward layer: down(activation(gate(x)) * up(x)) (Shazeer 2020). Input and output have the shape
-    `(samples, ..., d_model)`. The layer is one FSDP unit.
+    `(samples, ..., d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
     Parameters
     ----------

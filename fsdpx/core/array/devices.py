@@ -99,13 +99,13 @@ class Device:
         return None
 
     def try_multiply_matrices(self, a: Any, b: Any) -> Any | None:
-        """Return the product of two matrices, or of two stacks of matrices. Return None if this device has no
-        implementation of its own."""
+        """Return the product of two matrices, or of two stacks of matrices. Return None if this device does not have
+        its own implementation."""
         return None
 
     def try_multiply_matrices_into(self, out: Any, a: Any, b: Any, add: bool) -> bool:
         """Write the product of two matrices to `out`, or add it to `out` if `add` is true. Return False if this device
-        has no implementation of its own."""
+        does not have its own implementation."""
         return False
 
     def try_run_optimizer_kernel(self, name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:

@@ -38,7 +38,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, na
     a different `name`."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
-    function.__qualname__ = name or function.__qualname__  # becomes part of the cache file's name
+    function.__qualname__ = name or function.__qualname__  # this name becomes part of the name of the cache file
     return CompiledFunction(function, fastmath)
 
 

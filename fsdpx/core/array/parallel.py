@@ -1,5 +1,5 @@
-"""Threads that compute kernels. The calling thread and a pool of workers each compute part of a call, with denormals
-flushed to 0 during a step.
+"""Threads that compute kernels. The calling thread and the workers of a pool each compute part of a call, and flush
+denormals to 0 during a step.
 
 Kernels are split by rows, columns or elements, and workers treat denormals in the same way as the calling thread. No
 result therefore depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two

@@ -1,6 +1,6 @@
 """Counter-based random numbers: element i of the stream (seed, name) depends only on seed, name and i.
 
-Any rank can generate any range of any stream on its own, so initialization and dropout do not depend on how work is
+Any rank can generate any range of any stream independently, so initialization and dropout do not depend on how work is
 sharded. The generator is Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 PIECE_ELEMENTS = 1 << 16  # number of elements generated at a time, so that temporaries stay in cache
-MIN_RUN_ELEMENTS = 1024  # minimum number of elements for which a contiguous run is generated on its own
+MIN_RUN_ELEMENTS = 1024  # minimum number of elements for which a contiguous run is generated separately
 WORD_MASK = 0xFFFFFFFF
 MIX = (0x7FEB352D, 0x846CA68B)
 WORDS_PER_STEP = 4  # number of 64-bit numbers that Philox generates from one counter value
@@ -189,8 +189,8 @@ class NumberRange:
 
 @dataclass(frozen=True)
 class NumberSubarray:
-    """Random numbers of the counter-based stream (seed, name), for a part of shape `shape` of a larger array of shape
-    `whole`.
+    """Random numbers of the counter-based stream (seed, name) for an array of shape `shape`, which is a part of a
+    larger array of shape `whole`.
 
     Element (i, j, ...) of the part has the number of element (starts[0] + i, starts[1] + j, ...) of the larger array,
     counted in C order. The number of samples, `whole[0]`, does not matter.

@@ -87,7 +87,7 @@ def parse_byte_count(value: Any, what: str) -> int:
 
 
 def normalize_half_name(name: Any) -> Any:
-    """Return "float16" or "bf16" for any name of these 16-bit float formats. Return any other value unchanged."""
+    """Return "float16" or "bf16" for any name of these 16-bit dtypes. Return any other value unchanged."""
     return _HALVES.get(name, name) if isinstance(name, str) else name
 
 

@@ -254,7 +254,7 @@ class SignalHandler:
             self.function(int(self.number), frame)
 
     def restore(self, ours: Any) -> None:
-        """Install this handler again, unless the program has meanwhile replaced `ours`, the handler of fsdpx, by
+        """Install this handler again, unless the program has meanwhile replaced `ours`, the handler of fsdpx, with
         another function."""
         if signal.getsignal(self.number) != ours:
             return

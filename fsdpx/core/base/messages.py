@@ -192,7 +192,7 @@ def format_table(rows: Sequence[tuple[str, ...]], text: bool = False) -> str:
 
 def wrap_lines(text: str, columns: int = COLUMNS) -> str:
     """Wrap text to at most `columns` characters per line. If a line consists of a label and a value, its continuation
-    is indented to the column where the value begins."""
+    lines are indented to the column where the value begins."""
     lines = []
     for line in escape_control(text).splitlines():
         label = re.match(r"\s*\S+(?: \S+)*\s{2,}", line)
@@ -215,7 +215,7 @@ def _format_row(cells: tuple[str, ...], widths: list[int]) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return rank numbers as text, such as "rank 3" or "ranks 0, 2"."""
+    """Return a text that lists rank numbers, such as "rank 3" or "ranks 0, 2"."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 

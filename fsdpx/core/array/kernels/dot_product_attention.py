@@ -67,9 +67,9 @@ def attention(
 
     Returns
     -------
-    o (B, H, T, D), and lse (B, H, T), the logarithm of each row's sum of exponentials, which backward needs (Rabe and
-        Staats 2021). o is stored with time before heads, so that merging the heads needs no copy. Peak memory: T x S
-        scores of one head, or 64 rows of these scores in compiled code.
+    o (B, H, T, D), and lse (B, H, T), the logarithm of each row's sum of exponentials, which the backward pass needs
+        (Rabe and Staats 2021). o is stored with time before heads, so that merging the heads needs no copy. Peak
+        memory: T x S scores of one head, or 64 rows of these scores in compiled code.
     """
     o, lse = empty_time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     earlier, group = _make_causal_mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]

@@ -67,8 +67,8 @@ def cross_entropy(
 ) -> tuple[float, float, Any]:
     """Return the cross entropy of logits and integer targets, summed over rows, with label smoothing e.
 
-    The loss is -sum over rows and classes of wanted log softmax(logits), where wanted = (1 - e) onehot(target) + e /
-    classes.
+    The loss is minus the sum of wanted log softmax(logits) over all rows and classes, where wanted = (1 - e)
+    onehot(target) + e / classes.
 
     Parameters
     ----------

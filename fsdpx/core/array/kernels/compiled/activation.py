@@ -269,7 +269,7 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
     return y
 
 
-BLOCK_ROWS = 32  # rows per partial sum; rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
+BLOCK_ROWS = 32  # number of rows per partial sum; rounding errors are proportional to rows / BLOCK_ROWS + BLOCK_ROWS
 
 
 @jit

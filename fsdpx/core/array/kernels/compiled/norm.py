@@ -31,7 +31,7 @@ from fsdpx.core.array.kernels.compiled.elements import (
 from fsdpx.core.array.kernels.compiled.memory_order import to_channel_rows, view_rows_channels_first
 from fsdpx.core.array.parallel import parallel_for_columns, parallel_for_rows
 
-# rows per partial sum; rounding errors grow with rows / BLOCK_ROWS + BLOCK_ROWS
+# number of rows per partial sum; rounding errors are proportional to rows / BLOCK_ROWS + BLOCK_ROWS
 BLOCK_ROWS = 32
 
 

@@ -116,7 +116,7 @@ def gemm(address, out, a, b, accumulate):
 
 @jit
 def linear_forward(address, out, x, weight, bias):
-    """Compute out = x weight^T + bias with the gemm function at `address`, where an empty bias means none. Return
+    """Compute out = x weight^T + bias with the gemm function at `address`. If `bias` is empty, there is no bias. Return
     False if the arrays are not supported."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
@@ -165,7 +165,8 @@ def _widen_matrix_into(x, out):
 
 @register_jitable
 def _round_total_into(out, total, bias, accumulate):
-    """Compute out = total + bias, where an empty bias means none, or out += total with `accumulate`, rounded once."""
+    """Compute out = total + bias, or out += total with `accumulate`, rounded once. If `bias` is empty, there is no
+    bias."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
@@ -181,8 +182,8 @@ def _round_total_into(out, total, bias, accumulate):
 
 @jit
 def try_multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, transposed_a, transposed_b):
-    """Compute out = a b + bias, where an empty bias means none, or out += a b with `accumulate`. Return False if the
-    arrays are not supported.
+    """Compute out = a b + bias, or out += a b with `accumulate`. If `bias` is empty, there is no bias. Return False if
+    the arrays are not supported.
 
     a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `transposed_a` or `transposed_b` is true, that
     matrix is passed transposed.
