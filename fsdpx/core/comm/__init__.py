@@ -1,4 +1,4 @@
-"""Communication between ranks: communicators, their backends and the device mesh.
+"""Communication between ranks: communicators, their backends, and the device mesh.
 
 Importing this package does not load MPI.
 """

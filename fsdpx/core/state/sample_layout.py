@@ -1,5 +1,5 @@
-"""How samples are distributed over ranks: each sample is on one data rank, unless a `domain` splits every sample over
-several ranks."""
+"""How samples are distributed over ranks: each sample is on a single data rank, unless a `domain` splits each sample
+over several ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Shape = tuple[int, ...]
 
 
 class SampleLayout(Protocol):
-    """Converts batches between the caller's layout and the model's. Samples may be split over several ranks."""
+    """Converts batches between the layout of the caller's arrays and the layout that the model uses. A sample may be
+    split over several ranks."""
 
     @property
     def has_complete_samples(self) -> bool:
@@ -29,62 +30,63 @@ class SampleLayout(Protocol):
 
     @property
     def has_one_group(self) -> bool:
-        """True if all ranks work on the same samples. If so, a rank in `predict` waits only for its neighbors, not for
-        all ranks."""
+        """True if all ranks work on the same samples. In `predict`, a rank then waits only for its neighbors, and not
+        for all ranks."""
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         """Return whether the inputs that the caller passed have a sample dimension."""
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks that work on the same samples. `rows` holds the
-        number of samples of each data rank."""
+        """Return the number of samples for each group of data ranks (the ranks of a group work on the same samples).
+        `rows` holds the number of samples of each data rank."""
 
     def require_equal_sample_counts(self, rows: Sequence[int]) -> None:
         """Raise DataError unless data ranks that work on the same samples have the same number of samples. `rows`
         holds the number of samples of each data rank."""
 
     def describe_array(self, array: Any) -> str:
-        """Describe an array of the batch by the properties that must be the same on all ranks, such as its dtype."""
+        """Return a description of those properties of a batch array that must be the same on all ranks, such as its
+        dtype."""
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Return a warning if the model's inputs or the targets look wrongly split over ranks; "" if no mistake is
-        found. May be collective."""
+        """Return a warning if the inputs or targets seem to be split over the ranks in a wrong way, and "" otherwise.
+        May be collective."""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
-        """Return the shape of input number `index` before it is split, given the shape of this rank's part."""
+        """Return the shape of the unsplit input number `index`, given the shape of this rank's part."""
 
     def compute_local_output_shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         """Return the shape of this rank's part of each output, given the shapes of the unsplit outputs."""
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
-        """Convert the caller's inputs to the arrays that the model reads. Raise DataError if an input does not have
-        the shape of this rank's part of a batch."""
+        """Convert the caller's inputs to the arrays that the model reads. Raise DataError if the shape of an input does
+        not fit this rank's part of a batch."""
 
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
-        """Convert an array of the caller, such as a target, to the layout of output number `index` of the model.
-        `batched` says whether the caller's arrays have a sample dimension."""
+        """Convert one of the caller's arrays, such as a target, to the layout of the model's output number `index`.
+        `batched` is True if the caller's arrays have a sample dimension."""
 
     def to_model_output_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        """Convert the caller's gradient of each output to the gradient from which this rank's backward starts. The
-        gradients of an output that several ranks hold in full must add up to the caller's."""
+        """Convert the caller's gradients of the outputs to the gradients with which this rank's backward pass starts.
+        If several ranks hold an output in full, their gradients for it must add up to the caller's gradient."""
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
-        """Convert an array of the model to the layout of the caller's arrays. `batched` says whether the caller's
-        arrays have a sample dimension."""
+        """Convert an array that the model has computed to the layout of the caller's arrays. `batched` is True if the
+        caller's arrays have a sample dimension."""
 
     def to_caller_input_gradients(self, arrays: Sequence[Any], batched: bool) -> Sequence[Any]:
-        """Convert the gradient of each input, which is None for integers, to the layout of the caller's arrays. For an
-        input that several ranks hold in full, sum their gradients. May be collective."""
+        """Convert the gradients of the inputs (None for integer inputs) to the layout of the caller's arrays. If
+        several ranks hold an input in full, sum their gradients. May be collective."""
 
     def take_local_target(self, y: Any, index: int) -> Any:
-        """Return this rank's part of the caller's target of output number `index`."""
+        """Return this rank's part of the caller's target for output number `index`."""
 
     def bind_loss(self, loss: Loss) -> Loss:
-        """Return the loss adapted to outputs that are split over ranks."""
+        """Return a version of `loss` that can handle outputs that are split over ranks."""
 
     def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
-        """Return how the model's output is split over ranks; for a model with several outputs, a tuple, with None for
-        outputs that are not split. Raise ConfigError if the only output is not split."""
+        """Return how the model's output is split over ranks. If the model has several outputs, return a tuple, which
+        contains None for outputs that are not split. Raise ConfigError if the model's only output is not split."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +143,14 @@ class CompleteSamples:
 
 
 class Domain(ABC):
-    """Base class for descriptions of how each sample is split over ranks, such as `fsdpx.Grid`. They are passed to
-    `distribute` as the argument `domain`, and must have the same `repr` on all ranks.
+    """Base class for objects that describe how each sample is split over ranks, such as `fsdpx.Grid`. They are passed
+    to `distribute` as the argument `domain`, and must have the same `repr` on all ranks.
 
     Attributes
     ----------
     dims : number of ranks along each split dimension
     excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
-        with this domain
+        with this kind of domain
     """
 
     dims: tuple[int, ...]
@@ -172,12 +174,12 @@ class Domain(ABC):
     @property
     @abstractmethod
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions (one for all inputs, or one for each) with which a single process runs the model on complete
-        samples; None if it can run the model unchanged."""
+        """The partitions (one for all inputs, or one for each) with which a single process can run the model on
+        complete samples. None if the process can run the model unchanged."""
 
     @abstractmethod
     def take_local(self, array: Any) -> Any:
-        """Return this rank's part of an array of unsplit samples."""
+        """Return this rank's part of an array that holds unsplit samples."""
 
     @abstractmethod
     def gather(self, array: Any) -> Any:
@@ -192,26 +194,27 @@ class Domain(ABC):
 
     @abstractmethod
     def shard_model(self, model: Layer, parts: Sequence[FieldPartition] | None = None) -> tuple[Layer, Sequence[Kind]]:
-        """Return the model that each rank runs on its part of a sample, and how each of its outputs is distributed over
-        the ranks. `parts` are the partitions of the inputs, one for all or one for each; None: those of this domain.
+        """Return the model that each rank runs on its part of a sample, and how each output of that model is
+        distributed over the ranks. `parts` holds one partition for all inputs or one for each input; None means the
+        partitions of this domain.
 
-        Raise ConfigError for layers that cannot work on a part of a sample."""
+        Raise ConfigError if a layer cannot run on a part of a sample."""
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample: first
-        the rank that computes most, then, if it is another one, the rank that communicates most."""
+        """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample. The rank
+        that computes most is first. If another rank communicates most, it is second."""
         return (0,)
 
     def as_rank(self, rank: int) -> Domain:
-        """Return this domain as another rank would see it, without a communicator, for dry runs."""
+        """Return this domain as rank `rank` would see it, without a communicator. This is used in dry runs."""
         raise ConfigError(f"{self!r} cannot be used in plans and dry runs, as {type(self).__name__} defines no as_rank")
 
     def compute_local_shapes(
         self, model: Layer, inputs: Sequence[Shape], target: Shape
     ) -> tuple[Sequence[Shape], Shape]:
-        """Return the shapes of this rank's part of a batch, given the shapes of inputs and target of unsplit
-        samples."""
+        """Return the shapes of this rank's parts of the inputs and the target, given the shapes of the unsplit inputs
+        and target."""
         raise ConfigError(f"{self!r} cannot be planned, as {type(self).__name__} defines no compute_local_shapes")
 
     def make_unsharded_model(self, model: Layer) -> Layer:
@@ -224,7 +227,7 @@ class Domain(ABC):
 
 
 class UnshardedDomain(Domain):
-    """The default if the option `domain` is not given: samples are not split."""
+    """The default for the option `domain`: samples are not split."""
 
     dims, excluded, local_shape, offsets, comm, joined_partition = (), "nothing", (), (), None, None
 

@@ -20,8 +20,8 @@ __all__ = ["Microbatch", "StepInputs", "ValueShape", "ValueShapes", "list_target
 
 
 def list_targets(target: Any) -> tuple[Any, ...]:
-    """Return the arrays of a target, which is an array, a tuple with one array for each output of the model, or None.
-    """
+    """Return a tuple of the arrays in a target. A target is an array, a tuple that has one array for each output of
+    the model, or None."""
     return target if isinstance(target, tuple) else () if target is None else (target,)
 
 
@@ -46,9 +46,9 @@ class StepInputs:
 
     Attributes
     ----------
-    batch : the microbatches of this rank; None for a microbatch without samples
+    batch : the microbatches of this rank, with None for a microbatch without samples
     training : whether layers such as dropout are in training mode
-    commit : function that is called before the update, with the mean loss and the update scale of the step
+    commit : function that is called before the update with the mean loss and the update scale of the step
     cache : the key-value cache of `LayerContext`
     batched : whether the caller's arrays have a sample dimension
     """
@@ -61,7 +61,7 @@ class StepInputs:
 
 
 class ValueShape(NamedTuple):
-    """Shape and dtype of an activation on one rank."""
+    """The shape and dtype of an activation on one rank."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -86,20 +86,20 @@ class ValueShapes:
         self._imagined: dict[int, MeshAxes] = {}
 
     def shape_of(self, value: int, batch: Microbatch, tensor: int | None = None) -> ValueShape:
-        """Return the shape of the input or activation with number `value`, for a microbatch on tensor rank `tensor`
-        (default: this rank)."""
+        """Return the shape that input or activation number `value` has for the microbatch `batch` on tensor rank
+        `tensor` (default: this rank)."""
         rank = self._axes.tensor.rank if tensor is None else tensor
         key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._found:
-            with measuring_memory():  # exclude these data-less arrays from the memory count of a dry run
+            with measuring_memory():  # so that the memory count of a dry run does not include these arrays without data
                 inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
                 shapes = value_shapes(self._model, inputs, self._dtype, axes=self.make_fake_axes_of_tensor_rank(rank))
                 self._found[key] = [ValueShape(tuple(one.shape), one.dtype) for one in shapes]
         return self._found[key][value]
 
     def make_fake_axes_of_tensor_rank(self, tensor: int) -> MeshAxes:
-        """Return the mesh axes of tensor rank `tensor`, with fake communicators, so that layers can compute their
-        output shapes without communication."""
+        """Return the mesh axes of tensor rank `tensor` with fake communicators, so that layers can compute their output
+        shapes without communicating."""
         if tensor not in self._imagined:
             mesh, place = self._axes.mesh, self._axes.coordinates._replace(tensor=tensor)
             fake = FakeCommunicator(mesh.rank_of(place), mesh.size)

@@ -1,5 +1,5 @@
-"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement the
-interface, and thereby transfer the data."""
+"""The interface for offloading state to storage that is slower than memory, such as a disk. Extensions implement it and
+transfer the data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fsdpx.core.program import Slot
 __all__ = ["IN_MEMORY", "StateStorage", "StorageLevelChoice", "StoredSlots"]
 
 StoredSlots = tuple[tuple[Slot, Slot], ...]
-"""Pairs (slot whose value is offloaded between programs, slot that holds a placeholder in the meantime)."""
+"""Pairs of slots (named values of a program): one whose value is offloaded between programs, and one that holds a
+placeholder in the meantime."""
 
 
 class StateStorage:
@@ -21,40 +22,40 @@ class StateStorage:
 
     Attributes
     ----------
-    busy_seconds : seconds of data transfer since the last `reset_counters`; None if nothing is ever transferred
+    busy_seconds : seconds spent on data transfers since the last `reset_counters`; None if nothing is ever transferred
     """
 
     busy_seconds: float | None = None
 
     def fill_slots_with_placeholders(self, state: Any) -> None:
-        """Put placeholders for offloaded arrays into the store of a new `TrainState`."""
+        """Put placeholders for offloaded arrays into the slots of a new `TrainState`."""
 
     def reset_counters(self) -> None:
-        """Set the counters of transfers to zero."""
+        """Set the transfer counters to zero."""
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return the bytes that each single transfer to or from this storage moves. The result is a dict from the kind
-        of item moved, such as "record", to a dict from (item number, microbatch) to bytes, as in
-        `TrafficSizes.amounts`. For activations, these are the bytes of the last batch."""
+        """Return how many bytes each transfer to or from this storage moves. The result is a dict from the kind of the
+        transferred item, such as "record", to a dict from (item number, microbatch) to bytes, as in
+        `TrafficSizes.amounts`. For activations, the numbers are those of the last batch."""
         return {}
 
     def get_buffer_nbytes(self, slot: Slot) -> int | None:
-        """Return the bytes of memory that an offloaded value needs once it is loaded; None if the value is never
+        """Return how many bytes of memory an offloaded value needs once it is loaded. Return None if the value is never
         offloaded."""
         return None
 
     def map_array(self, row: Any) -> Any:
-        """Return the offloaded array that a row of the ledger (table of arrays) describes. The array is valid as long
-        as it is referenced."""
+        """Return the offloaded array that a row of the ledger (table of a rank's arrays) describes. The array is valid
+        as long as it is referenced."""
         raise AssertionError(f"{row} is in memory")
 
     def close(self) -> None:
-        """Release files and buffers. Collective."""
+        """Close files and free buffers. Collective."""
 
 
 class StorageLevelChoice(ABC):
-    """Base class for offload options. An option says which state is kept in storage slower than memory while it is not
-    in use."""
+    """Base class for offload options. An option determines which state is kept in storage slower than memory while it
+    is not in use."""
 
     @abstractmethod
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
@@ -62,12 +63,12 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def pair_slots_with_stand_ins(self, pages: Mapping[int, bool], units: int, slots: bool) -> StoredSlots:
-        """Return which program slots (named values) are offloaded between programs. Each is paired with the slot that
+        """Return the slots (named values of a program) that are offloaded between programs, each with the slot that
         holds a placeholder in the meantime.
 
         Parameters
         ----------
-        pages : page number -> whether the page (flat parameter buffer) is trained
+        pages : number of a page (flat parameter buffer) -> whether the page is trained
         units : number of units (groups of layers)
         slots : whether the optimizer has state
 
@@ -78,11 +79,12 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return the ledger row `row`, with its storage level changed if this option offloads the array."""
+        """Return the ledger row `row`, with another storage level if this option offloads the array."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
-        """Open this rank's storage, with space for the arrays of these ledger rows. Collective."""
+        """Open this rank's storage, with space for those arrays that are offloaded. `rows` are the rank's ledger rows.
+        Collective."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Synchronization policies: hooks that strategies such as local SGD or asynchronous SGD override, because their ranks
-do not synchronize in every step."""
+"""Synchronization policies: hooks that strategies such as local SGD or asynchronous SGD override because their ranks do
+not synchronize in every step."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class SyncChoice:
     ----------
     excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
         with this strategy
-    replicas : whether replicas train independently, so that the ranks of one replica form a group
-    optimizers : further optimizers, besides the one that updates parameters in each step
-    outer_codec : compression codec between replicas; None if it is the same as within replicas
-    description : text that describes this choice, and must be the same on all ranks
+    replicas : whether replicas train independently, so that the ranks of each replica form a group
+    optimizers : optimizers that are used in addition to the one that updates parameters in each step
+    outer_codec : compression codec for communication between replicas; None: the same as within a replica
+    description : text that describes this choice; it must be the same on all ranks
     message_prefix : beginning of error messages about excluded options
     """
 
@@ -53,7 +53,7 @@ class SyncChoice:
         return f"{self.excluded} with "
 
     def strategy_within_replica(self, mesh: Mesh | None, ranks: int) -> str | Sharding:
-        """Return the sharding strategy of the ranks that synchronize in every step; "" to use the strategy that the
+        """Return the sharding strategy for the ranks that synchronize in every step, or "" to use the strategy that the
         user chose."""
         return ""
 
@@ -66,7 +66,7 @@ SYNCHRONOUS = SyncChoice()
 
 
 def get_sync_choice(strategy: Any) -> SyncChoice:
-    """Return the `SyncChoice` of a strategy. The strategy is passed as an object or by name."""
+    """Return the `SyncChoice` of a strategy. `strategy` is an object or a name."""
     if isinstance(strategy, SyncChoice):
         return strategy
     return SYNCHRONOUS if not isinstance(strategy, str) or strategy in PRESETS else _make_sync_choice(strategy)
@@ -79,17 +79,17 @@ def _make_sync_choice(name: str) -> SyncChoice:
 
 
 class SyncPolicy:
-    """Decides how and when the ranks of a placement synchronize. In this base class, they synchronize in every step;
-    strategies override its methods.
+    """Decides how and when the ranks of a placement synchronize. In this base class, they synchronize in every step.
+    Strategies override its methods.
 
     Attributes
     ----------
     is_synchronous : whether all ranks take each step together
-    own_speed : whether each rank steps at its own speed (asynchronous training)
+    own_speed : whether each rank takes steps at its own speed (asynchronous training)
     owner : "shard" if ranks with the same index on the shard axis hold the same trained parameters and optimizer state;
         "replica" if this is true only within a replica
-    lasting : kinds of slots (named values) that programs leave filled for later programs
-    about : text about the policy that a checkpoint stores in its description of the run; None: no text
+    lasting : kinds of slots (named values of a program) that programs leave filled for later programs
+    about : text about the policy, which checkpoints store in their description of the run; None: no text
     """
 
     is_synchronous, own_speed = True, False
@@ -101,17 +101,17 @@ class SyncPolicy:
         self.placement = placement
 
     def get_program_kind(self, kind: str) -> str:
-        """Return the kind of program to run when the trainer asks for `kind`, such as "step". Raise ConfigError if the
-        policy does not support it."""
+        """Return the kind of program to run when the trainer requests a program of kind `kind`, such as "step". Raise
+        ConfigError if the policy does not support this kind."""
         return kind
 
     def get_sync_rules(self, step: int) -> SyncRules:
-        """Return the rules that say what ranks synchronize in step `step`. The first step is 1."""
+        """Return the rules that determine what ranks synchronize in step `step`. The first step is step 1."""
         return EVERY_STEP
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
-        """Return a list of pairs (rules, number of steps with these rules in one round). A round is all steps up to
-        and including the next one in which all ranks synchronize. The rules of that step are the last in the list."""
+        """Return a list of pairs (rules, number of steps with these rules in one round). A round consists of the steps
+        up to and including the next one in which all ranks synchronize. The rules for this last step come last."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
@@ -119,98 +119,99 @@ class SyncPolicy:
         return True
 
     def get_loss(self, results: Mapping[Slot, Any]) -> float:
-        """Return the loss of a finished step from the results of its program."""
+        """Return the loss of a completed step, given the results of its program."""
         return float(results[MEAN].value)
 
     def open_shared_memory(self) -> Iterator[tuple[Any, Any]]:
-        """Allocate memory that all ranks can access. For each array in it, yield (its key in the ledger, array). The
-        ledger is the table of a rank's arrays. Collective."""
+        """Allocate memory that all ranks can access, and yield (key, array) for each array in it. `key` identifies the
+        array in the ledger (table of a rank's arrays). Collective."""
         return iter(())
 
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[Any]:
-        """Yield the ledger rows of the arrays that this policy needs for a trained page (flat parameter buffer)."""
+        """Yield a ledger row for each array that this policy needs for a trained page (flat parameter buffer)."""
         return iter(())
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:
         """Return the name prefixes, such as "m", under which checkpoints store the optimizer state of a parameter.
-        `replicas` is the number of replicas with their own optimizer state; None: as many as the mesh has."""
+        `replicas` is the number of replicas that have their own optimizer state. None means the number of replicas in
+        the mesh."""
         return list(self.placement.slot_formats)
 
     def on_created(self, state: Any) -> None:
-        """Initialize the slots (named values) of this policy in a newly created state."""
+        """Initialize this policy's slots (named values of a program) in a newly created state."""
 
     def on_initialized(self, state: Any) -> None:
-        """Called after parameters have received their initial values."""
+        """Called after the parameters have been initialized."""
 
     def on_loaded(self, state: Any) -> None:
-        """Called after parameters were set from outside the training step, for example from a checkpoint."""
+        """Called after parameters have been set outside a training step, for example from a checkpoint."""
 
     def on_step(self, state: Any, weight: float) -> None:
-        """Called after a step. `weight` is the loss weight of its samples."""
+        """Called after each step. `weight` is the loss weight of the step's samples."""
 
     def on_resume(self, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Called after a checkpoint was loaded. `saved` is what `gather_checkpoint_counters` returned when that
+        """Called after a checkpoint has been loaded. `saved` is what `gather_checkpoint_counters` returned when the
         checkpoint was saved."""
 
     def gather_checkpoint_counters(self, state: Any) -> dict[str, Any] | None:
-        """Return the counters of this policy that a checkpoint stores in addition to arrays; None if there are none.
+        """Return the counters of this policy that checkpoints store in addition to arrays, or None if there are none.
         Collective."""
         return None
 
     def require_resumable(self, saved: Mapping[str, Any], where: str) -> None:
-        """Raise CheckpointError unless training can resume from `saved`, the counters of this policy in the checkpoint
-        `where`."""
+        """Raise CheckpointError unless training can resume from `saved`, the counters of this policy in a checkpoint.
+        `where` names the checkpoint in error messages."""
 
     def require_common_parameters(self, steps: int) -> None:
-        """Raise ConfigError if ranks have different parameters after `steps` steps. Used by calls that need the same
-        parameters on all ranks."""
+        """Raise ConfigError if ranks have different parameters after `steps` steps. Methods that need the same
+        parameters on all ranks call this."""
 
     def wait_for_last_step(self) -> None:
         """In asynchronous training, wait until all ranks have finished their last step; otherwise do nothing."""
 
     def count_updates(self, name: str, steps: int) -> int:
-        """Return how many times the page (flat buffer) that contains parameter `name` is updated in the first `steps`
-        trainer steps."""
+        """Return how many times the page (flat buffer) that contains the parameter `name` is updated in the first
+        `steps` steps of the trainer."""
         return steps
 
     @property
     def updates_per_step(self) -> int:
-        """How many times a parameter is updated while each rank takes one step."""
+        """Number of times a parameter is updated while each rank takes one step."""
         return 1
 
     def on_parameters_set(self, steps: int) -> None:
-        """Called after all parameters were set. `steps` is the number of trainer steps so far."""
+        """Called after all parameters have been set. `steps` is the number of steps that the trainer has taken."""
 
     def get_failed_ranks(self) -> list[int]:
-        """Return the ranks that have died, if training continues without them."""
+        """Return the ranks that have died and without which training continues."""
         return []
 
     def read_common_parameters(self) -> dict[str, Any] | None:
-        """Return a dict of the parameters that all ranks have in common, if one rank alone can read them without the
-        help of other ranks. Otherwise return None."""
+        """Return a dict of the parameters that all ranks have in common. Return None if a rank cannot read them without
+        the help of other ranks."""
         return None
 
     def read_common_state_and_get_setter(
         self, state: Any, kinds: Sequence[str]
     ) -> Callable[[], Callable[[], None]] | None:
         """Read the state that all ranks have in common, for the given kinds of arrays, and return a function that sets
-        this rank's arrays to it. Return None if no array has to change.
+        this rank's arrays to that state. Return None if no array has to change.
 
-        Call the returned function once all ranks have read the common state. It returns another function, which
-        restores the rank's own state."""
+        The returned function must be called once all ranks have read the common state. It returns another function,
+        which restores the rank's own state."""
         return None
 
     def copy_parameters_and_get_restorer(self) -> Callable[[], None] | None:
-        """If other ranks can change this rank's parameters, copy them and return a function that restores them.
-        Otherwise return None."""
+        """If other ranks can change this rank's parameters, copy the parameters and return a function that restores
+        them. Otherwise return None."""
         return None
 
     def close(self) -> None:
-        """Free the memory shared by all ranks. Collective."""
+        """Free the memory that all ranks share. Collective."""
 
 
 def set_arrays_returning_undo(values: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-    """Set arrays to new values, given as (array, value) pairs. Return a function that restores the old values."""
+    """Set each array to a new value, given as (array, value) pairs. Return a function that restores the old values."""
     before = [(array, array.copy()) for array, _ in values]
     for array, value in values:
         array[...] = value

@@ -24,7 +24,7 @@ SMALLEST_LOSS_SCALE = 2.0**-40
 
 @dataclass(frozen=True)
 class LossScaler:
-    """The loss scale for training in 16 bits. A dynamic scale is halved on overflow, and doubled after
+    """The loss scale for training with 16-bit floats. A dynamic scale is halved on overflow, and doubled after
     `growth_interval` steps without overflow.
 
     Attributes
@@ -32,7 +32,7 @@ class LossScaler:
     value : factor by which the loss is multiplied
     dynamic : whether the scale changes during training
     growth_interval : number of steps without overflow after which the scale is doubled
-    steps_since_change : number of steps since the scale last changed
+    steps_since_change : number of steps since the last change of the scale
     """
 
     value: float
@@ -47,8 +47,8 @@ class LossScaler:
         return cls(value, dynamic, precision.growth_interval)
 
     def compute_next_scale(self, finite: bool) -> LossScaler:
-        """Return the loss scale for the next step. `finite` says whether all gradients were finite, and must be the
-        same on every rank. Raise NumericsError if the scale becomes too small."""
+        """Return the loss scaler for the next step. `finite` is True if all gradients were finite, and must be the same
+        on all ranks. Raise NumericsError if the scale becomes too small."""
         if not self.dynamic:
             return self
         if finite:
@@ -66,22 +66,22 @@ class LossScaler:
         return replace(self, value=self.value / 2, steps_since_change=0)
 
     def restore_scale(self, value: float, steps_since_change: int) -> LossScaler:
-        """Return the scaler with the value and step count of a checkpoint. A fixed scale stays unchanged."""
+        """Return this scaler with the value and the step count of a checkpoint. A fixed scale is not changed."""
         return replace(self, value=value, steps_since_change=steps_since_change) if self.dynamic else self
 
 
 @dataclass(frozen=True)
 class TieGroup:
-    """Pages (flat parameter buffers) whose gradients must be summed before the update, because several ranks compute
-    parts of them: copies of a tied parameter on several pipeline ranks, or summands on several tensor ranks.
+    """Pages (flat parameter buffers) whose gradients must be summed before the update. Either the pages are copies of a
+    tied parameter on several pipeline ranks, or several tensor ranks compute partial sums of the gradient.
 
     Attributes
     ----------
-    pages : pages with copies of one parameter, in which the page of the first layer that uses it comes first; or a
-        single page
+    pages : a single page, or the pages with copies of one parameter, beginning with the page of the first layer that
+        uses the parameter
     ranks : pipeline rank of each page
-    comm : communicator of the pipeline ranks that have a copy; None if only one does
-    partial : whether to sum over the tensor axis as well
+    comm : communicator of the pipeline ranks that have a copy; None if only one rank has one
+    partial : whether gradients must also be summed over the tensor axis
     """
 
     pages: tuple[int, ...]
@@ -91,18 +91,18 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """Indices into `pages`, sorted by the pipeline rank of the page. An all-gather returns the gradients in this
+        """Indices into `pages`, sorted by the pages' pipeline ranks. An all-gather returns the pages' gradients in this
         order."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
     def page_counts_by_rank(self) -> list[int]:
-        """The number of pages (flat parameter buffers) on each pipeline rank, in rank order."""
+        """The number of this group's pages on each pipeline rank that has any, in rank order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:
-        """Return the number of elements that an all-gather of all copies of the gradient returns; 0 if no all-gather
-        is needed. `page_elements` is the number of elements of one copy on this rank."""
+        """Return how many elements an all-gather of the gradients of all copies returns, or 0 if no all-gather is
+        needed. `page_elements` is the number of elements of one copy on this rank."""
         return page_elements * len(self.pages) if self.comm is not None else 0
 
 
@@ -111,14 +111,14 @@ class FrozenParameters:
 
     Attributes
     ----------
-    frozen : names of the parameters that currently get no gradient and no update
-    missed : parameter name -> number of updates that the parameter had missed when it was last unfrozen. It has had
-        this many fewer updates than other parameters in its page (flat buffer)
+    frozen : names of the parameters that currently get no gradients and no updates
+    missed : parameter name -> number of updates that the parameter had missed in all when it was last unfrozen. It has
+        had this many fewer updates than other parameters in its page (flat buffer)
     """
 
     def __init__(self, updates: Callable[[str], int]) -> None:
-        """Start without frozen parameters. `updates` is a function of a parameter's name that returns how many updates
-        the parameter would have had so far if it had never been frozen."""
+        """Start without frozen parameters. `updates(name)` must return how many updates the parameter would have had so
+        far if it had never been frozen."""
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
@@ -137,26 +137,26 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def count_missed_updates(self) -> dict[str, int]:
-        """Return a dict from parameter name to the number of updates that the parameter has missed so far. Includes
-        parameters that are frozen now."""
+        """Return a dict from parameter name to the number of updates that the parameter has missed so far. It includes
+        parameters that are still frozen."""
         now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
     def resume_at(self, missed: dict[str, int], updates: int) -> None:
-        """Continue from a checkpoint that was saved after `updates` updates. `missed` maps the name of a parameter to
-        the number of these updates that it missed. Parameters that are frozen now stay frozen."""
+        """Continue from a checkpoint that was saved after `updates` updates. `missed` maps parameter names to the
+        number of these updates that the parameters missed. Parameters that are now frozen stay frozen."""
         self.missed, self._updates_when_frozen = missed, dict.fromkeys(self.frozen, updates)
 
 
 def restore_from_copies(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Copy saved values back into arrays, given as (array, copy) pairs."""
+    """Restore the earlier values of arrays, given as (array, copy) pairs."""
     for array, before in pairs:
         array[...] = before
 
 
 LASTING_SLOT_KINDS = frozenset({"stats", *(kind.slot for kind in LEDGER_KINDS.values() if kind.slot)})
-"""Kinds of slots that are filled before and after every program, or that belong to a later program. A `SyncPolicy` may
-have more."""
+"""Kinds of slots (named values of a program) that are filled before and after every program, or that belong to a later
+program. A `SyncPolicy` may add others."""
 
 
 class TrainState:
@@ -164,14 +164,14 @@ class TrainState:
 
     Attributes
     ----------
-    store : slot (name of a value, such as the gradient of page 3) -> value that programs read or write
+    store : slot (name of a value, such as the gradient of page 3) -> the value, which programs read and write
     steps : number of updates made so far
-    samples : number of samples in the global batches since the last update
-    gradient_source : the call that computed the gradients in the store, "accumulate" or "backward"; "" without
+    samples : number of samples in all global batches since the last update
+    gradient_source : the call that computed the gradients in `store`, "accumulate" or "backward"; "" if there are no
         gradients
-    ran : kinds of programs that ran since the last update, the same on all ranks
-    idle : parameters that received no gradient in at least one backward
-    storage : the storage of offloaded arrays
+    ran : kinds of programs that have run since the last update; the same on all ranks
+    idle : parameters that received no gradient in at least one backward pass
+    storage : the storage for offloaded arrays
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class TrainState:
         self._fill_initial_slots()
 
     def _fill_initial_slots(self) -> None:
-        """Fill the store with the arrays that every program expects, such as parameter shards and optimizer state."""
+        """Put the arrays that every program expects, such as parameter shards and optimizer state, into `store`."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained_pages}
         for row in self.ledger:
@@ -212,31 +212,31 @@ class TrainState:
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_running_statistics(self) -> list[tuple[Any, Any]]:
-        """Copy the running statistics that this rank updates. Return (array, copy) pairs, with which
-        `restore_from_copies` undoes a failed step."""
+        """Copy the running statistics that this rank updates. Return (array, copy) pairs, which can be passed to
+        `restore_from_copies` to undo a failed step."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]
 
     @property
     def random(self) -> Random:
-        """The random number generator for layers, which depends on the seed and the position in training."""
+        """A random number generator for layers. Its numbers depend on the seed and the position in training."""
         return Random(self.seed, moment=self.moment)
 
     def list_indices_of_filled_slots(self, kind: str) -> frozenset[int]:
-        """Return the numbers of those pages (flat buffers), units (groups of layers) or activations for which the
-        store holds a value of this kind, such as "grad"."""
+        """Return the numbers of the pages (flat buffers), units (groups of layers) or activations for which `store`
+        holds a value of this kind, such as "grad"."""
         return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
 
     def clear_slots(self, kinds: Iterable[str]) -> None:
-        """Remove all values of the given kinds, such as "grad", from the store."""
+        """Remove all values of the given kinds, such as "grad", from `store`."""
         unwanted = set(kinds)
         for slot in [slot for slot in self.store if slot.kind in unwanted]:
             del self.store[slot]
 
     def pop_values_of_earlier_programs(self, keep: Iterable[str] = ("full",)) -> dict[Slot, Any]:
-        """Remove the values that earlier programs left in the store, such as gradients, and return them. Values of the
-        kinds in `keep` stay. To put the returned values back, use `store.update`."""
+        """Remove the values that earlier programs have left in `store`, such as gradients, and return them. Values of
+        the kinds in `keep` are not removed. Use `store.update` to put the returned values back."""
         stored_slots = dict(self.placement.stage.stored_slots)
         stands = {stand.kind for stand in stored_slots.values()}
         stay = LASTING_SLOT_KINDS | self.placement.sync_policy.lasting | stands | set(keep)
@@ -245,8 +245,8 @@ class TrainState:
         return {slot: self.store.pop(slot) for slot in gone}
 
     def finish_update(self, skipped: bool, scaler: LossScaler, weight: float = 0.0) -> None:
-        """Count an update, unless it was skipped, and free the gradients. `skipped` says whether parameters were left
-        unchanged because gradients overflowed, and `weight` is the loss weight of the step's samples."""
+        """Count an update, unless it was skipped, and free the gradients. `skipped` is True if parameters were left
+        unchanged because gradients overflowed. `weight` is the loss weight of the step's samples."""
         self.steps += not skipped
         self.placement.sync_policy.on_step(self, weight)
         self.scaler = scaler
@@ -259,12 +259,12 @@ class TrainState:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Parameters that currently get no gradient and are not updated."""
+        """Names of the parameters that currently get no gradients and no updates."""
         return self.freezing.frozen
 
     def count_missed_steps(self) -> dict[str, int]:
-        """Return a dict from parameter name to the number of trainer steps that did not update the parameter.
-        Parameters that missed none are left out."""
+        """Return a dict from parameter name to the number of trainer steps that did not update the parameter, without
+        parameters that every step updated."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -274,12 +274,12 @@ class TrainState:
         return self.placement.sync_policy.count_updates(name, self.steps)
 
     def set_counters_from_other_ranks(self, steps: int, value: float, steps_since_change: int) -> None:
-        """Set step count and loss scale after an update in which this rank took no part. The arguments come from a
-        rank that did: its step count, and the fields `value` and `steps_since_change` of its `LossScaler`."""
+        """Set the step count and the loss scale after an update in which this rank took no part. The arguments come
+        from a rank that took part: its step count, and `value` and `steps_since_change` of its `LossScaler`."""
         self.steps, self.scaler = steps, self.scaler.restore_scale(value, steps_since_change)
 
     def wait_for_transfers(self) -> None:
-        """Wait for transfers that programs have started and left pending."""
+        """Wait for transfers that programs have started without waiting for them."""
         for slot, value in self.store.items():
             if slot.kind in self.placement.sync_policy.lasting and isinstance(value, TimedTransfer):
                 self.store[slot] = value.wait()
@@ -293,10 +293,11 @@ class TrainState:
         policy_data: dict[str, Any] | None = None,
         missed: Mapping[str, int] | None = None,
     ) -> None:
-        """Continue training from the position stored in a checkpoint. From then on, random numbers use `seed`.
+        """Continue training from the position that a checkpoint contains. From now on, random numbers depend on `seed`.
 
-        `scale` is the loss scale as (value, steps since its last change), `policy_data` holds the counters of the
-        `SyncPolicy`, and `missed` is what `count_missed_steps` returned when the checkpoint was saved."""
+        `scale` is the loss scale as (value, steps since its last change), or None to leave it unchanged. `policy_data`
+        holds the counters of the `SyncPolicy`. `missed` is what `count_missed_steps` returned when the checkpoint was
+        saved."""
         self.discard_after_error()
         self.drop_local_gradients()
         self.steps, self.samples, self.seed = steps, samples, seed
@@ -307,46 +308,45 @@ class TrainState:
             self.scaler = self.scaler.restore_scale(*scale)
 
     def zero_grad(self) -> None:
-        """Discard accumulated gradients, but keep the activations that a `forward` saved for its `backward`."""
+        """Discard accumulated gradients, but keep the activations that `forward` saved for `backward`."""
         self.clear_slots(["grad", "part", "weight"])
         self.samples, self.gradient_source = 0, ""
         self.drop_local_gradients()
 
     def invalidate_full_parameters(self) -> None:
-        """Discard gathered parameters, because parameters have changed. Every rank must call this."""
+        """Discard gathered parameters, because the parameters have changed. All ranks must call this."""
         self.clear_slots(["full"])
         self.ran.discard("updated")
 
     def discard_after_error(self) -> None:
-        """Discard everything that a failed program left in the store, including gradients. Parameters are not
-        affected."""
+        """Discard everything that a failed program has left in `store`, including gradients. Parameters are kept."""
         self.gradient_source = ""
         self.ran.clear()
         self.pop_values_of_earlier_programs(keep=())
 
     def get_or_allocate_until_update(self, key: LedgerKey) -> Any:
-        """Return an array that is allocated on first use and freed by each update. It is not freed earlier, because
-        after an error a transfer may still be writing into it."""
+        """Return the array with this key. It is allocated on first use and freed by the next update. An error does not
+        free it, because a transfer may still be writing to it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]
             self.ledger.arrays[key] = self.arena.allocate(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
     def get_or_create_local_gradient(self, row: LedgerRow) -> Any:
-        """Return the array for an unsharded gradient that `no_sync` keeps on this rank until the update. Allocate it
-        on first use."""
+        """Return the array for an unsharded gradient that `no_sync` keeps on this rank until the update. The array is
+        allocated on first use."""
         if row.key not in self.ledger.arrays:
             self.ledger.add_row(row, self.arena.get_or_create_buffer(row.key, row.elements, row.dtype, temporary=True))
         return self.ledger.arrays[row.key]
 
     def drop_local_gradients(self) -> None:
-        """Free the full gradients that `no_sync` kept on this rank."""
+        """Free the unsharded gradients that `no_sync` has kept on this rank."""
         for key in [row.key for row in self.ledger if row.key.name == "local" and row.key.kind == "grad"]:
             self.ledger.drop_row(key)
             self.arena.drop_buffer(key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the bytes that this rank holds now."""
+        """Return a dict from kind of memory, such as "gradients", to the number of bytes that this rank now holds."""
         bytes_by_kind = self.ledger.count_bytes_by_kind()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 

@@ -1,4 +1,4 @@
-"""Measurements of a machine that are cached on disk, and the choice of the fastest BLAS library."""
+"""Machine-dependent measurements, which are cached on disk, and the choice of the fastest BLAS library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 Record = TypeVar("Record")
 _KINDS = {"key": dict, "value": dict, "date": str}
 _refused: set[Path] = set()
-"""Folders that could not be written."""
+"""Folders to which nothing could be written."""
 
 
 class Measurement(NamedTuple):
@@ -58,8 +58,8 @@ class Measurement(NamedTuple):
 
 
 def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]], Record]) -> Record | None:
-    """Return the cached measurement of this kind, such as "blas", for this key; None if there is none. If the file is
-    damaged or not trusted, warn once and return None, so that the caller measures again.
+    """Return the cached measurement of this kind (such as "blas") with this key, or None if there is none. If its file
+    is damaged or not trusted, issue a warning once and return None, so that the caller measures again.
 
     `decode` converts the stored value to the result. It must raise ValueError or TypeError if the value is invalid."""
     file = _get_record_path(kind, key)
@@ -76,9 +76,9 @@ def load_record(kind: str, key: dict[str, Any], decode: Callable[[dict[str, Any]
 
 
 def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
-    """Write a measurement to the cache, atomically. If the folder is not writable, warn once; the next process then
-    has to measure again. `kind` names the measurement, such as "blas", and `key` holds everything on which it depends.
-    """
+    """Atomically write a measurement to the cache. If the folder is not writable, issue a warning once; the next
+    process must then measure again. `kind` names the measurement, such as "blas", and `key` holds everything on which
+    its value depends."""
     file, date = _get_record_path(kind, key), datetime.now(UTC).isoformat(timespec="minutes")
     text = json.dumps({"key": key, "date": date, "value": value}, indent=1)
     try:
@@ -89,7 +89,8 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache_location() -> str:
-    """Return a phrase that says where measurements are cached, to append to a message; "" if they cannot be cached."""
+    """Return a phrase to append to a message, which tells where measurements are cached. Return "" if they cannot be
+    cached."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; the result is kept in {folder}"
 
@@ -104,8 +105,8 @@ def _warn_cannot_cache(folder: Path, error: OSError) -> None:
 
 
 def _read_record(file: Path) -> Measurement | None:
-    """Return the measurement in a file; None if the file does not exist or is not trusted. Raise ValueError if the
-    content is not a measurement."""
+    """Return the measurement in a file, or None if the file does not exist or is not trusted. Raise ValueError if the
+    file does not contain a measurement."""
     data = safe_files.read_if_trusted(file)
     return None if data is None else Measurement(**require_json_fields(safe_files.parse_json(data), _KINDS))
 
@@ -118,9 +119,9 @@ def _get_record_path(kind: str, key: dict[str, Any]) -> Path:
 T = TypeVar("T")
 
 MIN_SPEEDUP = 1.25
-"""A BLAS library other than the default is chosen only if it is faster by this factor."""
+"""A BLAS library other than the default one is chosen only if it is faster by more than this factor."""
 MULTI_RANK_GROUP_BYTES = 4 << 20
-"""Minimum bytes of a unit on several ranks, from measurements (docs/decisions/0010)."""
+"""Minimum bytes of parameters in a unit if there are several ranks, based on measurements (docs/decisions/0010)."""
 
 
 @dataclass(frozen=True)
@@ -146,17 +147,17 @@ class Tuning:
 def agree_on_tuning(
     world: Communicator, wanted: bool, xp: Any, count: ProgressCallback = lambda done, total: None
 ) -> Tuning:
-    """Return the machine-dependent choices for a job, from a cached or a new measurement. Collective.
+    """Return the machine-dependent choices for a job, based on a cached or a new measurement. Collective.
 
-    The BLAS library is selected for the whole process. Jobs of all sizes use the same library, so that their results
-    are bitwise identical.
+    The BLAS library is selected for the whole process. Jobs with any number of ranks use the same library, so that
+    their results are bitwise identical.
 
     Parameters
     ----------
-    world : communicator of all ranks. Ranks that run as threads do not measure; simulated ranks use the measurement of
-        real ranks
-    wanted : whether to use a measurement; if False, return the defaults. With FSDPX_TUNE=again, each process measures
-        once even if a measurement is cached
+    world : communicator of all ranks. Ranks that run as threads do not measure. Simulated ranks use a measurement that
+        real ranks have cached
+    wanted : whether to use a measurement; if False, return the defaults. If FSDPX_TUNE=again, each process measures
+        once, even if a measurement is cached
     xp : array module, such as `numpy`
     count : progress callback (measurements done, total)
     """
@@ -181,12 +182,12 @@ def agree_on_tuning(
 
 
 _remeasured: set[str] = set()
-"""Keys of the machines that this process has measured."""
+"""Keys of the measurements that this process has made."""
 
 
 def load_blas_measurement() -> Measurement | None:
-    """Return the cached measurement of this machine: the chosen BLAS library, and the GFLOP/s of each library on one
-    thread. Return None if none is cached."""
+    """Return the cached BLAS measurement for this machine: the chosen library, and the GFLOP/s of each library on one
+    thread. Return None if there is none."""
     key = _make_tuning_key()
     with suppress(ValueError, TypeError):
         record = _read_record(_get_record_path("blas", key))
@@ -197,8 +198,8 @@ def load_blas_measurement() -> Measurement | None:
 
 
 def _agree_on_blas_library(world: Communicator, count: ProgressCallback) -> str:
-    """Return the BLAS library that was fastest in rank 0's measurement, which is cached or made now. Only rank 0
-    decides, because measured times differ between ranks. Collective."""
+    """Return the BLAS library that was fastest in rank 0's measurement. If rank 0 has no cached measurement, all ranks
+    measure now. Only rank 0's measurement counts, because measured times differ between ranks. Collective."""
     key = _make_tuning_key()
     anyway = environment.read_environment().retune and str(key) not in _remeasured
     known = None if anyway or world.rank else load_record("blas", key, _parse_library_record)
@@ -235,7 +236,8 @@ def _make_tuning_key() -> dict[str, Any]:
 
 
 def _parse_library_record(value: dict[str, Any]) -> str:
-    """Return the chosen library from a cached value. Raise ValueError if no measurement can have written this value."""
+    """Return the library that a cached measurement chose. Raise ValueError if a measurement cannot have had this
+    value."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(
         type(rate) is float for rate in rates.values()

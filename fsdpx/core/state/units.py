@@ -1,6 +1,6 @@
-"""The layout of a model's parameters: units (layers that are gathered, computed and reduced together, like an FSDP
-unit), pages (flat buffers that hold the parameters of a unit), and pipeline stages (chosen by the user or balanced by
-cost)."""
+"""The layout of a model's parameters: units (layers whose parameters are gathered and whose gradients are reduced
+together, like an FSDP unit), pages (flat buffers that hold the parameters of a unit), and pipeline stages (chosen by
+the user, or balanced by cost)."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ __all__ = [
 
 
 GROUP_BYTES = 1 << 20
-"""Consecutive small layers are grouped until they have this many bytes. Sending 1 MiB takes longer than the latency of
-common networks."""
+"""Consecutive small layers are grouped until they have this many bytes of parameters. On common networks, sending 1 MiB
+takes longer than the latency."""
 
 ReductionRuleFunction = Callable[[Sequence[str]], tuple[int, bool]]
-"""Function from the names of a parameter to (number of the rule by which its gradient is reduced, whether the result
-for an element depends on the other elements of the page). With such a rule, a parameter that all tensor ranks hold in
-full would not stay equal on them if its page also held sharded parameters, of which each rank has different elements.
-"""
+"""Function from the names of a parameter to (number of the rule for reducing its gradient, whether the result for an
+element depends on the other elements in the page). If it depends on them, a parameter that all tensor ranks hold in
+full must not be in one page with sharded parameters: these differ between tensor ranks, and so would the results for
+the full parameter."""
 PageKind = tuple[bool, bool, str, int, bool]
-"""Properties that the parameters of a page share, see `kind_of` in `lay_out_model`."""
+"""Properties that are the same for all parameters in a page; see `kind_of` in `lay_out_model`."""
 
 
 @dataclass(frozen=True)
 class ModelSpread:
-    """How a model is distributed over the pipe and tensor axes. By default each axis has one rank.
+    """How a model is distributed over the pipe and tensor axes. By default, each axis has one rank.
 
     Attributes
     ----------
-    starts, home : the first node of each stage, and the pipeline rank of each stage
+    starts, home : the first node (layer call) of each stage, and the pipeline rank of each stage
     rank, width : this rank's index on the tensor axis, and the number of tensor ranks
-    partial : names of the parameters for which each tensor rank computes only a summand of the gradient
-    copies_all_ties : whether every layer with a tied parameter gets its own copy, even on the same rank, so that the
-        gradients are added in the same order no matter how the model is split
+    partial : names of the parameters for which each tensor rank computes only a partial sum of the gradient
+    copies_all_ties : whether every layer that has a tied parameter gets its own copy of it, even on the same rank, so
+        that the order in which gradients are added does not depend on how the model is split
     """
 
     starts: tuple[int, ...] = (0,)
@@ -73,22 +73,23 @@ class ModelSpread:
         return bisect_right(self.starts, node) - 1
 
     def rank_of(self, node: int) -> int:
-        """Return the pipeline rank that runs a node (layer call) of the model."""
+        """Return the pipeline rank that runs node number `node` of the model."""
         return self.home[self.stage_of(node)]
 
     def local_shape_of(self, spec: ParameterSpec) -> tuple[int, ...]:
-        """Return the shape of this tensor rank's part of a parameter."""
+        """Return the shape of the part of a parameter that this tensor rank holds."""
         return spec.local_shape(self.rank, self.width)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes (layer calls) that run together, with one gather and one reduction. `inputs` and `outputs` hold
-    activation numbers, as in `LayerList`.
+    """Consecutive nodes (layer calls) that run together, so that parameters are gathered and gradients reduced once for
+    all of them.
 
     Attributes
     ----------
-    stage : number of the pipeline stage
+    inputs, outputs : activation numbers, as in `LayerList`
+    stage : number of the pipeline stage to which the unit belongs
     trains : for each node, whether it has trainable parameters
     """
 
@@ -123,15 +124,15 @@ def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Layout of the parameters: units (layers gathered together) in the order of execution, and pages (flat buffers).
+    """Layout of a model's parameters: units (groups of layers) in the order of execution, and pages (flat buffers).
 
     Attributes
     ----------
     specs : canonical name of a parameter -> spec of the full parameter
-    ties : alias of a tied parameter -> name under which a page stores it
-    aliases : alias of a tied parameter -> its canonical name in the model
+    ties : alias of a tied parameter -> name under which a page stores the parameter
+    aliases : alias of a tied parameter -> canonical name of the parameter
     inputs, outputs : names of the model's inputs, and numbers of the activations that are its outputs
-    twins : groups of pages with copies of the same tied parameter; each group starts with the page of the first layer
+    twins : groups of pages with copies of the same tied parameter; each group begins with the page of the first layer
         that uses the parameter
     """
 
@@ -154,24 +155,26 @@ class ModelLayout:
 
     @property
     def names(self) -> dict[str, str]:
-        """Every name of every parameter -> the parameter's canonical name."""
+        """Each name of each parameter (canonical name or alias) -> canonical name."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
-        """Return the canonical names of the trainable parameters whose name or alias matches `pattern` (fnmatch). If
-        no parameter matches, raise a ConfigError that names the argument `argument`."""
+        """Return the canonical names of the trainable parameters whose canonical name or alias matches `pattern`
+        (fnmatch). If no parameter matches, raise ConfigError. `argument` is the name of the argument that contains the
+        pattern, for error messages."""
         require_pattern_matches(argument, [pattern], self.names)
         names = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in names if self.specs[name].trainable)
 
     def list_trainable_page_flags(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
         """Return, for each page (flat parameter buffer), whether any of its parameters is trained. `frozen` holds the
-        canonical names of the parameters that are frozen now."""
+        canonical names of the parameters that are currently frozen."""
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def find_constant_values(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """Return the numbers of the activations that need no gradient. `frozen` holds the canonical names of the
-        parameters that are frozen now, and `wanted` the numbers of the inputs for which the caller wants a gradient."""
+        """Return the numbers of the activations that need no gradients. `frozen` holds the canonical names of the
+        parameters that are currently frozen, and `wanted` holds the numbers of the inputs for which the caller wants
+        gradients."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_list_node_parameters(nodes, self.aliases), nodes, strict=True)
@@ -185,13 +188,12 @@ class ModelLayout:
 
     @cached_property
     def tied_copy_pages(self) -> frozenset[int]:
-        """The indices of the pages (flat parameter buffers) that hold a copy of a tied parameter from an earlier page.
-        """
+        """The indices of the pages (flat parameter buffers) that hold a copy of a tied parameter in an earlier page."""
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
     def size(self) -> int:
-        """The number of elements of all full parameters; tied parameters count once."""
+        """The total number of elements of all full parameters. Tied parameters count once."""
         return sum(spec.size for spec in self.specs.values() if not spec.state)
 
 
@@ -205,8 +207,8 @@ def lay_out_model(
 ) -> ModelLayout:
     """Group the layers of a model into units, and lay out their parameters in pages (flat buffers).
 
-    Layers are grouped until a unit has `group_bytes` bytes of parameters, with `itemsize` bytes per element.
-    Parameters that match a name pattern (fnmatch) in `frozen` are not trained and get separate pages."""
+    Consecutive layers are added to a unit until it has `group_bytes` bytes of parameters, with `itemsize` bytes per
+    element. Parameters whose names match a pattern (fnmatch) in `frozen` are not trained and get separate pages."""
     if group_bytes < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _make_specs_with_frozen(model, frozen)
@@ -220,13 +222,13 @@ def lay_out_model(
     rules = {name: reduction_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
-        """Return the properties that parameters in one page (flat parameter buffer) must share: (not trainable,
-        gradient is a summand, name if it needs its own page, reduction rule, whether it must be separate from
-        sharded parameters).
+        """Return the properties of a parameter that must be the same for all parameters in a page: (whether it is not
+        trainable, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page,
+        number of its reduction rule, whether it must be separate from sharded parameters).
 
         A tied parameter that several units use gets its own page. That page is gathered for each of these units, and
-        its full gradient is kept from the first of them to the last. Other parameters in the page would have to be
-        kept just as long."""
+        its full gradient is kept from the first of them to the last. The gradients of other parameters in the page
+        would have to be kept just as long."""
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -253,14 +255,14 @@ def lay_out_model(
 
 
 def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
-    """Return the number of elements of a parameter on a tensor rank, rounded up so that it is the same on all tensor
-    ranks."""
+    """Return the number of elements of a parameter that a tensor rank holds, rounded up so that all tensor ranks get
+    the same number."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts from the alias of a tied parameter to its canonical name: one for aliases that share the
-    parameter's page, and one for aliases that get their own copy."""
+    """Return two dicts from alias to canonical name of a tied parameter: one for aliases that use the parameter's own
+    page, and one for aliases that get a copy of the parameter."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -280,8 +282,8 @@ def _find_ties_across_units(model: LayerList, groups: Sequence[Sequence[int]]) -
 def _group_parameters_by_page_kind(
     names: Iterable[str], kind: Callable[[str], PageKind]
 ) -> list[tuple[PageKind, list[str]]]:
-    """Split the parameters of a unit (group of layers) into pages (flat buffers). Return sorted pairs (properties that
-    the parameters of a page share, their names)."""
+    """Distribute the parameters of a unit (group of layers) over pages (flat buffers). Return a sorted list with one
+    pair for each page: (properties that its parameters share, names of its parameters)."""
     pages: dict[PageKind, list[str]] = {}
     for name in names:
         pages.setdefault(kind(name), []).append(name)
@@ -289,7 +291,7 @@ def _group_parameters_by_page_kind(
 
 
 def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Return a dict from each parameter's canonical name to a list of all its names: the canonical name and the
+    """Return a dict from the canonical name of each parameter to a list of all its names: the canonical name and its
     aliases."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
@@ -305,13 +307,14 @@ def _make_specs_with_frozen(model: LayerList, frozen: Sequence[str]) -> dict[str
 
 
 def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
-    """Return the canonical names of the parameters of each node."""
+    """Return, for each node, the canonical names of its parameters."""
     names = ([join_path(node.path, local) for local in node.layer.specs()] for node in nodes)
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """Return, for each node, the names of the parameters that no earlier node uses, excluding running statistics."""
+    """Return, for each node, the names of those of its parameters that no earlier node uses. Running statistics are not
+    included."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -323,8 +326,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes, numbered from `start`, until the weights of a group add up to `limit`. If the remaining
-    nodes weigh less than `limit`, they join the last group."""
+    """Group consecutive nodes, numbered from `start`. A group is complete when its `weights` add up to `limit`. Nodes
+    that are left over at the end are added to the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -342,8 +345,8 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return a dict from activation number to the index of the last node that reads the activation. Model outputs
-    count as read after all nodes."""
+    """Return a dict from activation number to the index of the last node that reads the activation. For outputs of the
+    model, this is the number of nodes, as if they were read after the last node."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -369,21 +372,22 @@ def _make_unit(
 
 
 LayerCosts = Mapping[str, float]
-"""Cost of a layer per sample, in any unit, by pattern of layer paths (fnmatch; the first match applies)."""
+"""Pattern for layer paths (fnmatch) -> cost of such a layer per sample, in arbitrary units. The first matching pattern
+applies."""
 
 
 Stages = Sequence[str | int] | Mapping[str, int]
-"""The first layer of each stage, the number of layers of each stage, or a dict from path pattern to pipeline rank."""
+"""The first layer of each stage, the number of layers in each stage, or a dict from path pattern to pipeline rank."""
 
 
 def parse_stages_option(
     model: LayerList, stages: Stages | None, ranks: int
 ) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
-    """Parse the option `stages`. Return (stages as a list, their number), or for a mapping (stages as a list, pipeline
-    rank of each stage). Return (None, None) if the option is not set.
+    """Parse the option `stages`. Return (stages as a list, number of stages). If the option is a mapping, return
+    (stages as a list, pipeline rank of each stage). If it is not set, return (None, None).
 
-    A layer that matches no pattern of a mapping is on the same rank as the layer before it. A single pipeline rank
-    always has one stage."""
+    A layer that matches no pattern in the mapping is on the same rank as the layer before it. If there is only one
+    pipeline rank, a list or mapping is ignored."""
     if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
         return None, None
     if isinstance(stages, Mapping):
@@ -432,7 +436,7 @@ def _parse_stage_mapping(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Return whether a pattern matches the path of a node's layer, or of a layer around it."""
+    """Return whether a pattern matches the path of a node's layer, or the path of a layer that contains this layer."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -443,12 +447,12 @@ def split_into_stages(
     costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
-    """Return the index of the first node of each of `count` pipeline stages. Error messages give `why` as the reason
-    for this number of stages.
+    """Split a model into `count` pipeline stages, and return the index of the first node of each stage. Error messages
+    give `why` as the reason for this number of stages.
 
-    `stages` holds the path of the first layer of each stage, or the number of layers of each stage; None: split so
-    that costs are balanced. `costs` maps a path pattern to the cost of a layer. A layer that matches no pattern costs
-    the number of elements of its weight matrices."""
+    `stages` holds the path of the first layer of each stage, or the number of layers in each stage. If it is None,
+    stages are chosen so that their costs are balanced. `costs` maps path patterns to costs of layers. The cost of a
+    layer that matches no pattern is the number of elements in its weight matrices."""
     nodes = model.nodes
     require_enough_layers(model, count, why)
     if stages is None:
@@ -483,14 +487,14 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
     """Split a sequence of costs into `count` non-empty runs, so that the most expensive run is as cheap as possible.
     Return the start index of each run.
 
-    Bisects over the cost of the most expensive run, and fills runs from the left up to that cost (chains-on-chains
-    partitioning, Pinar and Aykanat 2004)."""
+    The method bisects over the cost of the most expensive run, and fills runs from the left up to that cost
+    (chains-on-chains partitioning, Pinar and Aykanat 2004)."""
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_find_run_starts(costs, middle)) <= count else (middle, high)
     starts = _find_run_starts(costs, high)
-    while len(starts) < count:  # if there are fewer runs than wanted, split the most expensive run
+    while len(starts) < count:  # as long as there are fewer runs than wanted, split the most expensive one
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
         i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))
@@ -499,7 +503,7 @@ def split_into_balanced_runs(costs: Sequence[float], count: int) -> tuple[int, .
 
 
 def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
-    """Fill runs from the left so that each costs at most `limit`, and return their start indices."""
+    """Fill runs from the left, so that each costs at most `limit`. Return the start index of each run."""
     starts, total = [0], 0.0
     for i, cost in enumerate(costs):
         if total + cost > limit * (1 + 1e-12) and i > starts[-1]:
@@ -510,7 +514,7 @@ def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
 
 
 def _are_layer_counts(stages: Sequence[str | int]) -> bool:
-    """Return whether `stages` holds numbers of layers rather than layer paths. Raise ConfigError for a mix of both."""
+    """Return whether `stages` holds numbers of layers and not layer paths. Raise ConfigError if it holds both."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")
