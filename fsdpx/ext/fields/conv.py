@@ -1,4 +1,4 @@
-"""Convolutions over fields of one to three dims, and the sliding windows that convolutions and pools share."""
+"""Convolutions over fields of one to three dims, and the sliding windows that both convolutions and pools use."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ Sizes = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class ConvWindow:
-    """The sliding window of a convolution or pool. All attributes but `ceil_mode` have one value per dim.
+    """The sliding window of a convolution or pool. All attributes except `ceil_mode` have one value per dim.
 
     Attributes
     ----------
-    kernel, stride, dilation : size of the window, step from window to window, and distance between the cells of a
+    kernel, stride, dilation : size of the window, step from one window to the next, and distance between the cells of a
         window
     low, high : number of padding cells before and after the field
-    modes : padding before and after the field, such as ("zeros", "reflect"); a number is the value of the cells there
+    modes : padding modes before and after the field, such as ("zeros", "reflect"); a number is the value of the padding
+        cells
     ceil_mode : whether a window that reaches beyond the end of the field also produces an output, as in PyTorch
     """
 
@@ -77,7 +78,8 @@ class ConvWindow:
         cls, layer: Layer, dims: int, kernel: Any, stride: Any, padding: Any, dilation: Any, mode: Any,
         ceil_mode: bool = False,
     ) -> ConvWindow:  # fmt: skip
-        """Return the window for PyTorch-style arguments of `layer`; raise ConfigError if an argument is invalid."""
+        """Return the window described by PyTorch-style arguments of `layer`; raise ConfigError if an argument is
+        invalid."""
         sizes = [
             expand_to_dims(layer, name, value, dims, 1)
             for name, value in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation))
@@ -88,7 +90,7 @@ class ConvWindow:
 
     @property
     def spans(self) -> tuple[int, ...]:
-        """Number of cells that the dilated window covers along each dim: dilation * (kernel - 1) + 1."""
+        """Number of cells along each dim from the first to the last cell of a window: dilation * (kernel - 1) + 1."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
@@ -110,26 +112,26 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return, for each dim, how many zeros the convolution kernel itself adds before the field.
+        """Return, for each dim, the number of zeros before the field that the convolution kernel itself adds.
 
-        The kernel adds none along a dim that is partitioned, has ghost cells, or uses a padding mode other than zeros,
-        because the halo exchange provides the padding along such a dim."""
+        The kernel adds none along a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
+        because the halo exchange provides the padding there."""
         rows = zip(parts.cuts, self.low, self.modes, strict=True)
         return tuple(pad if self._is_padded_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
 
     def _is_padded_by_kernel(self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]) -> bool:
-        """Return whether the kernel adds the padding along a dim. Padding with a given number needs the halo exchange
-        along all dims, because corners get the padding of the last dim."""
+        """Return whether the kernel itself adds the padding along a dim. If any dim is padded with a given number, all
+        dims need the halo exchange, because corners get the padding of the last dim."""
         has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
     def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
-        """Return the window in the form that the convolution kernels take. `first` is, for each dim, the cell where
+        """Return the window in the form that the convolution kernels take. `first` holds, for each dim, the cell where
         the window of output 0 begins."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
-        """Return one halo spec per dim: the range of input cells that each rank needs for its outputs.
+        """Return one halo spec per dim, with the range of input cells that each rank needs for its outputs.
 
         Zeros that the convolution kernel adds by itself are not part of the halo. Raises ShapeError if the field is
         too small for the padding."""
@@ -147,8 +149,8 @@ class ConvWindow:
 
 
 def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
-    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if a value is not an integer
-    or is below `minimum`."""
+    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if it has any entry that is
+    not an integer or is below `minimum`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
@@ -159,7 +161,7 @@ def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int)
 
 
 def require_divisible_channels(layer: Layer, in_channels: int, out_channels: int, groups: int) -> None:
-    """Raise ConfigError unless input and output channels are multiples of `groups`."""
+    """Raise ConfigError unless the numbers of input and output channels are multiples of `groups`."""
     require_positive(layer, in_channels=in_channels, out_channels=out_channels, groups=groups)
     if in_channels % groups or out_channels % groups:
         raise ConfigError(
@@ -181,7 +183,7 @@ def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSp
 def _parse_padding(
     layer: Layer, padding: Any, dims: int, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the padding before and the padding after the field, in cells along each dim."""
+    """Return the numbers of padding cells before and after the field along each dim."""
     if padding == "valid":
         return (0,) * dims, (0,) * dims
     if padding == "same":
@@ -271,7 +273,7 @@ class Conv(WindowLayer):
     stride : number of cells by which the window moves; default 1
     padding : number of cells added at each end: one number, one for each dim, or (before, after) for each dim. "same"
         (which requires stride 1) keeps the number of cells, and "valid" adds no cells. Default: no padding
-    dilation : distance between the cells of a window; default 1
+    dilation : distance between neighboring cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end) or a
@@ -313,7 +315,7 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # adding the contribution of halo slabs separately would round 16-bit sums twice
+        # one array if slabs do not suffice, or if adding their contributions separately would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:
@@ -353,8 +355,8 @@ class Conv(WindowLayer):
             weight, bias = None if weight is None else (weight[0], True), None
 
     def _make_window_strides_in_box(self, kernel_padding: tuple[int, ...], box: HaloBox) -> WindowStrides:
-        """Return the window in the form that the convolution kernels take, with positions relative to the first cell
-        of `box`."""
+        """Return the window in the form that the convolution kernels take, with positions relative to the first cell in
+        `box`."""
         first = tuple(-pad - offset for pad, offset in zip(kernel_padding, box.offset, strict=True))
         return self.window.make_window_strides(first, self.groups)
 
@@ -366,7 +368,7 @@ class Conv1d(Conv, dims=1):
 class Conv2d(Conv, dims=2):
     """Convolution over (samples, in_channels, height, width), with the parameters of `Conv`.
 
-    On CPUs, 3 x 3 windows with stride 1 and multiples of 16 channels use Winograd's F(4 x 4, 3 x 3), which needs a
+    On CPUs, 3 x 3 windows with stride 1 and channels in multiples of 16 use Winograd's F(4 x 4, 3 x 3), which needs a
     quarter of the multiplications and has errors of a few 1e-6 in float32."""
 
 

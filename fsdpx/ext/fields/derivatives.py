@@ -1,7 +1,7 @@
 """Finite-difference derivatives of fields that may be partitioned: gradient, divergence, curl and Laplacian.
 
 A derivative along a dim is a weighted sum of shifted slices. Near a wall the stencil is one-sided. A rank's halo
-consists of the cells that the stencils of its own cells cover on other ranks."""
+consists of those cells on other ranks that the stencils of its own cells cover."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ at a wall, the weights of a one-sided stencil that begins at the wall (Fornberg 
 
 
 class StencilTap(NamedTuple):
-    """One term of a finite-difference stencil along one dim: y[out] += weight * x[cells]. Where cells differ in width,
-    `weight` has a number for each output."""
+    """One term of a finite-difference stencil along one dim: y[out] += weight * x[cells]. If cells differ in width,
+    `weight` has one number for each output."""
 
     out: slice
     cells: slice
@@ -63,7 +63,7 @@ class DerivativeTerm(NamedTuple):
 
 
 def _to_tuple_unless_scalar(value: Any) -> Any:
-    """Return a sequence or an array of values as a tuple, and a single value unchanged."""
+    """Return `value` as a tuple if it is a sequence or an array, and unchanged if it is a single value."""
     is_one = isinstance(value, str) or not isinstance(value, Sequence | np.ndarray) or getattr(value, "ndim", 1) == 0
     return value if is_one else tuple(value)
 
@@ -99,8 +99,8 @@ class _DerivativeLayer(FieldLayer):
             raise ConfigError(f"{type(self).__name__}: along={along!r}: name each dim of cells once, as (1, 0)")
 
     def _require_valid_per_dim(self, name: str, is_valid: Callable[[Any], bool], expected: str) -> None:
-        """Raise ConfigError if the attribute `name` has an invalid value. The attribute is a single value, or a tuple
-        with one value per dim."""
+        """Raise ConfigError if the attribute `name` is invalid. The attribute is a single value, or a tuple with one
+        value per dim."""
         given = getattr(self, name)
         for value in given if isinstance(given, tuple) else (given,):
             if not is_valid(value):
@@ -111,7 +111,8 @@ class _DerivativeLayer(FieldLayer):
         raise NotImplementedError
 
     def _count_output_channels(self, channels: int, dims: int) -> int:
-        """Return the number of output channels, or 0 if the layer cannot take this number of input channels or dims."""
+        """Return the number of output channels, or 0 if the layer does not accept this number of input channels or
+        dims."""
         return channels
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
@@ -151,8 +152,8 @@ class _DerivativeLayer(FieldLayer):
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """Return what is needed to compute one derivative: the halo, the stencil taps for this rank's cells, and the
-        cell dim."""
+        """Return what is needed to compute the derivative `term`: the halo, the stencil taps for this rank's cells, and
+        the cell dim."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
         periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
@@ -176,7 +177,8 @@ class _DerivativeLayer(FieldLayer):
         return halo, [StencilTap(tap.out, tap.cells, tap.weight * factor) for tap in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
-        """Return an argument as one value per cell dim; raise ShapeError if it has a different number of values."""
+        """Return the argument `value` as one value per cell dim; raise ShapeError if it has a different number of
+        values."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
@@ -194,13 +196,14 @@ class FieldDerivative(_DerivativeLayer):
 
     Parameters
     ----------
-    coordinate : number of the cell dim, counted from 0; if `along` is given, an index into `along`
-    derivative : 1 or 2; default 1
+    coordinate : index of the cell dim along which to differentiate, counted from 0; if `along` is given, an index into
+        `along`
+    derivative : order of the derivative, 1 or 2; default 1
     spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
-        in width, an array of the positions of all values of the full field or, if values lie at cell centers, of the
-        bounds of all cells (one more), as in (bounds, 0.1). A periodic dim needs the bounds
-    periodic : whether the field is periodic: one bool for all dims, or one per dim. Ends of a dim that is not periodic
-        are walls. Default False
+        in width, pass an array with the positions of all values of the full field or, if values lie at cell centers,
+        with the bounds of all cells (one more), as in (bounds, 0.1). A periodic dim requires the bounds
+    periodic : whether the field is periodic: one bool for all dims, or one per dim. The ends of a dim that is not
+        periodic are walls. Default False
     order : order of accuracy, 2 or 4; default 2
     along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x), but the components (u, v) of vectors
         point along x and y. Default: coordinate i is cell dim i
@@ -301,9 +304,10 @@ def _index_cells_along(d: int, cells: slice) -> tuple[slice, ...]:
 def _split_cells_by_stencil(
     start: int, stop: int, n: int, periodic: bool, scheme: tuple[int, int]
 ) -> list[tuple[int, int, int, Row]]:
-    """Split the cells [start, stop) into ranges that use the same stencil, because stencils near walls are one-sided.
+    """Split the cells [start, stop) into ranges of cells that have the same stencil. Stencils near walls are one-sided,
+    so they differ from those elsewhere.
 
-    Returns (first cell, end, offset of the first weight, weights) of each range."""
+    Returns a list of (first cell, end, offset of the first weight, weights), one for each range."""
     inner, walls = SCHEMES[scheme]
     half = len(inner) // 2
     if periodic:
@@ -331,8 +335,8 @@ def _find_stencil_halo(dim: int, cuts: Cuts, periodic: bool, scheme: tuple[int, 
 
 @lru_cache(1 << 10)
 def _find_stencil_taps(halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int]) -> tuple[StencilTap, ...]:
-    """Return the stencil taps of a rank. In each tap, `out` indexes the array of the rank's own cells, and `cells` the
-    array of own cells and halo."""
+    """Return the stencil taps of a rank. In each tap, `out` is an index into the array of the rank's own cells, and
+    `cells` is an index into the array of own cells and halo."""
     start, stop, first = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank][0]
     found = []
     for a, b, offset, row in _split_cells_by_stencil(start, stop, halo.cuts[-1], periodic, scheme):
@@ -348,8 +352,8 @@ def _find_stretched_taps(
     halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int], spacing: CellPositions, name: str
 ) -> tuple[StencilTap, ...]:
     """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils cover the
-    same cells as those for equal distances, and have the weights of Fornberg (1988). Raises ShapeError, with the `name`
-    of the dim, if the number of positions does not fit."""
+    same cells as those for equidistant positions, and their weights follow Fornberg (1988). Raises ShapeError, with the
+    `name` of the dim, if the number of positions does not fit."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)

@@ -1,8 +1,8 @@
 """Halo specifications: which cells of other ranks each rank needs along each dim of a partitioned field.
 
-The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks of one line of the grid own
-consecutive intervals of cells, of any size and possibly empty. The halo of a layer follows from the bounds of these
-intervals, which all ranks know, so ranks need not negotiate at run time."""
+The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks of a line of the grid own
+consecutive intervals of cells, which may have any size and may be empty. All ranks know the bounds of these intervals.
+The halo of a layer follows from them, so ranks need not negotiate at run time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CellInterval = tuple[int, int]
 
 class FieldEnd(NamedTuple):
     """One end of the field along a dim, including ghost cells beyond the domain. `cell` is the first cell or, at the
-    upper end, one past the last. `rank` is the rank that holds the cells at this end."""
+    upper end, one past the last cell. `rank` is the rank that holds the cells at this end."""
 
     cell: int
     rank: int
@@ -63,9 +63,9 @@ class HaloPiece(NamedTuple):
     Attributes
     ----------
     receiver, sender : coordinates of the two ranks along the dim
-    into : where these cells go among the cells that rank `receiver` needs; a slice, or an index array if they are not
+    into : index of these cells among the cells that rank `receiver` needs; a slice, or an index array if they are not
         consecutive
-    cells : where these cells are among the cells that rank `sender` provides; a slice or an index array
+    cells : index of these cells among the cells that rank `sender` provides; a slice or an index array
     length : number of cells
     """
 
@@ -78,11 +78,11 @@ class HaloPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class HaloSpec:
-    """The range of cells that each rank along one dim needs, and the rules for cells beyond the ends of the field.
+    """The range of cells that each rank needs along one dim, and the rules for cells beyond the ends of the field.
 
     Parameters
     ----------
-    dim : dim of the array (samples, channels, *cells)
+    dim : index of the dim in the array (samples, channels, *cells)
     cuts : bounds of the cells that the ranks own
     needs : the range [start, stop) of cells that each rank needs, possibly beyond the ends of the field
     mode : padding beyond both ends, or a pair (padding before the field, padding after it)
@@ -103,7 +103,7 @@ class HaloSpec:
 
     @property
     def has_constants(self) -> bool:
-        """True if the cells beyond an end have a given number as their value."""
+        """True if the cells beyond at least one end have a given number as their value."""
         return not all(isinstance(side, str) for side in self.padding_sides)
 
     @property
@@ -156,18 +156,18 @@ class HaloSpec:
         return tuple(found)
 
     def get_read_slice(self, rank: int) -> slice:
-        """Return the slice of a rank's array, ghost cells included, that a layer or the halo exchange reads."""
+        """Return the slice of a rank's array (with its ghost cells) that a layer or the halo exchange reads."""
         first = self.cuts[rank] - self.ghosts[rank][0]
         start, stop = (self.needs if self.is_covered_by_ghosts else self.available_intervals)[rank]
         return slice(start - first, stop - first)
 
     def count_needed_cells(self, rank: int) -> int:
-        """Return the number of cells along this dim that a rank needs, own cells included."""
+        """Return the number of cells that a rank needs along this dim, including its own cells."""
         start, stop = self.needs[rank]
         return max(stop - start, 0)
 
     def list_halo_transfers(self) -> tuple[HaloPiece, ...]:
-        """Return all transfers of halo cells between pairs of ranks along this dim, in the same order on every rank."""
+        """Return all transfers of halo cells between ranks along this dim, in the same order on every rank."""
         return _list_halo_transfers(self)
 
 
@@ -210,8 +210,8 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, PaddingSide]) -> np.ndarray:
-    """Map indices beyond the ends of a field of n cells to the cells that provide the padding values. Indices of cells
-    with fixed values, as in mode "zeros", are returned unchanged."""
+    """Replace the indices of cells beyond the ends of a field of n cells by those of the cells that provide the padding
+    values. Indices of cells with fixed values, as in mode "zeros", are left unchanged."""
     turned = [np.where(cells < 0, -cells, 2 * (n - 1) - cells)] if "reflect" in sides else []
     maps = {"circular": lambda: cells % n, "replicate": lambda: np.clip(cells, 0, n - 1), "reflect": lambda: turned[0]}
     low, high = (maps[side]() if side in maps else cells for side in sides)
@@ -231,9 +231,9 @@ def expand_padding_modes(
 ) -> tuple[tuple[PaddingSide, PaddingSide], ...]:
     """Return the padding before and after the field for each dim.
 
-    `given` is one padding for all dims, or a sequence with one for each, which may be a pair (before, after); `name` is
-    the name of this argument. Raises ConfigError if a padding is neither one of `MODES` nor a finite number, or if a
-    field is periodic at one end only."""
+    `given` is one padding for all dims, or a sequence with one padding per dim, each of which may be a pair (before,
+    after). `name` is the name of this argument. Raises ConfigError if a padding is neither one of `MODES` nor a finite
+    number, or if a field is periodic at one end only."""
     each = tuple(given) if isinstance(given, tuple | list) else (given,) * dims
     pairs = tuple(tuple(one) if isinstance(one, tuple | list) else (one, one) for one in each)
     if len(each) != dims or not all(len(pair) == 2 and all(map(_is_padding_side, pair)) for pair in pairs):
@@ -256,10 +256,10 @@ def _is_padding_side(side: Any) -> bool:
 def make_halo_specs(
     parts: FieldPartition, windows: Sequence[tuple[int, int, int]], outputs: FieldPartition, modes: Sequence[Any]
 ) -> tuple[HaloSpec, ...]:
-    """Return one halo spec per dim: the range of input cells that each rank needs to compute its outputs.
+    """Return one halo spec per dim, with the range of input cells that each rank needs to compute its outputs.
 
-    `parts` and `outputs` are the partitions of input and output. `windows` gives, for each dim, the stride, the first
-    cell under the window of output 0 (negative with padding), and the number of cells that a window spans."""
+    `parts` and `outputs` are the partitions of the input and the output. `windows` holds, for each dim, the stride, the
+    first cell under the window of output 0 (negative with padding), and the number of cells that a window spans."""
     made = []
     for dim, (cuts, (stride, first, span), out, mode) in enumerate(
         zip(parts.cuts, windows, outputs.cuts, modes, strict=True)
@@ -276,8 +276,8 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
     """Raise ShapeError if the field is too small for the padding, or if windows reach beyond the ghost cells outside
     the domain.
 
-    Inside the domain, windows may reach any distance, because the owners send the cells. `parts` provides the name of
-    the dim for the error message."""
+    Inside the domain, windows may reach any distance, because cells are sent by their owners. `parts` provides the name
+    of the dim for the error message."""
     n, name, (low, high) = halo.cuts[-1], parts.get_dim_name(halo.dim - 2), halo.field_ends
     start, stop = halo.needed_extent
     for side, lacks, ghosts in zip(halo.padding_sides, (-start, stop - n), (-low.cell, high.cell - n), strict=True):
@@ -295,23 +295,23 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 
 
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Return the bounds of the intervals into which `total` outputs along one dim are divided over the ranks.
+    """Return the bounds of the intervals of outputs that the ranks own along one dim with `total` outputs.
 
-    `bounds` gives, for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last
+    `bounds` holds, for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last
     cell belong to the last part that has cells."""
     last = max((r for r in range(len(cuts) - 1) if cuts[r + 1] > cuts[r]), default=0)
     return tuple(total if r > last else min(bound, total) for r, bound in enumerate(bounds))
 
 
 class DimEnds(NamedTuple):
-    """How a layer continues the field beyond the ends of a dim.
+    """Describes how a layer continues the field beyond the ends of a dim.
 
     Attributes
     ----------
     dim : number of the cell dim
     periodic : whether the layer continues the field periodically
-    text : what the layer does, for warnings
-    advice : what to choose if the dim is not periodic, and if it is
+    text : description of what the layer does, for warnings
+    advice : what the user should choose if the dim is not periodic, and what if it is
     """
 
     dim: int
@@ -321,7 +321,7 @@ class DimEnds(NamedTuple):
 
     @classmethod
     def of_padding(cls, dim: int, mode: tuple[PaddingSide, PaddingSide], circular: str = "'circular'") -> DimEnds:
-        """Return the ends of a dim that is padded by `mode`; `circular` is the advice for a periodic dim."""
+        """Return the `DimEnds` of a dim whose padding is `mode`. `circular` is the advice for a periodic dim."""
         chosen = mode[0] if mode[0] == mode[1] else mode
         text = f"pads it with {chosen!r}"
         return cls(dim, "circular" in mode, text, ("'zeros', 'reflect' or 'replicate'", circular))
@@ -348,12 +348,13 @@ class FieldLayer(Layer):
         return parts
 
     def get_partition(self, x: Array) -> FieldPartition:
-        """Return how the input `x` is partitioned over ranks. If the field is not partitioned, the result has a single
+        """Return how the input `x` is partitioned over ranks. If it is not partitioned, the result has a single
         part."""
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
-        """Return how the layer continues a field of `dims` cell dims, for each dim beyond whose ends it reads."""
+        """Return, for each dim beyond whose ends the layer reads, how it continues a field with `dims` cell dims
+        there."""
         return []
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
@@ -363,7 +364,7 @@ class FieldLayer(Layer):
         return self.bind_to_partition(request, kind)
 
     def bind_to_partition(self, request: ShardingContext, kind: FieldPartition) -> ShardedLayer:
-        """Return the layer that a rank runs if its first input is distributed as `kind`."""
+        """Return the layer that each rank runs if the first input is distributed as `kind`."""
         request.require_no_mark(self)
         if not kind.can_run_bound(self):
             raise ConfigError(f"{request.path!r} {self!r} reads {kind}, and needs the cells of a field")

@@ -1,9 +1,9 @@
 """Spectral layers and the Fourier neural operator, for fields that may be partitioned over ranks.
 
-Mode k of n cells x_j along a dim is the sum over j of x_j e^(-2 pi i j k / n). Each rank computes its partial sum over
-its own cells with one matmul per dim, and a reduction over the ranks adds the partial sums. The traffic depends only
-on the number of modes, however large the field is. Lingsch et al. (2024) use the same sums on one device, for
-arbitrary points."""
+Mode k of n cells x_j along a dim is the sum over j of x_j e^(-2 pi i j k / n). Each rank computes partial sums over its
+own cells, with one matmul per dim, and a reduction over the ranks adds them up. The traffic depends only on the number
+of modes, not on the size of the field. Lingsch et al. (2024) use the same sums on one device, for points at arbitrary
+positions."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ __all__ = ["FNO", "ChannelScale", "GridEmbedding", "PointwiseConv", "SpectralCon
 
 
 class SpectralConv(FieldLayer):
-    """Spectral convolution: the lowest Fourier modes of (samples, in_channels, *cells), each multiplied by its own
-    complex matrix (Li et al. 2021).
+    """Spectral convolution (Li et al. 2021): multiplies each of the lowest Fourier modes of (samples, in_channels,
+    *cells) by its own complex matrix.
 
-    The parameters are `weight` of shape (in_channels, out_channels, *modes, 2), real and imaginary parts, and `bias`
-    of shape (out_channels,). `modes` equals n_modes, except in the last dim, where it is n_modes[-1] // 2 + 1. The
-    real and imaginary parts of the weight are initialized from a normal distribution with standard deviation sqrt(2 /
-    (in + out)) / sqrt(2). Index w along the last dim stands for the frequency w, and along the other dims for the
-    frequency w - modes // 2.
+    The parameters are `weight`, of shape (in_channels, out_channels, *modes, 2) with real and imaginary parts in the
+    last dim, and `bias`, of shape (out_channels,). `modes` equals n_modes, except in the last dim, where it is
+    n_modes[-1] // 2 + 1. The real and imaginary parts of the weight are initialized from a normal distribution with
+    standard deviation sqrt(2 / (in + out)) / sqrt(2). Index w along the last mode dim stands for frequency w; along the
+    other mode dims, it stands for frequency w - modes // 2.
 
-    On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes,
-    and the results are all-gathered: two collectives in forward and two in backward. The weight is not partitioned by
-    modes: with "ddp" each rank holds the full weight, whose gradients are summed like all others; "fsdp" shards the
-    weight like other parameters, and gathers it before use.
+    On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
+    the results are all-gathered: two collectives in the forward pass and two in the backward pass. The weight is not
+    partitioned by modes: with "ddp", each rank holds the full weight, and its gradients are summed like all others;
+    "fsdp" shards the weight like other parameters, and gathers it before use.
 
     Parameters
     ----------
     in_channels, out_channels : size of dim 1 of the input and of the output
-    n_modes : number of modes kept along each dim: one number for a field of one dim, else one for each dim; modes that
-        do not exist because a field is too small are 0
+    n_modes : number of modes kept along each dim: one number for a one-dimensional field, otherwise one per dim; modes
+        that do not exist because a field is too small are 0
     bias : whether there is a bias; default True
     """
 
@@ -124,7 +124,7 @@ class SpectralConv(FieldLayer):
             add_sum_into(env.xp, g["bias"], dy, (0, *range(2, dy.ndim)))
 
     def _get_own_mode_bounds(self, env: LayerContext) -> tuple[int, int]:
-        """Return the range [start, stop) of modes, in flattened order, that this rank multiplies."""
+        """Return the range [start, stop) of flattened mode indices that this rank multiplies."""
         ranks, count = self._get_field_communicator(env), math.prod(self.modes)
         return (0, count) if ranks is None else shard_bounds(count, ranks.rank, ranks.size)
 
@@ -143,10 +143,10 @@ class SpectralConv(FieldLayer):
     def _get_forward_and_inverse_matrices(
         self, env: LayerContext, parts: FieldPartition, dtype: Any
     ) -> list[tuple[Array, Array]]:
-        """Return, for each dim, the matrices that transform this rank's cells to Fourier modes and back. They are
+        """Return, for each dim, the two matrices that transform this rank's cells to Fourier modes and back. They are
         cached per context.
 
-        For 16-bit fields, the matrices are float32."""
+        The matrices are float32 if the field has a 16-bit dtype."""
         found, dtype = [], accumulation_dtype(dtype)
         for d, (cuts, k) in enumerate(zip(parts.cuts, self.modes, strict=True)):
             last = d == len(self.modes) - 1
@@ -166,8 +166,8 @@ class SpectralConv(FieldLayer):
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
 
     def _all_gather_modes(self, env: LayerContext, mine: Array) -> Array:
-        """All-gather the modes that each rank multiplied, (own modes, samples, channels, 2), and return all modes as
-        (samples, channels, *modes, 2)."""
+        """All-gather `mine`, the modes (own modes, samples, channels, 2) that each rank has multiplied, and return all
+        modes as (samples, channels, *modes, 2)."""
         ranks, count, rows = self._get_field_communicator(env), math.prod(self.modes), mine
         if ranks is not None:
             rows = collectives.all_gather_dim(env.xp, ranks, mine, 0, count, what=env.random.path)
@@ -176,10 +176,10 @@ class SpectralConv(FieldLayer):
 
 class PointwiseConv(Layer):
     """Convolution with a window of one cell: multiplies the channels of each cell of (samples, in_channels, *cells) by
-    one matrix, plus a bias.
+    the same matrix, and adds a bias.
 
-    The parameters `weight (out_channels, in_channels, 1)` and `bias (out_channels,)` and their initial values are
-    those of PyTorch's Conv1d with kernel_size 1.
+    The parameters `weight (out_channels, in_channels, 1)` and `bias (out_channels,)`, and their initial values, are the
+    same as in PyTorch's Conv1d with kernel_size 1.
 
     Parameters
     ----------
@@ -289,19 +289,19 @@ class FNO(Graph):
     """Fourier neural operator over (samples, in_channels, *cells) (Li et al. 2021), with the architecture of
     neuraloperator.
 
-    First, positions and channels are lifted to `width` channels. Each block then sums a `SpectralConv` and a
-    `PointwiseConv` of its input, applies a two-layer pointwise MLP to the sum, and adds a `ChannelScale` of the input.
-    Finally, a projection maps to out_channels.
+    First, an MLP lifts the input channels and positions to `width` channels. Each block then sums a `SpectralConv` and
+    a `PointwiseConv` of its input, applies a two-layer pointwise MLP to the sum, and adds a `ChannelScale` of the
+    block's input. Finally, a projection MLP maps to out_channels.
 
     Parameters
     ----------
-    in_channels, out_channels : channels of the input and of the output field
+    in_channels, out_channels : number of channels of the input and of the output field
     n_modes : number of modes kept along each dim
-    width : channels of the blocks; default 32
+    width : number of channels in the blocks; default 32
     layers : number of blocks; default 4
-    lifting, projection : hidden channels of the lifting and projection MLPs; default None: 2 width
-    hidden : hidden channels of the MLPs of the blocks; default None: width / 2
-    positions : whether the positions of cells are input channels; default True
+    lifting, projection : number of hidden channels in the lifting and projection MLPs; default None: 2 width
+    hidden : number of hidden channels in the MLPs of the blocks; default None: width / 2
+    positions : whether the positions of cells are appended to the input channels; default True
     """
 
     def __init__(
@@ -354,11 +354,11 @@ def _make_pointwise_mlp(channels: int, hidden: int, out_channels: int) -> Sequen
 @lru_cache(256)
 def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return two matrices for one dim of n cells: the first transforms the cells [start, stop) to k Fourier modes, and
-    the second transforms them back.
+    the second transforms the modes back to these cells.
 
-    Real and imaginary parts are interleaved. Modes that do not exist with only n cells are zeros. `is_last_dim` says
-    that the input along this dim is real, so that positive modes also stand for their complex conjugates. In this case,
-    the first matrix is (cells, 2 modes); for other dims, it is (2 cells, 2 modes)."""
+    Real and imaginary parts are interleaved. Modes that do not exist with only n cells are zeros. If `is_last_dim`, the
+    input is real, so that positive modes also stand for their complex conjugates, and the first matrix is (cells, 2
+    modes); otherwise it is (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
     there = modes <= n // 2 if is_last_dim else (-(n // 2) <= modes) & (modes <= (n - 1) // 2)
@@ -375,8 +375,8 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
 
 
 def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
-    """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), one dim at a time, beginning with the
-    last."""
+    """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), one dim at a time, starting with the
+    last dim."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
         y = _multiply_dim_by_matrix(xp, y, 2 + d, tables[d], 2)
@@ -392,8 +392,8 @@ def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
 
 
 def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_parts: int) -> Array:
-    """Multiply dim `dim` and the last dim of y, flattened together, by `matrix`. The last dim holds real and imaginary
-    parts; in the result it has size `result_parts`, which is 2, or 1 for real results."""
+    """Multiply y by `matrix` along dim `dim` and the last dim, which are flattened together. The last dim holds real
+    and imaginary parts; in the result, its size is `result_parts`, which is 2, or 1 if results are real."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
     product = turned.reshape(math.prod(shape), matrix.shape[0]) @ matrix
@@ -401,8 +401,8 @@ def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_p
 
 
 def _multiply_complex(xp: Any, rows: Array, w: Array) -> Array:
-    """Return the complex product of each mode with its weights: `rows` from `_stack_complex_rows` times `w` (modes,
-    in, 2 out), as (modes, samples, out, 2)."""
+    """Return, as (modes, samples, out, 2), the complex product of each mode and its weights. `rows` is a result of
+    `_stack_complex_rows`, and `w` is (modes, in, 2 out)."""
     made = batched_matmul_in_dtype(xp, rows, w)
     real, imaginary = xp.split(made.reshape(*made.shape[:2], made.shape[2] // 2, 2), 2, axis=1)
     real[..., 0] -= imaginary[..., 1]
@@ -417,7 +417,7 @@ def _stack_complex_rows(xp: Any, x: Array) -> Array:
 
 
 def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
-    """Return the gradients of complex results as (modes, 2 samples, 2 channels). The first half of the rows multiplies
-    the real parts of the inputs, and the second half the imaginary parts."""
+    """Return the gradients `dy` of complex results as (modes, 2 samples, 2 channels). The first half of the rows is to
+    be multiplied by the real parts of the inputs, and the second half by the imaginary parts."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

@@ -1,4 +1,4 @@
-"""Convolutions of fields in plain array code, for any number of dims: one matmul per window offset."""
+"""Convolutions of fields with any number of dims in plain array code. There is one matmul per window offset."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def write_or_add_gradient(target: Any, value: Any) -> None:
 
 
 class WindowStrides(NamedTuple):
-    """A sliding window: along each dim, output i reads the cells i * stride + offset * dilation + first, for all
-    window offsets from 0 to kernel - 1. Cells outside the field count as zeros."""
+    """A sliding window. Along each dim, output i reads the cells i * stride + offset * dilation + first, for window
+    offsets from 0 to kernel - 1. Cells outside the field count as zeros."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -37,8 +37,8 @@ class WindowStrides(NamedTuple):
     def iterate_window_offsets(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield each window offset with the index of the outputs for which it lies inside the field, and the index of
-        the cells that these outputs read.
+        """Yield, for each window offset, the offset, the index of those outputs for which it is inside the field, and
+        the index of the cells that these outputs read.
 
         `sizes` is the number of outputs along each dim, and `cells` the number of input cells."""
         for offset in product(*map(range, self.kernel)):
@@ -74,7 +74,7 @@ one convolution of which most weights are 0."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:
-    """Return whether Winograd's algorithm applies to images and weights of these shapes and should be faster."""
+    """Return whether Winograd's algorithm applies to images and weights of these shapes, and is likely to be faster."""
     same = strides.first[0] == strides.first[-1] and -2 <= strides.first[0] <= 0
     if strides[:3] != ((3, 3), (1, 1), (1, 1)) or not same or strides.groups != 1:
         return False
@@ -91,25 +91,25 @@ def count_winograd_tiles(size: int) -> int:
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is a single matmul, because its window is one cell, with stride 1, over the full
-    field."""
+    """Return whether the convolution is a single matmul. It is if the window is one cell and moves over the full field
+    with stride 1."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 
 
 def is_depthwise(strides: WindowStrides, weight: Sequence[int]) -> bool:
-    """Return whether each group has one channel, and too few outputs to fill a vector."""
+    """Return whether each group has one input channel, and too few outputs to fill a vector."""
     return strides.groups > 1 and weight[1] == 1 and weight[0] // strides.groups < GROUP_OUTPUTS
 
 
 def _choose_algorithm(
     strides: WindowStrides, cells: Sequence[int], weight: Sequence[int], sizes: Sequence[int], overwrites: bool = True
 ) -> tuple[str, float]:
-    """Return the name of the algorithm that compiled code uses for this convolution, and a size on which its speed
-    depends.
+    """Return the name of the algorithm that the compiled code uses for this convolution, and a size that determines its
+    speed.
 
-    For one-cell windows, the size is the number of windows. Otherwise it is the length of a row of outputs divided by
-    the length of the window, because windows at the ends of a row have fewer cells inside the field. `overwrites` is
+    For one-cell windows, the size is the number of windows. Otherwise, it is the length of a row of outputs divided by
+    the length of the window, because windows near the ends of a row have fewer cells inside the field. `overwrites` is
     False if the result is added to an array."""
     if is_depthwise(strides, weight):
         return "depthwise", sizes[-1] / strides.kernel[-1]
@@ -146,7 +146,7 @@ def correlate(
     """Return y[b, o] = sum over c and window offsets of weight[o, c, offset] x[b, c, window at offset] + bias[o].
 
     Shapes are x (samples, channels, *cells), weight (outputs, channels / groups, *kernel) and y (samples, outputs,
-    *sizes). If `out` is given, the result is added to it, and there is no bias."""
+    *sizes). If `out` is given, the result is added to it, and `bias` must be None."""
     y = xp.zeros((x.shape[0], weight.shape[0], *sizes), dtype=x.dtype) if out is None else out
     groups = strides.groups
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
@@ -162,8 +162,8 @@ def correlate(
 def correlate_backward_input(
     xp: Any, weight: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], bias: Any | None = None
 ) -> Any:
-    """Return the gradient of the input, which has `shape`, given the gradient `dy` of the output. `bias` (channels,) is
-    added to the result."""
+    """Return the gradient of the input, which has shape `shape`, given the gradient `dy` of the output. If given,
+    `bias` (channels,) is added to the result."""
     groups, sizes = strides.groups, dy.shape[2:]
     dx = xp.zeros(tuple(shape), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, shape[2:]):
@@ -179,8 +179,8 @@ def correlate_backward_input(
 def correlate_backward_params(
     xp: Any, x: Any, dy: Any, strides: WindowStrides, weight: GradientTarget, bias: GradientTarget
 ) -> None:
-    """Write the gradients of weight and bias to their target arrays, or add them there. Each target is (array, whether
-    to add), or None if the gradient is not needed."""
+    """Write the gradients of weight and bias to the arrays in their targets, or add them there. Each target is (array,
+    whether to add), or None if the gradient is not needed."""
     sizes, groups = dy.shape[2:], strides.groups
     if weight is not None:
         out, add = weight

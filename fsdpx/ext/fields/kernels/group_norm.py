@@ -1,7 +1,8 @@
 """Group normalization of fields in plain array code.
 
-`group_norm` and `group_norm_backward_input` normalize fields that lie on one rank. Fields that are partitioned over
-ranks take the statistics of each channel of each sample, combine them over ranks, and then normalize."""
+`group_norm` and `group_norm_backward_input` handle fields that are held by one rank. For fields that are partitioned
+over ranks, the statistics of each channel of each sample are computed first and combined over ranks, and are then used
+to normalize the field."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ __all__ = [
 
 @kernel()
 def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float) -> tuple[Any, Any, Any]:
-    """Return (x - mean) rstd weight + bias, and the statistics mean and rstd = 1 / sqrt(var + eps) of each channel's
-    group, as (samples, channels). weight and bias are (channels,) or None."""
+    """Return (x - mean) rstd weight + bias, followed by mean and rstd, both (samples, channels): for each channel, the
+    mean of its group and rstd = 1 / sqrt(var + eps). weight and bias are (channels,) or None."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
     moments = group_norm_moments.__wrapped__(xp, x)  # type: ignore[attr-defined]
     mean, squares = merge_moments_of_groups(xp, moments, groups, cells)
@@ -36,8 +37,7 @@ def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float)
 def group_norm_backward_input(
     xp: Any, dy: Any, x: Any, mean: Any, rstd: Any, weight: Any, groups: int
 ) -> tuple[Any, Any]:
-    """Return the gradient of `group_norm` with respect to x, and the sums over cells that
-    `group_norm_gradient_sums` returns."""
+    """Return the gradient of `group_norm` with respect to x, and the same sums as `group_norm_gradient_sums`."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
     sums = group_norm_gradient_sums.__wrapped__(xp, dy, x, mean, rstd)  # type: ignore[attr-defined]
     totals = (sums if weight is None else sums * weight).reshape(2, x.shape[0], groups, size).sum(axis=3)
@@ -47,8 +47,8 @@ def group_norm_backward_input(
 
 
 def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> tuple[Any, Any]:
-    """Return the mean and the sum of squared deviations of each group of channels, (samples, groups), given those of
-    each channel, (2, samples, channels), over `cells` cells."""
+    """Return the mean and the sum of squared deviations for each group of channels, both (samples, groups). `moments`,
+    (2, samples, channels), holds those of each channel over `cells` cells."""
     samples, channels = moments.shape[1:]
     of_groups = moments.reshape(2, samples, groups, channels // groups)
     mean = of_groups[0].mean(axis=2)
@@ -58,8 +58,8 @@ def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> t
 
 @kernel(narrow=0)
 def group_norm_moments(xp: Any, x: Any) -> Any:
-    """Return the mean of each channel of each sample of x (samples, channels, *cells), followed by the sum of squared
-    deviations from it: (2, samples, channels) float64. Both are 0 if there are no cells."""
+    """Return, as (2, samples, channels) float64, the mean of each channel of each sample of x (samples, channels,
+    *cells), and the sum of squared deviations from this mean. Both are 0 if there are no cells."""
     dims, count = tuple(range(2, x.ndim)), max(math.prod(x.shape[2:]), 1)
     mean = xp.sum(x, axis=dims, dtype=np.float64) / count
     return xp.stack([mean, xp.sum(xp.square(x - _broadcast_over_cells(mean, x)), axis=dims, dtype=np.float64)])
@@ -74,8 +74,8 @@ def group_norm_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any
 
 @kernel(narrow=0)
 def group_norm_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return, for each channel of each sample, the sum over cells of dy, followed by the sum of dy * (x - mean) *
-    rstd: (2, samples, channels) float64. mean and rstd are (samples, channels)."""
+    """Return, as (2, samples, channels) float64, the sums over the cells of each channel of each sample of dy and of dy
+    * (x - mean) * rstd. mean and rstd are (samples, channels)."""
     normal = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(rstd, x)
     return xp.stack([xp.sum(a, axis=tuple(range(2, x.ndim)), dtype=np.float64) for a in (dy, dy * normal)])
 
@@ -88,5 +88,5 @@ def group_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: 
 
 
 def _broadcast_over_cells(a: Any, x: Any) -> Any:
-    """Return values (samples, channels) in a shape and dtype that can be combined with x."""
+    """Return `a`, (samples, channels), with a shape and dtype that can be combined with x."""
     return a.astype(x.dtype, copy=False).reshape(*a.shape, *(1,) * (x.ndim - 2))

@@ -14,10 +14,10 @@ __all__ = ["avg_pool", "avg_pool_backward", "max_pool", "max_pool_backward"]
 
 @kernel(bits=False)
 def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> tuple[Any, Any]:
-    """Return the maximum under each window of x (samples, channels, *cells), and the window offset of that maximum as
-    a flat int32 index.
+    """Return the maximum under each window of x (samples, channels, *cells), and the window offset at which it occurs,
+    as a flat int32 index.
 
-    NaN counts as larger than any number; of equal cells, the first is the maximum."""
+    NaN compares greater than any number. Ties go to the first cell."""
     y = xp.full((*x.shape[:2], *sizes), -math.inf, dtype=x.dtype)
     winner = xp.zeros(y.shape, dtype="int32")
     for offset, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
@@ -30,8 +30,8 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 
 @kernel(bits=False)
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
-    """Return the gradient of a field of `shape`: each element of `dy` goes to the cell that was the maximum, given by
-    `winner`."""
+    """Return the gradient of a field of shape `shape`. Each element of `dy` is added to the cell that was the maximum;
+    `winner` holds the window offset of this cell."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]
@@ -41,7 +41,7 @@ def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, sha
 
 @kernel(bits=False)
 def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divisor: int) -> Any:
-    """Return the sum of each window of x (samples, channels, *cells) divided by `divisor`."""
+    """Return the sum over each window of x (samples, channels, *cells), divided by `divisor`."""
     y = xp.zeros((*x.shape[:2], *sizes), dtype=x.dtype)
     for _, outputs, cells in strides.iterate_window_offsets(sizes, x.shape[2:]):
         into = y[outputs]
@@ -52,8 +52,8 @@ def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divi
 
 @kernel(bits=False)
 def avg_pool_backward(xp: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], divisor: int) -> Any:
-    """Return the gradient of a field of `shape`: each element of `dy`, divided by `divisor`, is added to all cells
-    under its window."""
+    """Return the gradient of a field of shape `shape`. Each element of `dy`, divided by `divisor`, is added to all
+    cells under its window."""
     dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
     for _, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]

@@ -1,4 +1,4 @@
-"""Weighted sums of cells along one dim, which change the resolution of a field, in plain array code."""
+"""Weighted sums of cells along one dim in plain array code. They change the resolution of a field."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["CellMatrix", "multiply_along_dim"]
 
 
 class CellMatrix(NamedTuple):
-    """A sparse matrix that maps the cells along a dim to other cells.
+    """A sparse matrix that maps input cells along a dim to output cells.
 
     Attributes
     ----------
-    starts : (outputs + 1,) int64; output o sums the entries from starts[o] to starts[o + 1] - 1
+    starts : (outputs + 1,) int64; output o is the sum of the entries from starts[o] to starts[o + 1] - 1
     sources : (entries,) int64, the input cell of each entry
     weights : (entries,) float64, the weight of each entry
     cells : number of input cells
@@ -29,7 +29,7 @@ class CellMatrix(NamedTuple):
 
     @classmethod
     def from_entries(cls, outputs: np.ndarray, sources: np.ndarray, weights: np.ndarray, shape: Any) -> CellMatrix:
-        """Return the matrix with these entries, which may be in any order. `shape` is (number of outputs, number of
+        """Return the matrix with the given entries, which may be in any order. `shape` is (number of outputs, number of
         input cells)."""
         order = np.argsort(outputs, kind="stable")
         starts = np.searchsorted(outputs[order], np.arange(shape[0] + 1))
@@ -43,8 +43,8 @@ class CellMatrix(NamedTuple):
         return len(self.starts) - 1
 
     def list_terms(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the first entry of each output, then the second entry of each, and so on, as arrays of sources and of
-        weights. An output with fewer entries repeats its last one with weight 0."""
+        """Return (sources, weights) arrays: first for the first entry of each output, then for the second entry of each
+        output, and so on. For an output that has fewer entries, its last entry is repeated with weight 0."""
         counts = np.diff(self.starts)
         terms = []
         for n in range(int(counts.max(initial=0))):
@@ -60,8 +60,8 @@ class CellMatrix(NamedTuple):
 
 @kernel(bits=False)
 def multiply_along_dim(xp: Any, x: Any, dim: int, matrix: CellMatrix) -> Any:
-    """Return x (samples, channels, *cells) with `matrix` applied along dim `dim` (2 or more): each output cell is a
-    weighted sum of input cells."""
+    """Apply `matrix` along dim `dim` (2 or more) of x (samples, channels, *cells): each output cell is a weighted sum
+    of input cells."""
     shape = -1, *(1,) * (x.ndim - dim - 1)
     y = xp.zeros((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
     for sources, weights in matrix.list_terms():

@@ -1,14 +1,13 @@
-"""Compiled convolutions, with an algorithm that depends on the window.
+"""Compiled convolutions. The algorithm depends on the window.
 
-Windows of one cell with many weights are computed by BLAS. Windows of 3 x 3 with stride 1 and many channels use
-Winograd's F(4 x 4, 3 x 3), which needs a quarter of the multiplications (Lavin and Gray 2016). All other windows use
-direct convolution.
+One-cell windows with many weights use BLAS. 3 x 3 windows with stride 1 and many channels use Winograd's F(4 x 4, 3 x
+3), which needs a quarter of the multiplications (Lavin and Gray 2016). All other windows use direct convolution.
 
-In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window
-w: A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. Summed over channels, each of the 36 elementwise
-products is a matmul over all tiles. Its operands, called planes, are made by linear maps of square patches, 16
-channels at a time. The gradients use the transposed formula. Rounding errors grow with the size of the numbers in A
-and B."""
+In Winograd's algorithm, a tile of 4 x 4 results is a bilinear function of the 6 x 6 pixels d under it and the window w:
+A [(G w G^T) * (B d B^T)] A^T with constant matrices A, B and G. When summed over channels, each of the 36 elementwise
+products becomes a matmul over all tiles. The operands of these matmuls, called planes, are linear maps of square
+patches, and are computed for 16 channels at a time. The gradients use the transposed formula. Rounding errors grow with
+the magnitude of the numbers in A and B."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def make_linear_combination_function(matrix: Matrix) -> Any:
     """Return a compiled function that computes to[i] = sum over j of matrix[i][j] * source[j] for vectors of LANES
     numbers.
 
-    The compiled function reads all vectors before it writes any. Its arguments are addresses and steps in bytes."""
+    The compiled function reads all vectors before it writes any. Its arguments are addresses, and steps in bytes."""
 
     @intrinsic
     def combine_lanes(typingctx: Any, like: Any, to: Any, to_step: Any, source: Any, source_step: Any) -> Any:
@@ -111,11 +110,11 @@ _copy = make_linear_combination_function([[1]])
 def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return a compiled loop that transforms image patches to planes, the operands of Winograd's matmuls.
 
-    For an image (samples, height, width, channels) and a matrix of k rows, it computes planes[i k + j, tile] = (matrix
-    patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and each further patch begins `step`
-    pixels after the one before. Pixels outside the image are 0. The loop handles the tiles from `first` to `last`,
-    counted over all samples; `base` is the tile stored first in the planes, and each sample has `down` x `right`
-    tiles."""
+    For an image (samples, height, width, channels) and a matrix with k rows, the loop computes planes[i k + j, tile] =
+    (matrix patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and each further patch begins
+    `step` pixels after the one before. Pixels outside the image are 0. The loop handles the tiles from `first` to
+    `last`, numbered over all samples. `base` is the number of the first tile in the planes, and each sample has `down`
+    x `right` tiles."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -220,7 +219,8 @@ _to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
 
 @jit
 def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
-    """Compute out[t] = a[t]^T b[t] by BLAS for the planes `first` to `last`, or add it to out[t] if `accumulate`."""
+    """Compute a[t]^T b[t] with BLAS for the planes `first` to `last`, and write it to out[t], or add it there if
+    `accumulate`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):
@@ -232,8 +232,8 @@ def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
 def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down, right):
     """Compute the outputs of the tiles `first` to `last` by Winograd's algorithm.
 
-    `u` holds the transformed weights, in rows of LANES outputs: `block` is the distance to the next LANES outputs, and
-    `row` the distance to the next channel. `start`, (outputs,), is the bias."""
+    `u` holds the transformed weights in rows of LANES outputs each. `block` is the distance from one row to the row for
+    the next LANES outputs, and `row` the distance to the row for the next channel. `start`, (outputs,), is the bias."""
     use_widest_vectors()
     like, word, inner, outer = y.dtype.type(0), y.itemsize, x.shape[3], y.shape[3]
     v = np.empty((PLANES, TILES_PER_STEP * inner + LANES), y.dtype)
@@ -258,7 +258,7 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
     """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), by Winograd's algorithm.
 
-    If `backward` is True, x is the gradient of the output, the result is the gradient of the input, and `padding` is 2
+    If `backward`, x is instead the gradient of the output, the result is the gradient of the input, and `padding` is 2
     minus the padding of the convolution."""
     (n, height, width, inner), outer = x.shape, weight.shape[1 if backward else 0]
     y = np.empty((n, height + 2 * padding - 2, width + 2 * padding - 2, outer), x.dtype)
@@ -288,15 +288,15 @@ def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, p
 
 
 def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[tuple[int, int]]:
-    """Split `tiles` into ranges (first, end) whose planes fit into the cache. The ranges do not depend on the number
-    of threads."""
+    """Split `tiles` tiles into ranges (first, end) whose planes fit into the cache. The ranges do not depend on the
+    number of threads."""
     count = max(TILE_BLOCK // (PLANES * channels * itemsize), TILES_PER_STEP)
     return [(a, min(a + count, tiles)) for a in range(0, tiles, count)]
 
 
 def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
-    """Return uninitialized planes, padded so that they are not a power of two apart and do not compete for cache
-    lines."""
+    """Return uninitialized planes of `size` elements. They are padded, because planes whose distance is a power of two
+    would compete for cache lines."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
 
@@ -309,8 +309,8 @@ adds the bias without a further pass, and its weights stay in the cache."""
 def _choose_algorithm(
     strides: WindowStrides, weight: tuple[int, ...], shape: tuple[int, ...], sizes: tuple[int, ...], has_gemm: bool
 ) -> str:
-    """Return the algorithm for an input of `shape` and outputs of `sizes`: "winograd", "gemm", "depthwise" or "direct".
-    The first two need the address of a gemm function."""
+    """Return the name of the algorithm to use for an input of `shape` and outputs of `sizes`: "winograd", "gemm",
+    "depthwise" or "direct". The first two require a gemm function (`has_gemm`)."""
     if has_gemm and suits_winograd(shape, weight, strides, sizes):
         return "winograd"
     if has_gemm and math.prod(weight) > MAX_DIRECT_WEIGHTS and is_matmul(strides, shape[2:], sizes):
@@ -323,8 +323,8 @@ DEPTHWISE_WINDOW = TWO_CELL_WINDOW._replace(groups=3)
 
 
 def _make_example_field(x: Any) -> tuple[Any, Any]:
-    """Return a field of one dim with channels last in memory, and matching weights, as examples for compiling a
-    kernel."""
+    """Return a one-dimensional field with channels last in memory, and matching weights, as example arguments for
+    compiling a kernel."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
@@ -332,8 +332,8 @@ IMAGE = WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 1)
 
 
 def _make_example_images(x: Any, cells: int = TILE) -> Any:
-    """Return images for which Winograd's algorithm is chosen, or matching weights if `cells` is 3, as examples for
-    compiling a kernel."""
+    """Return images to which Winograd's algorithm applies or, if `cells` is 3, matching weights, as example arguments
+    for compiling a kernel."""
     return np.zeros((MIN_TILES, LANES, cells, cells), x.dtype)
 
 
@@ -458,8 +458,8 @@ def correlate_backward_params(
 
 
 def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
-    """Yield, for each set of groups that are computed together, the number of groups, and the slices of their channels
-    and of their outputs."""
+    """Yield, for each set of groups that are computed together, the number of groups in the set, the slice of their
+    input channels, and the slice of their outputs."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
     for g in range(0, strides.groups, together):
@@ -468,7 +468,7 @@ def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) 
 
 
 def _as_block_diagonal(weight: np.ndarray, groups: int) -> np.ndarray:
-    """Return a block-diagonal weight with which a convolution without groups gives the same result as `weight` with
+    """Return the block-diagonal weight of the convolution without groups that gives the same result as `weight` with
     `groups` groups."""
     if groups == 1:
         return weight
@@ -478,8 +478,8 @@ def _as_block_diagonal(weight: np.ndarray, groups: int) -> np.ndarray:
 
 
 def _view_diagonal_blocks(dense: np.ndarray, groups: int) -> np.ndarray:
-    """Return a view (groups, outputs, channels, *kernel) of the blocks on the diagonal of a contiguous weight
-    (groups x outputs, groups x channels, *kernel)."""
+    """Return a view (groups, outputs, channels, *kernel) of the diagonal blocks of a contiguous weight (groups x
+    outputs, groups x channels, *kernel)."""
     outputs, channels = dense.shape[0] // groups, dense.shape[1] // groups
     step = outputs * dense.strides[0] + channels * dense.strides[1]
     shape = (groups, outputs, channels, *dense.shape[2:])
@@ -492,8 +492,8 @@ def _has_channels_last(x: np.ndarray) -> bool:
 
 
 def _as_channels_last(x: np.ndarray) -> np.ndarray:
-    """Return x (samples, channels, *cells) as (samples, *cells, channels). Copies x only if channels are not
-    contiguous."""
+    """Return x (samples, channels, *cells) as (samples, *cells, channels). Copies x only if the channels of a cell are
+    not contiguous."""
     return view_channels_last(x) if _has_channels_last(x) else to_channels_last(x)
 
 
@@ -506,8 +506,8 @@ def _as_matrix(kernel: np.ndarray) -> np.ndarray:
 
 
 def write_or_add_channels_first(target: Any, cells: np.ndarray) -> None:
-    """Write a gradient with channels last to an array with channels first, or add it there. `target` is (array,
-    whether to add)."""
+    """Write the gradient `cells`, which has channels last, to an array with channels first, or add it there. `target`
+    is (array, whether to add)."""
     out, add = target
     n, channels, size = cells.shape[0], cells.shape[-1], math.prod(cells.shape[1:-1])
     if out.dtype == cells.dtype and out.flags.c_contiguous and out.flags.aligned:

@@ -1,7 +1,7 @@
-"""Depthwise convolutions of one to three dims with channels last.
+"""Depthwise convolutions over one to three dims with channels last.
 
-As in `direct`, a strip of neighboring outputs stays in registers. But here each channel has its own weight, so cells
-and weights are both loaded as vectors of channels."""
+As in `direct`, a strip of neighboring outputs stays in registers. Because each channel has its own weight, however,
+both cells and weights are loaded as vectors of channels."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ _wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for
 
 @jit
 def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add):
-    """Compute the outputs of some lines; the arguments are those of `_convolve_lines` in `direct`.
+    """Compute the lines of outputs `from_line` to `to_line`. The arguments are those of `_convolve_lines` in `direct`,
+    except for `packed`.
 
-    `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector, except that
-    the last may have as many as a narrow one."""
+    `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector, except for
+    the last, which may have only as many as a narrow vector."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -93,8 +94,9 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, sizes, packed, channels, samples
 ):
-    """Add the gradient of the weights to `packed`, the array of weights that `_convolve_lines` takes, for some window
-    offsets of the first two dims. The other arguments are those of `_convolve_lines` in `direct`."""
+    """Add the gradient of the weights to `packed`, which has the same layout as in `_convolve_lines`, for the window
+    offsets `from_plane` to `to_plane` along the first two dims. The other arguments are those of `_convolve_lines` in
+    `direct`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -137,7 +139,7 @@ def _add_weight_gradient(
 def convolve_depthwise(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool
 ) -> None:
-    """Convolve each channel of x with its windows in `weight` (outputs, 1, *kernel), and write the result plus `bias`
+    """Convolve each channel of x with its kernels in `weight` (outputs, 1, *kernel), and write the result plus `bias`
     (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
     if y.size:
         outputs = _pad_channels(y) if add else _allocate_full_rows(y)
@@ -160,7 +162,7 @@ def depthwise_backward_input(
 
 
 def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
-    """Compute dw (outputs, 1, *kernel) += the gradient of the weights."""
+    """Add the gradient of the weights to dw (outputs, 1, *kernel)."""
     runs = find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
     if runs is None or not dy.size:
         return
@@ -180,7 +182,7 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
 def _convolve_full_rows(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Convolve each channel of x with its window in `weight` (channels, *kernel); the other arguments are those of
+    """Convolve each channel of x with its kernel in `weight` (channels, *kernel). The other arguments are those of
     `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias may have fewer channels."""
     kernel = reshape_to_three_dims(weight[:, None])[:, 0]
     if places is None:
@@ -201,13 +203,14 @@ def _convolve_full_rows(
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:
-    """Return each channel of x once for each of its outputs, padded with zeros to a number of channels that fills
-    whole vectors."""
+    """Return x with each channel repeated once for each of its outputs, followed by channels of zeros, so that the
+    channels fill whole vectors."""
     return _pad_channels(x if outputs == x.shape[-1] else np.repeat(x, outputs // x.shape[-1], axis=-1))
 
 
 def _allocate_full_rows(like: np.ndarray) -> np.ndarray:
-    """Return `like` if its channels fill whole vectors, else a new array of its shape with more channels."""
+    """Return `like` if its channels fill whole vectors, otherwise a new array with the same shape except for additional
+    channels."""
     channels = round_up_to_lanes(like.shape[-1], like.dtype)
     return like if _has_full_rows(like) else np.empty((*like.shape[:-1], channels), like.dtype)
 
@@ -227,8 +230,8 @@ def _has_full_rows(x: np.ndarray) -> bool:
 
 
 def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
-    """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). All blocks have WIDE bytes of lanes, but
-    the last is narrower if fewer channels are left."""
+    """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). Each block has WIDE bytes of lanes,
+    except that the last is narrower if few channels are left."""
     lanes = WIDE // dtype.itemsize
     rows = np.zeros((channels, weights.shape[1]), dtype)
     rows[: len(weights)] = weights

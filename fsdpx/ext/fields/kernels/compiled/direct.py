@@ -1,10 +1,10 @@
-"""Direct convolutions of one to three dims with channels last, which read windows in place, without an im2col copy.
+"""Direct convolutions over one to three dims with channels last. They read windows in place, without an im2col copy.
 
 A strip is a run of neighboring outputs whose sums stay in registers while the loop multiplies the cells under their
-windows by rows of weights; each lane of a vector register is one output channel. Where windows reach beyond the field,
-only the window offsets inside it are computed. With few output channels, lanes are input channels instead, and are
-summed at the end. The gradient of the weights keeps some rows of weights in registers while the loop runs over
-outputs."""
+windows by rows of weights; each lane of a vector register is one output channel. Where a window reaches beyond the
+field, only the window offsets inside the field are computed. With few output channels, the lanes are input channels
+instead, and are summed at the end. To compute the gradient of the weights, some of its rows are kept in registers while
+the loop runs over outputs."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     """Return a compiled loop that computes a strip of outputs: y[b] = start[b] + the sum over window offsets and
     channels r of x[b + offset, r] w[offset, r].
 
-    Each y[b], start[b] and w[offset, r] is a vector of `nbytes`; with `depthwise`, so is each x, whose channels are
-    multiplied with those of w one by one. Addresses and steps are in bytes."""
+    Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is such a vector as
+    well, and is multiplied by w elementwise. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -94,7 +94,7 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
     """Return a compiled loop that computes a strip with few output channels: y[b, o] = start[b, o] + the sum over
     window offsets and channels r of x[b + offset, r] w[o, offset, r].
 
-    Channels are multiplied in `run` vectors of NARROW bytes. Addresses and steps are in bytes."""
+    The channels fill `run` vectors of NARROW bytes. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_dots(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -133,7 +133,8 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
 
 
 def emit_lane_sum(builder: Any, row: Any) -> Any:
-    """Emit LLVM code that sums the lanes of the vector `row`, by repeatedly adding one half of it to the other."""
+    """Emit LLVM code that sums the lanes of the vector `row` by repeatedly adding one half of the vector to the
+    other."""
     index = ir.IntType(32)
     while (half := row.type.count // 2) > 0:
         none, kind = ir.Constant(row.type, ir.Undefined), ir.VectorType(index, half)
@@ -144,11 +145,11 @@ def emit_lane_sum(builder: Any, row: Any) -> Any:
 
 
 def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
-    """Return a compiled loop for the gradient of some rows of weights: w[b] += the sum over outputs (i, j) of x[i, j,
-    b] dy[i, j].
+    """Return a compiled loop that computes the gradient of some rows of weights: w[b] += the sum over outputs (i, j) of
+    x[i, j, b] dy[i, j].
 
-    Each w[b] and dy[i, j] is a vector of `nbytes`; with `depthwise`, so is each x, whose channels are multiplied with
-    those of dy one by one. `x_step` is the number of bytes from x[i, j, b] to x[i, j, b + 1]."""
+    Each w[b] and dy[i, j] is a vector of `nbytes` bytes. With `depthwise`, each x is such a vector as well, and is
+    multiplied by dy elementwise. `x_step` is the number of bytes from x[i, j, b] to x[i, j, b + 1]."""
 
     @intrinsic
     def run_outer_product(typingctx: Any, like: Any, rows: Any, w: Any, x: Any, x_step: Any, dy: Any, counts: Any,
@@ -183,7 +184,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False)
 
 
 def get_vector_type_and_itemsize(like: Any, nbytes: int) -> tuple[Any, int]:
-    """Return the LLVM type of a vector of `nbytes`, and the size in bytes of one number in it."""
+    """Return the LLVM type of a vector of `nbytes` bytes, and the size in bytes of each of its numbers."""
     word = 4 if like.type == ir.FloatType() else 8
     return ir.VectorType(like.type, nbytes // word), word
 
@@ -202,7 +203,7 @@ def emit_load(builder: Any, element_type: Any, base: Any, step: Any, n: int) -> 
 
 
 def emit_fma(builder: Any, into: Any, number: Any, row: Any) -> None:
-    """Emit LLVM code for into += number * row, where `number` is a vector or a scalar for all lanes."""
+    """Emit LLVM code for into += number * row. `number` is a vector, or a scalar that multiplies all lanes."""
     if number.type != row.type:
         none, index = ir.Constant(row.type, ir.Undefined), ir.IntType(32)
         zeros = ir.Constant(ir.VectorType(index, row.type.count), [0] * row.type.count)
@@ -218,8 +219,8 @@ def emit_address(builder: Any, base: Any, indices: Sequence[Any], steps: Sequenc
 
 
 def emit_switch_on_size(builder: Any, rows: Any, max_size: int, body: Any) -> None:
-    """Emit an LLVM switch on the value `rows`, with a case for each n from 1 to `max_size` whose code `body(n)` emits.
-    The code of each case can thus unroll its loops over rows."""
+    """Emit an LLVM switch on the value `rows`. `body(n)` emits the code of the case n, for each n from 1 to `max_size`,
+    so that each case can unroll its loops over rows."""
     end = builder.append_basic_block("sized")
     switch = builder.switch(rows, end)
     for n in range(1, max_size + 1):
@@ -241,8 +242,8 @@ _wide_outer, _narrow_outer = make_outer_product_loop(WIDE, 6), make_outer_produc
 
 @register_jitable
 def _can_use_dot_loop(outputs, nbytes):
-    """Return whether the lanes of vectors can be input channels. This requires few outputs, and that the `nbytes` of a
-    cell's channels fill whole vectors."""
+    """Return whether vector lanes can be input channels. This requires that there are few outputs, and that the
+    channels of a cell, `nbytes` bytes, fill whole vectors."""
     return outputs <= len(FEW_OUTPUTS) and nbytes % NARROW == 0
 
 
@@ -251,9 +252,9 @@ def _pack_weights(weight, packed, places, swapped, unpack):
     """Copy weights into blocks of lanes: packed[block, offset, c, lane] = weight[o, c, offset]. For few outputs, the
     order is packed[block, lane, offset, c].
 
-    `places`, (3 dims, 3), gives, for each dim, the number of window offsets to copy, the first offset, and the step
-    from one to the next. If `swapped`, the weight has its channels and outputs swapped. If `unpack`, add `packed` to
-    `weight` instead."""
+    `places`, (3 dims, 3), contains, for each dim, the number of window offsets to copy, the first offset, and the step
+    from one offset to the next. If `swapped`, the dims of `weight` for channels and outputs are swapped. If `unpack`,
+    `packed` is instead added to `weight`."""
     outer, inner = (weight.shape[1], weight.shape[0]) if swapped else (weight.shape[0], weight.shape[1])
     word, first, base = weight.itemsize, 0, 0
     while first < outer:
@@ -280,14 +281,14 @@ def _pack_weights(weight, packed, places, swapped, unpack):
 
 @register_jitable
 def choose_strip_output_count(rows, limit):
-    """Return the number of outputs in the next strip, at most `limit`, if `rows` outputs are left in the line. The
-    number is chosen such that the last two strips have similar sizes."""
+    """Return the number of outputs in the next strip, at most `limit`, when `rows` outputs are left in the line. It is
+    chosen so that the last two strips of a line are similar in size."""
     return limit if rows >= 2 * limit or rows == limit else min(rows, limit) if rows <= limit else (rows + 1) // 2
 
 
 @register_jitable
 def _copy_lanes_to_scratch(scratch, rows, valid, address, step):
-    """Copy the first `valid` lanes of each row at `address` to `scratch`, so that full vectors can be used there."""
+    """Copy the first `valid` lanes of each of the rows at `address` to `scratch`, which has room for full vectors."""
     for r in range(rows):
         for v in range(valid):
             scratch[r, v] = _load_scalar(scratch.dtype.type(0), address + r * step + v * scratch.itemsize)
@@ -314,8 +315,8 @@ def _store_scalar(typingctx: Any, value: Any, address: Any) -> Any:
 def compute_line_by_strips(
     like, wide, length, x, x_step, y, y_step, start, add, valid, scratch, w, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs, strip by strip. If only `valid` lanes of a vector are in use, compute the line in
-    `scratch`."""
+    """Compute a line of outputs, strip by strip. If only `valid` lanes of each vector are in use, the strips are
+    computed in `scratch` and then copied to y."""
     at, most, word = 0, WIDE_ROWS if wide else NARROW_ROWS, scratch.itemsize
     partial = valid * word < (WIDE if wide else NARROW)
     while at < length:
@@ -342,8 +343,8 @@ def compute_line_by_strips(
 def _compute_line_by_dot_products(
     like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs with few channels, strip by strip. `run` is the number of bytes to multiply at each
-    window offset."""
+    """Compute a line of outputs with few channels, strip by strip. `run` is the number of bytes that are multiplied at
+    each window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
         rows = choose_strip_output_count(length - at, most)
@@ -362,8 +363,8 @@ def _compute_line_by_dot_products(
 
 @register_jitable
 def locate_line_in_runs(line, runs):
-    """Return the sample to which a line of outputs belongs, the number of its run, and its output index along the
-    first dim. The outputs of a run have the same window offsets inside the field."""
+    """Return the sample to which a line of outputs belongs, the index of its run, and its output index along the first
+    dim. All outputs of a run have the same window offsets inside the field."""
     lines, a = 0, 0
     for run in range(runs.shape[0]):
         lines += runs[run, 1] - runs[run, 0]
@@ -381,12 +382,12 @@ def _convolve_lines(
     """Compute the lines of outputs `from_line` to `to_line`, strip by strip. A line is an output index along the first
     dim, counted over all samples.
 
-    `x` and `y` are addresses of the first cell and the first output. `x_steps` and `y_steps` give the bytes from
-    sample to sample, then from cell to cell along each dim. `moves`, (3 dims, 3), gives the bytes in x from the cell of
-    one output to the cell of the next output, from one window offset to the next, and from the first cell to the first
-    cell that output 0 reads. `runs` holds, for each dim d, bounds[d] runs (start, stop, first offset, end of offsets)
-    of outputs with the same window offsets. `sizes` is the number of window offsets along each dim. Outputs begin with
-    `start`, or with their old value if `add`."""
+    `x` and `y` are the addresses of the first cell and the first output. `x_steps` and `y_steps` are the numbers of
+    bytes from sample to sample, and from cell to cell along each dim. `moves`, (3 dims, 3), contains the numbers of
+    bytes in x from the cell of one output to the cell of the next output, from one window offset to the next, and from
+    the first cell to the first cell that output 0 reads. `runs` contains, for each dim d, bounds[d] runs (start, stop,
+    first offset, end of offsets) of outputs with the same window offsets. `sizes` is the number of window offsets along
+    each dim. Sums start from `start`, or from the previous values of the outputs if `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -438,8 +439,8 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradient of the weights to `packed`, for the window offsets `from_plane` to `to_plane` of the first two
-    dims. Other arguments are as in `_convolve_lines`."""
+    """Add the gradient of the weights to `packed`, for the window offsets `from_plane` to `to_plane` along the first
+    two dims, flattened. The other arguments are as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
@@ -487,10 +488,11 @@ def _add_weight_gradient(
 def convolve_direct(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Convolve x with `weight`, and write the result plus `bias` (outputs,) to y, or add the result to y if `add`.
+    """Convolve x with `weight`, and write the result plus `bias`, (outputs,), to y. If `add`, add the result to y
+    instead, without a bias.
 
-    x and y have channels last. If `places` is given, it selects the window offsets to use, as (number of offsets,
-    first, step) for each dim, and input and output channels of the weight are swapped."""
+    x and y have channels last. If `places` is given, it selects the window offsets to use, as (number of offsets, first
+    offset, step) for each dim, and the input and output channels of the weight are swapped."""
     if not y.size:
         return
     plan = _plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add)
@@ -511,8 +513,8 @@ def _plan_lines(
     strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
     y_strides: tuple[int, ...], add: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return what all calls of `convolve_direct` with arrays of these shapes and strides have in common: the window
-    offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
+    """Return everything that is the same in all calls of `convolve_direct` for arrays of these shapes and strides: the
+    window offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
     `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute."""
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
@@ -534,8 +536,8 @@ def direct_backward_input(
     """Write the gradient with respect to the input, plus `bias` of shape (channels,), to `dx`.
 
     The gradient at a cell is a sum over the outputs whose windows cover the cell. Two cells that are one stride apart
-    use the same weights, on outputs shifted by one. So dx is computed one phase at a time, where a phase is a set of
-    cells spaced one stride apart: its gradient is a convolution of dy with stride 1, which `convolve` computes."""
+    use the same weights, but with outputs shifted by one. So dx is computed one phase at a time. A phase is a set of
+    cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve` computes."""
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
         for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
@@ -577,7 +579,7 @@ def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStr
 
 
 def round_up_to_lanes(outputs: int, dtype: Any) -> int:
-    """Return `outputs` rounded up to a multiple of the lanes in a narrow vector."""
+    """Return `outputs`, rounded up to a multiple of the number of lanes in a narrow vector."""
     narrow = NARROW // dtype.itemsize
     return -(-outputs // narrow) * narrow
 
@@ -588,7 +590,7 @@ def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
 
 
 def get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the address of a field with channels last, and the number of bytes from sample to sample and from cell to
+    """Return the address of a field with channels last, and the numbers of bytes from sample to sample and from cell to
     cell along each of three dims."""
     return x.__array_interface__["data"][0], _get_byte_strides(x.strides)
 
@@ -606,7 +608,8 @@ class _OutputRuns(NamedTuple):
     table : (start, stop, first offset, end of offsets) of each run, for each dim
     bounds : number of runs along each dim
     moves : as in `_convolve_lines`, but in cells
-    met : for each dim, the range of window offsets that outputs use; `table` and `moves` count offsets from its start
+    met : for each dim, the range of window offsets that any output uses; offsets in `table` and `moves` are relative to
+        its start
     lines : number of outputs along the first dim
     """
 
@@ -621,9 +624,9 @@ class _OutputRuns(NamedTuple):
 def find_output_runs(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
-    """Return the runs of outputs with the same window offsets inside the field, or None if there are no outputs.
+    """Find the runs of outputs that have the same window offsets inside the field. Return None if there are no outputs.
 
-    If `add`, outputs to which no window offset contributes are left out."""
+    If `add`, outputs whose windows are completely outside the field are left out."""
     rows = [*zip(strides.kernel, strides.stride, strides.dilation, strides.first, sizes, cells, strict=True)]
     rows = [(1, 1, 1, 0, 1, 1)] * (3 - len(rows)) + rows
     found, met, moves = [], [], []

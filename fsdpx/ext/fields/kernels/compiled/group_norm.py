@@ -1,11 +1,11 @@
 """Compiled group normalization with channels last in memory.
 
-A field that lies on one rank is normalized sample by sample, so that a sample that fits into the cache is read from
+A field that is held by one rank is normalized sample by sample, so that a sample that fits into the cache is read from
 memory only once.
 
 The moments of a channel are computed in one pass over memory: blocks of 32 cells are read into the cache, and the
-moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels, several cells are read as
-one row, so that a row fills the vector registers."""
+moments of the blocks are merged in float64 (Chan et al. 1979). If a field has few channels, several cells are read
+together as one row, so that a row fills the vector registers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ memory from front to back."""
 
 @jit
 def _merge_moments_of_blocks(start, stop, x, out):
-    """Compute out[0] = mean and out[1] = sum of squared deviations of the columns of x from `start` to `stop`."""
+    """For the columns `start` to `stop` of x, compute the mean in out[0], and the sum of squared deviations in
+    out[1]."""
     mean, squares = np.full(stop - start, accumulation_zero(x)), np.full(stop - start, accumulation_zero(x))
     means, totals = out[0, start:stop], out[1, start:stop]
     for first in range(0, x.shape[0], BLOCK_ROWS):
@@ -101,8 +102,8 @@ def _backward_of_samples_loop(x, dy, dx, mean, scale, along, across):
 
 @jit
 def _finish_statistics(moments, rows, groups, eps, weight, bias, mean, rstd, values):
-    """Compute mean and rstd (channels,) of one sample, and the values that `affine_loop` takes, given the moments (2,
-    columns) of the columns of its `rows` rows."""
+    """Compute the mean and rstd (channels,) for one sample, and the values that `affine_loop` takes. `moments` are the
+    moments (2, columns) of the sample's columns over its `rows` rows."""
     channels, columns = mean.size, moments.shape[1]
     size = channels // groups
     for g in range(groups):
@@ -135,8 +136,8 @@ def _normalize_samples_loop(x, y, mean, rstd, groups, eps, weight, bias):
 
 @jit
 def _finish_gradient_sums(of_columns, rows, groups, weight, mean, rstd, sums, values):
-    """Compute the sums (2, channels) of one sample, and the values that `_backward_loop` takes, given the sums (2,
-    columns) of the columns of its `rows` rows."""
+    """Compute the sums (2, channels) for one sample, and the values that `_backward_loop` takes. `of_columns` are the
+    sums (2, columns) of the sample's columns over its `rows` rows."""
     channels, columns = mean.size, of_columns.shape[1]
     size = channels // groups
     sums[:] = 0
@@ -171,8 +172,8 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
 
 @lru_cache(1 << 10)
 def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
-    """Return how many neighboring cells of a field (samples, *cells, channels) the loops read as one row, and the
-    shape (samples, rows, elements) of the field with such rows."""
+    """Return how many neighboring cells of a field (samples, *cells, channels) the loops read as one row, and the shape
+    (samples, rows, elements) that the field has when divided into such rows."""
     cells, channels = math.prod(shape[1:-1]), shape[-1]
     wanted = max(ROW_ELEMENTS // max(channels, 1), 1)
     per_row = next((n for n in range(wanted, 1, -1) if cells % n == 0), 1)
@@ -180,7 +181,8 @@ def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
 
 
 def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
-    """Repeat values (samples, channels) for each cell of a row, in the dtype in which the kernels compute for x."""
+    """Repeat values (samples, channels) for each cell of a row, and cast them to the dtype in which the kernels compute
+    if the field is x."""
     values = as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))
     return values if per_row == 1 else np.tile(values, (1, per_row))
 
@@ -188,8 +190,8 @@ def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
 def _run_over_samples(
     loop: Callable[..., Any], of_sample: Callable[..., Any], arrays: tuple[Any, ...], *options: Any
 ) -> None:
-    """Call `loop(*arrays, *options)` with the samples split over threads or, if there are fewer samples than threads,
-    call `of_sample` with the arrays of one sample at a time."""
+    """Call `loop(*arrays, *options)` with the samples split over threads. If there are fewer samples than threads, call
+    `of_sample` instead, with the arrays of one sample at a time."""
     if arrays[0].shape[0] >= parallel.get_threads():
         parallel.parallel_for_rows(loop, arrays, *options)
         return
@@ -258,7 +260,8 @@ def group_norm_backward(
 
 
 def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """Return values of each channel in the dtype in which the kernels compute for x, or `default` for each channel."""
+    """Return the values for each channel, or `default` for each channel if `values` is None, in the dtype in which the
+    kernels compute if the field is x."""
     dtype = accumulation_dtype(x.dtype)
     if values is None:
         return np.full(x.shape[1], default, dtype)

@@ -18,8 +18,8 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
 @register_jitable
 def _locate_window(window, d, output, size):
-    """Return where the window of an output lies along dim `d`: the cell of window offset 0, the distance between
-    offsets, and the range [from, to) of offsets inside the field."""
+    """Return the position of an output's window along dim `d`: the cell at window offset 0, the number of cells from
+    one offset to the next, and the range [from, to) of offsets inside the field."""
     many, step, apart, first = window[d]
     first += output * step
     return first, apart, max(-(first // apart), 0), min((size - 1 - first) // apart + 1, many)
@@ -164,11 +164,11 @@ def avg_pool_backward(
 
 
 def _make_window_table(strides: WindowStrides) -> np.ndarray:
-    """Return kernel size, stride, dilation and first cell as an array (3 dims, 4)."""
+    """Return the kernel size, stride, dilation and first cell along each dim, as an array (3 dims, 4)."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
 
 def _to_three_dims(cells: np.ndarray) -> np.ndarray:
-    """Reshape (samples, *cells, channels) to exactly three cell dims, by adding dims of size 1."""
+    """Reshape (samples, *cells, channels) so that there are exactly three cell dims, by adding dims of size 1."""
     return cells.reshape(cells.shape[0], *(1,) * (5 - cells.ndim), *cells.shape[1:])
