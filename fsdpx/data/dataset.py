@@ -302,7 +302,7 @@ Piece = tuple[Path, int, int]
 
 
 def python_stdlib_folder() -> Path:
-    """Return the folder of Python's standard library, which holds tens of MB of source text on every machine."""
+    """Return the folder of Python's standard library, which contains tens of MB of source code on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 

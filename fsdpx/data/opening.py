@@ -51,7 +51,7 @@ _FILTERS = {
 _ZIP_HEADER_BYTES = 30
 """Size of the header before each file in a zip archive, without the file name that follows."""
 _MAX_LINKS = 16
-"""Maximum number of soft links that are followed in a chain."""
+"""Maximum length of a chain of soft links that is followed."""
 
 
 def open_fields(path: Path) -> Any:

@@ -135,8 +135,8 @@ class SupervisedDataset:
 
 
 def _iterate_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (location for errors, object) for each line of a JSON Lines file. Only a line feed ends a line, because
-    texts may contain other line separators."""
+    """Yield (location for error messages, object) for each line of a JSON Lines file. Only a line feed ends a line,
+    because texts may contain other line separators."""
     try:
         with open_file(path, ours=False) as file:
             for n, line in enumerate(file, 1):

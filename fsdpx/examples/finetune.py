@@ -57,7 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_tokenizer(comm: Any) -> Any:
-    """Train a byte-pair tokenizer on some of Python's sources on rank 0, and return it on all ranks. Collective."""
+    """Train a byte-pair tokenizer on some of Python's source files on rank 0, and return it on all ranks.
+    Collective."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:

@@ -28,8 +28,8 @@ def sample_circle(rng: np.random.Generator, samples: int) -> np.ndarray:
 
 
 def compute_logit_gradient(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
-    """Return the gradient of the binary cross-entropy with respect to the critic's logits. `real` is the label. The
-    loss is averaged over the `samples` samples of the global batch."""
+    """Return the gradient of the binary cross-entropy with respect to the critic's logits. `real` says whether the
+    samples are labeled as real. The loss is averaged over the `samples` samples of the global batch."""
     return (1 / (1 + np.exp(-logits)) - real) / samples
 
 

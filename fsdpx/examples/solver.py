@@ -101,7 +101,7 @@ def run_solver(comm: Any, world: Any, rounds: int) -> tuple[float, float]:
         for _ in range(rounds):
             bridge.send(solver.advance_round(learned))
             weights = bridge.receive_weights()
-            assert weights is not None  # the trainer does not end first
+            assert weights is not None  # there are weights, because the trainer does not end before the solver
             learned = bool(weights.pop("loss") < GOOD)  # equal on all solver ranks
             solver.net.load_parameters(weights)
     return solver.all_reduce_error(), solver.small / (rounds * LARGE * SMALL)

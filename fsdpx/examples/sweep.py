@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     mine = everyone.rank * args.groups // everyone.size
-    # not everyone.split, whose groups must all allocate shared memory at the same time
+    # everyone.split would not work, because all its groups would have to allocate shared memory at the same time
     group = MPI.COMM_WORLD.Split(mine)
     found = {rate: train_at_rate(group, rate, args) for rate in args.rates[mine :: args.groups]}
     results = everyone.all_gather_data((mine, found))

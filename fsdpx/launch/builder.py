@@ -50,7 +50,7 @@ class ModelBuilder:
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
     table with `use` stands for the named object itself: `{use = "no_decay"}`. Names are looked up in `fsdpx.nn`,
     `fsdpx.optim`, its schedules, `fsdpx.data` and the classes for arguments of `distribute` (`Mesh`, `PowerSGD`, ...).
-    Refer to objects of your own as `module:name`. Invalid values raise a ConfigError that names the section and key.
+    Refer to your own objects as `module:name`. Invalid values raise a ConfigError that names the section and key.
 
     Parameters
     ----------

@@ -134,9 +134,10 @@ def find_launcher(config: LaunchConfig) -> FoundLauncher:
     """Find the launcher of a job. Raise LaunchError if there is none, or if it belongs to a different MPI library from
     the one that mpi4py uses.
 
-    For backend "gloo", this is fsdpx's own launcher. For MPI, it is the first that exists of: the launcher that
-    `config` names; the mpiexec next to this Python, which belongs to the MPI that mpi4py loads from a wheel, and finds
-    the hosts of an allocation itself; srun or flux inside an allocation; the first mpiexec on PATH."""
+    For backend "gloo", this is fsdpx's own launcher. For MPI, it is the first of the following that exists: the
+    launcher that `config` names; the mpiexec next to this Python (it belongs to the MPI library that mpi4py loads from
+    a wheel, and finds the hosts of an allocation itself); srun or flux, inside an allocation; the first mpiexec on
+    PATH."""
     if config.backend == "gloo":
         return FoundLauncher(tuple(make_local_launcher_command()), None)
     if config.mpiexec is not None:

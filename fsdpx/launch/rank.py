@@ -114,7 +114,8 @@ class RankStatusWriter:
 
 
 def _make_exit_status_fields(error: BaseException | None) -> dict[str, Any]:
-    """Return the fields of the status file for a script that ended with the exception `error`, or normally (None)."""
+    """Return the fields of the status file for a script that ended with the exception `error`. If `error` is None, the
+    script ended normally."""
     if error is None:
         return {"status": 0}
     if not isinstance(error, SystemExit):

@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 _LOG_FOLDER_FILE = "logs"
-"""File in the folder of an attempt that contains the path of the log folder. A rank whose host does not see this file
-prints as usual, because the launcher could not follow its log file."""
+"""Name of the file that contains the path of the log folder. It is in the folder of an attempt to run the job. A rank
+whose host does not see this file prints as usual, because the launcher could not follow its log file."""
 _POLL_SECONDS = 0.1
 
 
@@ -45,8 +45,8 @@ def read_log_folder(run: Path) -> Path | None:
 
 
 def redirect_output_to_log(folder: Path, rank: int) -> None:
-    """Append the stdout and stderr of this process, including the output of C libraries, to the rank's log file, line
-    by line."""
+    """Redirect the stdout and stderr of this process, including the output of C libraries, to the end of the rank's log
+    file. Output is written line by line."""
     log = safe_files.open_for_append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -66,8 +66,8 @@ class LogFollower:
         self._thread.start()
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Stop the thread, print all remaining output, and write a file for each rank that tells how it ended. `ends`
-        maps ranks to the JSON texts of these files."""
+        """Stop the thread, print all remaining output, and write, for each rank, a file that tells how the rank ended.
+        `ends` maps ranks to the JSON texts of these files."""
         self._stop.set()
         self._thread.join()
         self._print_new_lines(complete_only=False)

@@ -94,7 +94,7 @@ def format_mesh(mesh: Mesh) -> str:
     return " x ".join(f"{axis}={mesh.width_of(axis)}" for axis in AXES if mesh.width_of(axis) > 1) or "one rank"
 
 
-MAX_PROGRAM_ACTIONS = 400  # of longer programs, only the beginning and the end are printed
+MAX_PROGRAM_ACTIONS = 400  # if a program has more actions, only its beginning and its end are printed
 SCHEDULE_WIDTH_CHARS = 250  # line width of a drawn schedule if the output is not a terminal
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""

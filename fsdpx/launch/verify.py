@@ -91,11 +91,11 @@ class VerifyCase:
 
     @property
     def single_process_case(self) -> "VerifyCase":
-        """The reference case: the training of this case, but in a single process."""
+        """The reference case: the same training in a single process."""
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Return the mesh and the options other than strategy, precision and number of ranks as text."""
+        """Return text with the mesh, the schedule, the sequence mode and the recomputation, as far as they are set."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]

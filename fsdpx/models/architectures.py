@@ -75,7 +75,7 @@ class Architecture:
         """Check the contents of `config.json`, and return the values of `fields`, with defaults for missing ones.
         Raise ConfigError for an unknown field or an unsupported value.
 
-        `where` is the path of the file, for errors. `parts` is the number of tensors in the weight files."""
+        `where` is the path of the file, for error messages. `parts` is the number of tensors in the weight files."""
         values = dict(config)
         for alias, name in self.aliases.items():
             value = values.pop(alias, None)

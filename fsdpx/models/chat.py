@@ -29,7 +29,7 @@ FILE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 SECONDS, MOST_BYTES, MOST_ROUNDS = 10.0, 1 << 30, 1_000_000
 """Limits for rendering one conversation: CPU seconds, bytes of memory, and number of loop iterations and calls."""
 MIN_JINJA_VERSION = (3, 1, 6)
-"""In earlier versions, templates could escape from the sandbox."""
+"""Minimum version of Jinja2. In earlier versions, templates could escape from the sandbox."""
 Message = Mapping[str, Any]
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
     Parameters
     ----------
     source : text of the template
-    where : description of the file that the template was read from, for errors
+    where : description of the file from which the template was read, for error messages
     names : special tokens by name, such as bos_token
     tokenizer : a `tokenizers.Tokenizer`
     """
@@ -184,8 +184,8 @@ def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if there is none. The template is looked up in the same
-    files as in transformers.
+    """Return the chat template in a model's folder, or None if there is none. transformers looks it up in the same
+    files.
 
     Parameters
     ----------

@@ -21,8 +21,8 @@ NEEDED: Any = object()
 
 @dataclass(frozen=True)
 class ValueKind:
-    """The allowed values of a configuration field: `words` describes them for errors, and `test` returns whether a
-    value is allowed."""
+    """The allowed values of a configuration field: `words` describes them for error messages, and `test` returns
+    whether a value is allowed."""
 
     words: str
     test: Callable[[Any], bool]
@@ -88,7 +88,7 @@ def check_and_complete_fields(
     ----------
     config : a JSON object
     fields : fields by name
-    where : path of the configuration, for errors
+    where : path of the configuration, for error messages
     parts : number of tensors in the files, which is the maximum for fields of the kind `PARTS`
     """
     found = {}

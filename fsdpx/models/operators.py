@@ -144,7 +144,7 @@ def to_state_dict(
 def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
     """Build the model of the first project whose marker tensor is present, initialized with the tensors. Raise
     CheckpointError if no project matches."""
-    tensors = {name.removesuffix(":0"): array for name, array in tensors.items()}  # TensorFlow's names of variables
+    tensors = {name.removesuffix(":0"): array for name, array in tensors.items()}  # TensorFlow appends ":0" to names
     for project in PROJECTS:
         found = next((name for name in tensors if name.endswith(project.marker_name)), None)
         if found is not None:

@@ -96,7 +96,7 @@ class LAMB:
 
     Parameters
     ----------
-    lr : a number, or a schedule from 1-based step to number
+    lr : a number, or a schedule: a function from the step, counted from 1, to a number
     betas : decay of m and of v per step, each in [0, 1)
     eps : added to the square root
     weight_decay : coefficient; weight_decay * p is added to u

@@ -45,7 +45,8 @@ class Lion(Elementwise):
 
     Parameters
     ----------
-    lr : a number, or a schedule from 1-based step to number; typically 3 to 10 times smaller than for AdamW
+    lr : a number, or a schedule: a function from the step, counted from 1, to a number. The rate is typically 3 to 10
+        times smaller than for AdamW
     betas : weight of m in the update, and decay of m per step, each in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step
     groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching

@@ -53,7 +53,8 @@ class Muon:
 
     Parameters
     ----------
-    lr : a number, or a schedule from 1-based step to number, for all parameters
+    lr : learning rate for all parameters: a number, or a schedule (a function from the step, counted from 1, to a
+        number)
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step, for all parameters
     exclude : name patterns (fnmatch) of matrices to be updated by `others`
@@ -96,8 +97,7 @@ class Muon:
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Update a shard in place. Collective over the ranks that together hold the flat array of which this is a
-        shard.
+        """Update a shard in place. Collective over the ranks that hold the shards of the same flat array.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class Muon:
         g : gradient of these parameters, `(n,)`, before it is multiplied by `scale`; not changed
         slots : dict from name to state array `(n,)`; changed in place
         lr : learning rate of the step
-        step : 1 for the first update
+        step : number of the update, counted from 1
         segments : the parameters, or parts of parameters, that the shard holds
         scale : factor by which g is multiplied
 

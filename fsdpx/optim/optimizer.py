@@ -116,15 +116,15 @@ class Elementwise(ABC):
 
 
 LearningRate = float | Callable[[int], float]
-"""A learning rate: a number, or a schedule from 1-based step to number."""
+"""A learning rate: a number, or a schedule, which is a function from the step, counted from 1, to a number."""
 Slots = Mapping[str, Any]
 """State arrays of a shard by slot name."""
 
 GROUP_OPTIONS = ("lr_scale", "weight_decay")
 
 no_decay: ParamGroups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
-"""Parameter groups without weight decay for biases, and for the scales and shifts of norms whatever their names:
-`AdamW(groups=optim.no_decay)`. The parameters of your own norm layers need `ParameterSpec(..., norm=True)`.
+"""Parameter groups that switch off weight decay for biases, and for the scales and shifts of norms, whatever their
+names: `AdamW(groups=optim.no_decay)`. The parameters of your own norm layers need `ParameterSpec(..., norm=True)`.
 
 To add your own groups: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
 
@@ -339,7 +339,7 @@ class UpdateFormula:
 
     The array code works on blocks that fit into the cache and needs two blocks of scratch memory. It is the reference,
     and runs if no other implementation is available. The loop performs the operations of the array code in the same
-    order, and therefore gives the same bits as the array code."""
+    order, so the results of both are bit-identical."""
 
     def __init__(self, plain: Callable[..., None]) -> None:
         self.plain, self.name = plain, plain.__name__

@@ -151,8 +151,8 @@ class Step(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """Linear warm-up from 0 (before step 1) to the first rate of `schedule` at step `steps`, after which `schedule`
-    begins, as in PyTorch's `SequentialLR` (Goyal et al. 2017).
+    """Linear warm-up from 0 (before step 1) to the first rate of `schedule` at step `steps` (Goyal et al. 2017). Then
+    `schedule` begins, as in PyTorch's `SequentialLR`.
 
     Parameters
     ----------

@@ -64,7 +64,7 @@ class HyperparameterSpan:
     ----------
     start, stop : range of elements of the shard
     lr_scale : factor by which the learning rate is multiplied
-    weight_decay : weight decay; None: the optimizer's own
+    weight_decay : weight decay; None: the weight decay of the optimizer
     missed : as in `ShardSegment`
     """
 

@@ -74,7 +74,7 @@ class SGD(Elementwise):
 
     Parameters
     ----------
-    lr : a number, or a schedule from 1-based step to number
+    lr : a number, or a schedule: a function from the step, counted from 1, to a number
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; weight_decay * p is added to g
     nesterov : whether to use Nesterov momentum; `momentum` must then be above 0

@@ -3,7 +3,7 @@
     fsdpx.plan.predict(model, batch, ranks=64, machine="a100-dgx-200g", strategy="fsdp").seconds
     print(fsdpx.plan(model, batch=batch, ranks=64, machine="a100-dgx-200g", memory="40GiB"))
 
-The package itself can be called, so that `fsdpx.plan(...)` is `fsdpx.plan.search(...)`."""
+The package itself is callable: `fsdpx.plan(...)` calls `fsdpx.plan.search(...)`."""
 
 import sys
 from inspect import signature

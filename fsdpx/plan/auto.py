@@ -26,7 +26,7 @@ from fsdpx.plan.world_step import parse_batch
 __all__ = ["MACHINE_FILE", "fill_in_fastest_configuration"]
 
 MACHINE_FILE = Path("machine.toml")
-"""File that `measure-machine` writes and strategy="auto" reads, in the working folder."""
+"""Path of the file, in the working folder, that `measure-machine` writes and strategy="auto" reads."""
 NOT_PLANNED_OPTIONS = ("model", "strategy", "planned", "device", "device_map", "backend", "check", "tune", "trace")
 """Fields of a recipe that are not passed to the search, because they do not affect a plan or the plan chooses them."""
 
@@ -93,7 +93,8 @@ def fill_in_fastest_configuration(
 
 
 def _get_fixed_options(recipe: Recipe) -> dict[str, Any]:
-    """Return the options that the search must not change: those that the user has set, and three more.
+    """Return the options that the search must not change: those that the user has set, and always the precision,
+    `group_bytes` and `offload`.
 
     The precision is kept because a plan must not change results, `group_bytes` because it is measured at runtime, and
     `offload` because it needs a folder."""
@@ -118,7 +119,7 @@ def _count_ranks_per_host_and_hosts(world: Communicator) -> tuple[int, int]:
 
 
 def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
-    """Return the smallest memory limit of any rank in bytes. Return None if no rank has a known limit, as on GPUs.
+    """Return the minimum memory limit over all ranks in bytes. Return None if no limit is known, as on GPUs.
     Collective."""
     if recipe.runtime.device == "cuda" or isinstance(world, FakeCommunicator):
         return None
@@ -130,7 +131,8 @@ def _agree_on_memory_limit(recipe: Recipe, world: Communicator) -> int | None:
 def _find_machine_and_source(
     asked: str | PathLike[str] | Machine | None, world: Communicator, device: str
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a text with its name and the file or default that defines this machine."""
+    """Return the machine for which to plan, and a text that contains its name and says which file or default defines
+    it."""
     if asked is not None or MACHINE_FILE.exists():
         found = Machine.load(MACHINE_FILE if asked is None else asked)
         return found, f"{found.name}" if asked is not None else f"{found.name} ({MACHINE_FILE})"

@@ -25,7 +25,7 @@ from fsdpx.nn.layer import Layer
 __all__ = ["ActionCost", "ActionCostRecorder"]
 
 Call = tuple[str, str, int, int]
-"""(Axis, collective, number of calls, bytes that this rank sends in all these calls)."""
+"""(Axis, collective, number of calls, total bytes that this rank sends in these calls)."""
 
 LAYER_MODULES = tuple(f"fsdpx.{name}." for name in ("nn", "ext.fields", "ext.lora", "ext.moe"))
 """Prefixes of modules whose layers are fully described by their attributes."""
@@ -70,11 +70,11 @@ _LAYER_BY_KEY: dict[Any, tuple[Layer, list[Any]]] = {}
 """For each key, the first layer with this key, and the objects that must be kept alive because the key contains their
 ids."""
 _FIRST_EQUAL: dict[int, tuple[Layer, Layer]] = {}
-"""For the id of each layer, the layer itself and the first layer that is equal to it."""
+"""Id of a layer -> (the layer itself, the first layer that is equal to it)."""
 
 
 class ActionCostRecorder(TimelineRecorder):
-    """Observer of a shape-only training step that records the cost of each action, in order. The attribute `work` is
+    """Observer that records the cost of each action of a shape-only training step, in order. The attribute `work` is
     the counter to which the step adds its work."""
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and the communication calls since the last call of this method. `moved=False` says that
-        there was no communication in between, so no calls are returned."""
+        """Return the work and the communication calls since the last call of this method. With `moved=False`, the
+        caller says that there was no communication, and no calls are returned."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -179,7 +179,7 @@ class ActionCostRecorder(TimelineRecorder):
 
 
 class _Flags:
-    """Access to the flags that tell which gradients of a layer have been written."""
+    """Reads and writes the flags that tell which gradients of a layer have been written."""
 
     __slots__ = ("_entries",)
 
@@ -225,8 +225,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Return the first layer, of all that were passed to this function, that is equal to `layer`; this may be `layer`
-    itself. Equal containers must share one object, because a container object records what it has saved."""
+    """Among all layers that were passed to this function, return the first one that is equal to `layer`. It may be
+    `layer` itself. Equal containers must share one object, because a container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]

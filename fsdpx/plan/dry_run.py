@@ -36,7 +36,7 @@ from fsdpx.plan.peak import ACTIVATION_BYTES_PER_GAP_BYTE, MemoryPeak, find_memo
 __all__ = ["DryRun", "ProcessBaseline", "dry_run", "measure_or_load_baseline_memory"]
 
 MEASURE_TIMEOUT_SECONDS = 240.0
-"""Timeout of the measuring process. Compiling all kernels may take most of this time."""
+"""Timeout of the child process that measures memory. Compiling all kernels may take most of this time."""
 
 CHILD_CODE = """
 import json, sys
@@ -207,7 +207,7 @@ def dry_run(
     ranks_per_host: int = 1,
     **options: Any,
 ) -> DryRun:
-    """Run one training step of one rank on arrays without data, and return its predicted memory and traffic. Needs
+    """Run one training step of one rank on arrays without data, and return its predicted memory and traffic. This needs
     neither MPI nor initial parameter values.
 
     Parameters
@@ -257,8 +257,8 @@ def _make_fake_world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunic
 
 
 def _make_shape_only_arrays(spec: Any, name: str = "x") -> Any:
-    """Return shape-only arrays for a batch that is given as arrays or as (shape, dtype) pairs. Error messages use
-    `name` as the name of the batch."""
+    """Convert a batch, given as arrays or (shape, dtype) pairs, to shape-only arrays. Error messages call the batch
+    `name`."""
     from fsdpx.core.array.namespace import parse_dtype
     from fsdpx.core.array.shapes import ShapeArray
 

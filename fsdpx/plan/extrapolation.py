@@ -78,7 +78,7 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """Return the predicted time of the step in seconds, the seconds by cause, and the simulated events. The
+        """Return the predicted time of the step in seconds, the same time split by cause, and the simulated events. The
         machine's overhead per step is not included.
 
         Only some of the microbatches are simulated, since each further microbatch adds an equal amount of time."""
@@ -154,8 +154,8 @@ def _make_memory_timeline(
 
 
 def _accumulate_memory_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Sum up changes of memory: (seconds, change in bytes) -> (seconds, bytes in use), with one point per time. At
-    equal times, memory is freed before memory is allocated."""
+    """Convert changes of memory, (seconds, change in bytes), to the memory in use, (seconds, bytes), with one entry per
+    time. At equal times, memory is freed before memory is allocated."""
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())

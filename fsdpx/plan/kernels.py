@@ -1,5 +1,5 @@
-"""Measured rates of compute kernels by name and number format. The rate of a call of any size is interpolated between
-the measured rates."""
+"""Measured rates of compute kernels, for each kernel and number format. The rate of a call of another size is
+interpolated between the measured rates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = [
 ]  # fmt: skip
 
 SHORT, LONG = 1 << 18, 1 << 26
-"""Numbers of bytes that a call reads and writes. `SHORT` fits into the caches, and `LONG` exceeds them. The rates of
-memory-bound kernels are measured at these two sizes."""
+"""Sizes of calls: the number of bytes that a call reads and writes. `SHORT` fits into the caches, and `LONG` exceeds
+them. The rates of memory-bound kernels are measured at these two sizes."""
 USUAL, COPY, CAST, WEIGHTS = "elements", "copy", "store", "weights of "
 """Names of rates in `KernelRates.passes`. USUAL: plain array code, whose rate also applies to kernels that were not
 measured. COPY: copies. CAST: conversions between formats. WEIGHTS: prefix of the rates at which convolutions reorder

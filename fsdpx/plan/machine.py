@@ -84,8 +84,8 @@ class Compute:
     spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist
         of several kernels; 0 if all intermediate arrays stay in registers and caches
     overhead : additional seconds for each step
-    gpu : whether a rank is a GPU, which computes 16-bit formats in 16 bits
-    cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores, in which case all other
+    gpu : whether each rank is a GPU; unlike CPUs, GPUs always compute with 16-bit numbers directly
+    cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores. In this case, all other
         figures apply to a host on which all ranks are computing
     capacity : bytes of memory of one rank (None: not known)
     kernels : rates of kernels that were measured one by one, see `KernelRates`

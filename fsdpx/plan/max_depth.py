@@ -1,4 +1,4 @@
-"""Deeper versions of a model: the same width, but more repetitions of its block."""
+"""Creates deeper versions of a model: with the same width, but with more blocks."""
 
 from __future__ import annotations
 

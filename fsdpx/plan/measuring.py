@@ -53,7 +53,7 @@ def measure_this_machine(
 ) -> Machine:
     """Measure the machine on which these ranks run. The result is identical on all ranks. Collective.
 
-    `device` is "cpu" or "cuda": whether ranks compute on cores or on GPUs. To report progress, `count` is called with
+    `device` says whether ranks compute on cores ("cpu") or on GPUs ("cuda"). To report progress, `count` is called with
     the number of timings so far."""
     of = Processors() if device == "cpu" else Gpus()
     of.count = count
@@ -64,8 +64,8 @@ def measure_this_machine(
 
 
 def _measure_disk_on_rank0(comm: Communicator) -> DiskSpeed | None:
-    """Measure the disk of the working folder on rank 0, and return its speed on all ranks. Return None if it cannot be
-    measured. Collective."""
+    """Measure the disk of the working folder on rank 0, and return its speed on all ranks. Return None if the speed
+    cannot be measured. Collective."""
     rates, node = get_or_measure_disk_rates(Path.cwd(), None) if comm.rank == 0 else None, find_node_communicator(comm)
     hosts = 1 if node is None else len(node.ranks_by_host)
     own = None if rates is None else (rates.written, rates.read, rates.written * hosts)
@@ -134,7 +134,7 @@ def _average_call_seconds(
 
 
 def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
-    """Call `call` `calls` times, and return how many seconds pass until all calls have finished on the device."""
+    """Run `call()` `calls` times, and return the time in seconds until all calls have finished on the device."""
     device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):
@@ -210,8 +210,8 @@ def _measure_kernel_rates(comm: Communicator, device: Processors) -> KernelRates
 def _iterate_calls_with_work(
     calls: Iterable[Callable[[], Any]], dry: Iterable[Callable[[], Any]]
 ) -> Iterator[tuple[WorkCount, Callable[[], Any]]]:
-    """Yield (work, call) for each of the calls, which the caller will time. `dry` contains the same calls on shape-only
-    arrays; they are run to count the work."""
+    """Yield (work, call) for each call in `calls`; the caller times the call. `dry` contains the same calls on
+    shape-only arrays; they are run to count the work."""
     for call, shaped in zip(calls, dry, strict=True):
         with counting_work() as work:
             shaped()

@@ -60,8 +60,8 @@ UNIT_SLOT_KINDS = ("saved", "held", "kept")
 BATCH = "the batch"
 ACTIVATION_BYTES_PER_GAP_BYTE = 16
 """At the peak, one byte is lost to gaps in the heap for this many bytes of activations. There are gaps because heap
-memory is never returned to the system (see core/array/arena.py) and activations are not moved. On transformers at 1 to
-4 ranks, the gaps were measured to be 1/20 to 1/7 of the activations."""
+memory is never returned to the system (see core/array/arena.py) and activations are not moved. For transformers on 1 to
+4 ranks, measured gaps took 1/20 to 1/7 as many bytes as the activations."""
 MAX_UNITS_SHOWN, MAX_UNITS_WIDTH = 4, 76
 """Maximum number of units in a table row, and their maximum width in characters."""
 
@@ -74,7 +74,8 @@ class Holding(NamedTuple):
     kind : kind of memory, such as "parameters" or "activations"
     what : purpose of the memory, such as "kept for backward"
     nbytes : size of the memory in bytes
-    units : (name of the unit, bytes of this memory that belong to the unit) for each FSDP unit that has a part of it
+    units : for each FSDP unit (layers whose parameters are gathered together) that uses some of this memory, its name
+        and the number of bytes
     """
 
     kind: str
@@ -189,8 +190,8 @@ def _iterate_activations_at_peak(state: TrainState, watch: HeapRecorder) -> Iter
 
 
 def _iterate_persistent_memory_at_peak(state: TrainState, parts: int) -> Iterator[Holding]:
-    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and the gradient sums
-    of the step, which take `parts` bytes at the peak."""
+    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and the gradient sums of
+    the step. At the peak, these sums take `parts` bytes."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory

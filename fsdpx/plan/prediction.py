@@ -106,8 +106,8 @@ class Prediction:
             return predict_layers(self.step, self.machine)
 
     def list_memory_lowering_changes(self) -> list[OptionChange]:
-        """Return the changes of a single option that would lower the memory peak, each with the new peak and step
-        time, sorted by the new peak.
+        """Return all changes of a single option that would lower the memory peak, sorted by the new peak. Each change
+        contains the new peak and step time.
 
         Each change requires a separate prediction."""
         step = self.step

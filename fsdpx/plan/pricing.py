@@ -1,4 +1,4 @@
-"""Simulates how long a step takes on a machine, from the time of each action and from how the actions of all pipeline
+"""Simulates how long a step takes on a machine, given the time of each action, and how the actions of all pipeline
 ranks wait for each other."""
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _split_seconds_by_cause(
     price: Callable[[Action], ActionPrice],
     transfer_seconds: Callable[[Action], float],
 ) -> dict[str, float]:
-    """Split the step time of one rank by what the rank did or waited for, and return the seconds of each cause. `row`
-    are the simulated events of this rank, `price` is the function that predicts the time of an action, and
-    `transfer_seconds` is `StepClock._get_transfer_seconds` of this rank."""
+    """Split the step time of one rank by cause (what the rank did or waited for), and return the seconds for each
+    cause. `row` contains the simulated events of this rank, `price` is the function that predicts the time of an
+    action, and `transfer_seconds` is `StepClock._get_transfer_seconds` of this rank."""
     parts = {"compute": 0.0, "optimizer": 0.0}
 
     def add_seconds(name: str, seconds: float) -> None:

@@ -130,7 +130,7 @@ def _run_or_count_update(xp: Any, p: Any, g: Any, slots: dict[str, Any]) -> None
 CHANNEL_COUNTS = (2, 8, 32)
 """Numbers of input and of output channels of convolutions."""
 CELL, LINE, CUBE, IMAGE = (1,), (3,), (3, 3, 3), (3, 3)
-"""Windows of convolutions, of 1, 3, 27 and 9 cells."""
+"""Shapes of windows of convolutions, which have 1, 3, 27 and 9 cells."""
 FIELDS: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {
     LINE: ((4,), (16,), (64,)), CUBE: ((8, 8, 4), (8, 8, 16), (8, 8, 64)), IMAGE: ((8, 8), (64, 64)),
     CELL: ((1 << 13,), (1 << 16,)),

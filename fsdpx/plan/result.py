@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def other_options(self) -> str:
-        """The options that are not part of `label` as text, such as "4 microbatches, recompute"."""
+        """Text with the options that are not part of `label`, such as "4 microbatches, recompute"."""
         words: dict[str, Callable[[Any], str]] = {
             "microbatches": lambda n: f"{n} microbatches" if n > 1 else "",
             "recompute": lambda what: "recompute" if what == "all" else f"recompute {what}",
@@ -71,7 +71,7 @@ class Candidate:
 
         Parameters
         ----------
-        limit : bytes of memory that a rank may use; None if not known, in which case "?" is shown
+        limit : bytes of memory that a rank may use; None if not known ("?" is then shown)
 
         Returns
         -------
@@ -113,7 +113,7 @@ class Plan:
     samples : number of samples in the global batch
     loss : the loss as a Python expression
     cells : number of cells of the field along each dim, if the batch consists of fields
-    longest : size of the longest sequence that fits (positions) or of the largest field that fits (cells along each
+    longest : size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells along each
         dim), found by doubling like `largest_batch`; () if the model accepts no size other than the batch's
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
@@ -239,7 +239,7 @@ class Plan:
 
     def _is_as_fast_as_best(self, candidate: Candidate) -> bool:
         """Return whether a configuration fits, takes at most `CLOSE_TIME_FACTOR` times as long as the fastest
-        configuration, and combines different kinds of parallelism."""
+        configuration, and differs from it in the kinds of parallelism."""
         best, fits = self.best_candidate, candidate not in self.large
         return (
             fits
@@ -268,7 +268,7 @@ class Plan:
         return "" if self.machine.compute.gpu else f"\n{wrap_lines(words)}"
 
     def _format_largest_that_fit(self) -> str:
-        """Return lines of text about the largest batch, sample size and model depth that fit into memory, with the
+        """Return lines of text about the largest batch, sample size and model depth that fit into memory, and about the
         options with which they fit."""
         what = "sequences" if len(self.longest) == 1 else "fields"
         layers, count = self.deepest

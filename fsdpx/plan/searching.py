@@ -1,5 +1,5 @@
-"""`search` finds the options of `distribute` (strategy, mesh, microbatches, schedule, recomputation and precision)
-with the fastest step that fits into memory."""
+"""`search` finds the options of `distribute` (strategy, mesh, microbatches, schedule, recomputation and precision) with
+which a step is fastest and fits into memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["search"]
 MAX_CANDIDATES = 400
 """Default maximum number of configurations that are predicted."""
 MAX_REFINED = 3
-"""Number of the fastest configurations for which other `group_bytes` and codecs are tried."""
+"""Other `group_bytes` and codecs are tried for this many of the fastest configurations."""
 GROUP_BYTES = 256 << 10, 4 << 20
 """Unit sizes in bytes that are tried in addition to the default of 1 MiB."""
 OFFLOAD_CHOICES = ("optimizer",), ("optimizer", "parameters"), ("optimizer", "parameters", "activations")
@@ -94,9 +94,9 @@ def search(
 
     First, each strategy is tried on each mesh, with the microbatches and recomputation that fit. If nothing fits, the
     configurations that need the least memory are tried with offloaded state. Then each strategy and mesh that can fit
-    is tried with all microbatches, schedules and recomputations, and the three fastest configurations also with other
-    `group_bytes` and codecs. A configuration is not predicted if a lower bound on its step time, which is computed
-    from its layers, exceeds 1.3 times the fastest step time.
+    is tried with all microbatches, schedules and recomputations, and the three fastest configurations are also tried
+    with other `group_bytes` and codecs. A configuration is not predicted if a lower bound on its step time, which is
+    computed from its layers, exceeds 1.3 times the fastest step time.
 
     Parameters
     ----------
@@ -307,7 +307,7 @@ class _Search:
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
         """Return the grids that split fields over `data` data ranks and leave at least one sample for each group of
-        ranks that share a field. None stands for fields that are not split."""
+        ranks that share a field. In this list, None stands for fields that are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
             return [space] if tensor == 1 and data % prod(parse_domain_dims(space)) == 0 else []
@@ -442,7 +442,7 @@ class _Search:
     def _find_largest_sample_shape(
         self, frugal: Sequence[dict[str, Any]]
     ) -> tuple[tuple[int, ...], dict[str, Any] | None]:
-        """Return the size of the longest sequence that fits (in positions) or of the largest field that fits (in cells
+        """Return the size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells
         along each dim), and the options with which it fits.
 
         Return () and None if the model accepts no size other than the batch's."""
@@ -594,7 +594,7 @@ def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes that a rank needs in addition to activations. More microbatches would not lower this number."""
+    """Return the bytes that a rank needs, not counting activations. More microbatches would not lower this number."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 
@@ -614,7 +614,7 @@ def _iterate_factorizations(ranks: int, dims: int) -> Iterator[tuple[int, ...]]:
 
 
 def _compute_halo_to_cell_ratio(dims: tuple[int, ...], cells: tuple[int, ...]) -> float:
-    """Return a number proportional to the ratio of halo cells to own cells in one rank's part of a field. It is a
+    """Return a number proportional to the ratio of halo cells to own cells in one rank's shard of a field. It is a
     measure of how much the rank communicates. Only dims that are split count."""
     return sum(width / n for width, n in zip(dims, cells, strict=True) if width > 1)
 
@@ -628,7 +628,7 @@ def _list_doublings(first: int, limit: int) -> list[int]:
 
 
 def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) -> Mesh | None:
-    """Return the mesh with these axis widths, or None if the strategy alone implies it."""
+    """Return the mesh with these axis widths. Return None if the strategy alone implies this mesh."""
     if pipe == tensor == 1:
         return None
     return (
@@ -637,7 +637,7 @@ def _make_mesh_unless_implied(data: int, strategy: str, pipe: int, tensor: int) 
 
 
 def _format_parallelism_kinds(mesh: Mesh, options: Mapping[str, Any]) -> str:
-    """Return the kinds of parallelism that a configuration combines as text, such as "fsdp + tensor"."""
+    """Return text that names the kinds of parallelism that a configuration combines, such as "fsdp + tensor"."""
     name = options["strategy"] if mesh.width_of("data") > 1 else ""
     name = "hybrid" if name == "fsdp" and mesh.width_of("replica") > 1 else name
     means = [

@@ -87,7 +87,7 @@ class LevelCrossing(NamedTuple):
     level : the network level
     width : number of connected units over which the group is spread
     members : number of ranks of the group in each unit
-    users : total number of ranks in a unit, which share its links
+    users : total number of ranks in a unit; they share its links
     """
 
     level: NetworkLevel
@@ -170,8 +170,8 @@ class StepTimes:
         `nbytes` bytes. A collective takes the time of the fastest of three algorithms.
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
-        - tree: for an all-reduce, log2(ranks) steps in each direction that send the full array; for small messages by
-          MPI, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
+        - tree: for an all-reduce, log2(ranks) steps in each direction, each of which sends the full array; for small
+          messages by MPI, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
         - hierarchy: one network level after another, each with the bytes that remain after the levels below it
 
         A message to a neighbor takes one latency plus the time for its bytes. Receiving it takes no additional time."""
@@ -202,8 +202,8 @@ class StepTimes:
         return min(ring, tree, levels)
 
     def _compute_neighbor_message_seconds(self, axis: str, reaches: list[LevelCrossing], nbytes: float) -> float:
-        """Return the time in seconds of a message to the most distant neighbor, for which all ranks wait. For fields,
-        return the mean over dims, weighted by the halo bytes along each dim."""
+        """Return the time in seconds of a message to the most distant neighbor. All ranks wait for this message. For
+        fields, return the mean over dims, weighted by the halo bytes along each dim."""
         if axis != "domain":
             return reaches[-1].level.latency + nbytes / reaches[-1].bytes_per_second
         seconds, stride = 0.0, self.lines.rank_strides["shard"]

@@ -56,7 +56,7 @@ __all__ = [
 LOSSES = nn.MSELoss(), nn.CrossEntropyLoss()
 """Default losses, for floating-point targets and for integer targets."""
 Batch = tuple[tuple[tuple[int, ...], str], ...]
-"""(shape, dtype) of each input, then of the targets."""
+"""(shape, dtype) of each input, followed by the (shape, dtype) of the targets."""
 CONTROL = "world"
 """Axis of the small messages about losses. These messages add latency to the step, but tables of traffic leave them
 out."""
@@ -372,8 +372,9 @@ def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
 
 
 def parse_batch(batch: Any) -> Batch:
-    """Return (shape, dtype) of each input, and finally of the targets. The batch is given as (shape, dtype) pairs or
-    as arrays, and several inputs may be given as a tuple. Raise ConfigError for anything else."""
+    """Return the (shape, dtype) of each input, followed by the (shape, dtype) of the targets. The batch is given as
+    (shape, dtype) pairs or as arrays, and several inputs may be given as a tuple. Raise ConfigError for anything
+    else."""
     try:
         *inputs, target = batch
         if len(inputs) == 1 and not hasattr(inputs[0], "shape") and not isinstance(inputs[0][1], str):
@@ -410,7 +411,7 @@ def require_no_arrays(options: Mapping[str, Any]) -> None:
 
 
 def parse_domain_dims(space: Any) -> tuple[int, ...]:
-    """Return the value `space` of the option `domain` as the number of ranks along each dim of a sample, or () if
+    """Return the number of ranks along each dim of a sample for the value `space` of the option `domain`. Return () if
     samples are not split. Raise ConfigError if `space` is neither a `Domain` nor a sequence of positive integers."""
     dims = getattr(space, "dims", () if space is None else space)
     if not isinstance(dims, tuple | list) or not all(hasattr(n, "__index__") and n > 0 for n in dims):

@@ -32,7 +32,7 @@ class CodecContract:
 
     allowed_error: float = 0.0
     """Allowed error of a sum in the first step, relative to `error_scale`. For `reduce_all`, twice this error is
-    allowed. The rounding error of a sum in `dtype` is allowed in addition."""
+    allowed. In addition, the rounding error of a sum in `dtype` is allowed."""
     error_scale: Literal["element", "block"] = "element"
     """What errors are relative to. "element" (default): the absolute values of the element itself, summed over the
     ranks. "block": the largest absolute value in each rank's gradient, summed over the ranks; this is for codecs that

@@ -124,7 +124,7 @@ class VirtualTime:
         rank : rank that waits
         ready : condition, evaluated on this rank's turn and after each access of another rank
         window : this rank's window; its timeout limits each wait
-        what : description of the condition, for the error
+        what : description of the condition, for the error message
 
         Raises
         ------
@@ -140,8 +140,8 @@ class VirtualTime:
             self._wait_until_ready(lambda: rank not in self._waiting, window, what)
 
     def arrive_at_barrier(self, rank: int) -> None:
-        """Record that a rank has arrived at a barrier. When all ranks have arrived, the virtual time of every rank
-        becomes the latest among them.
+        """Record that a rank has arrived at a barrier. When all ranks have arrived, the virtual times of all ranks are
+        set to the latest one.
 
         Parameters
         ----------
