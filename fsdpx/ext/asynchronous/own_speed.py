@@ -323,7 +323,7 @@ CLOCK, SYNC_COUNT = 0, 1
 """Indices of the counters at the start of each rank's part of the window: number of steps of the rank since all ranks
 synchronized, and how often the rank has waited for all ranks."""
 AWAY_CLOCK = 1 << 62
-"""Value of a rank's clock while the rank takes no steps until all ranks synchronize."""
+"""Value of the clock of a rank that takes no more steps before all ranks synchronize."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
 """Indices of the counters in front of each page: number of updates, number of gradients in the sum, and the weight of
 these gradients (a float64)."""

@@ -47,7 +47,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
 
 
 def dequantize_into(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
-    """Write q * scale, with `q` and `scales` from `quantize`, to `out`, or add it to `out` if `add`."""
+    """Write q * scale to `out`, or add it to `out` if `add`. `q` and `scales` are results of `quantize`."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import dequantize_into as body
 

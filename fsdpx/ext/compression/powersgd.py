@@ -248,11 +248,11 @@ class PowerSGD(Codec):
 
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
-    """Write elements of P Q^T, in row-major order from element `start` on, to `out`, or subtract them from `out` if
-    `subtract`.
+    """Write the elements of P Q^T, in row-major order and from element `start` on, to `out`. If `subtract`, subtract
+    them from `out` instead.
 
-    The outer products of columns are added one by one, without matmul, because every rank must get the same result,
-    and the last bits of matmul may depend on the alignment of its arrays."""
+    The outer products of columns are added one by one, without matmul, because every rank must get the same result, and
+    the last bits of the result of matmul may depend on the alignment of its operands."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 

@@ -52,7 +52,8 @@ INTERVAL_SHIFT, MAX_INTERVAL_LOG2 = 3, 10
 MAX_COPY_TIME_SHARE = 0.01
 """Maximum share of the training time that copies may take, if the user does not set the interval."""
 SEND_COST_FACTOR = 3.0
-"""Time to send and receive a copy, relative to the time to create it on this rank, on cores that also compute."""
+"""Time that sending and receiving a copy takes from a rank whose cores also compute, relative to the time to create the
+copy."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,7 @@ class Coordinator:
             return self.ranks
 
     def agree_on_requested_rank_count(self) -> int | None:
-        """Return the requested number of ranks, the same on all ranks, or None if no mesh fits on that many.
+        """Return the requested number of ranks, the same on all ranks. Return None if no mesh fits on that many ranks.
         Collective."""
         found: int | None = self.assembly.control.all_gather_data(self._read_requested_rank_count())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size

@@ -97,7 +97,7 @@ def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
 
 
 MESSAGE_BYTES = 64 << 20
-"""Largest message, in bytes."""
+"""Maximum size of a message, in bytes."""
 
 
 @dataclass(frozen=True)

@@ -221,7 +221,7 @@ class ElementRows(NamedTuple):
 
 
 SHORT_RUN_ELEMENTS = 32
-"""Average number of elements per run below which runs are copied together."""
+"""If runs have fewer elements than this on average, they are copied together."""
 
 
 class ElementMove(NamedTuple):
@@ -411,7 +411,7 @@ class ReshardPlan:
 
 
 ALIGN_BYTES = 8
-"""Size in bytes of the largest element, to which moves are aligned."""
+"""Moves are aligned to this many bytes, the size of the largest element."""
 
 
 def choose_sources_of_shard(

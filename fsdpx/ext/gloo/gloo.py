@@ -393,7 +393,8 @@ def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
 
 
 def _view_bool_as_uint8(array: Array) -> Array:
-    """Return a bool array as uint8, because torch has no MAX and MIN of bools. Return any other array unchanged."""
+    """Return a bool array as uint8, because torch cannot compute MAX and MIN of bools. Return any other array
+    unchanged."""
     return array.view(np.uint8) if array.dtype.kind == "b" else array
 
 

@@ -32,7 +32,7 @@ CHALLENGE_BYTES = 32
 SEAL_BYTES = 32
 """Number of bytes in the result of `compute_hmac`."""
 _MAX_ARRIVAL_BYTES = 4096
-"""Largest arrival record, in bytes."""
+"""Maximum size of an arrival record, in bytes."""
 
 _POLL_SECONDS = 0.02
 _SECONDS_TO_DIE = 1.0
@@ -198,7 +198,7 @@ class Rendezvous:
         """Context manager that turns torch errors into RankLost, which names the rank that has ended, or into
         CommError if no rank is known to have ended.
 
-        `action` is what failed, for the message."""
+        `action` describes, for the message, what failed."""
         try:
             yield
         except (CommError, ConfigError):

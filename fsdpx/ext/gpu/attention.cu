@@ -1,5 +1,6 @@
-// Attention in bfloat16 that never stores its scores (FlashAttention-2, Dao 2023). Products use the matrix units of NVIDIA
-// GPUs (Ampere or later), sums are float32. HEAD is the number of features of a head, a multiple of 16 up to 128.
+// Attention in bfloat16 that never stores its scores (FlashAttention-2, Dao 2023). Products use the matrix units of
+// NVIDIA GPUs (Ampere or later), and sums are computed in float32. HEAD is the number of features of a head, a multiple
+// of 16 up to 128.
 //
 // A block owns OWN rows, 16 per warp, and iterates over tiles of WALK rows of the other operand. One tile is copied to
 // shared memory while the previous one is used. Nothing is added atomically: gradients of queries, and those of keys and
@@ -57,7 +58,8 @@ __device__ inline unsigned rounded(float low, float high) {
     return both;
 }
 
-// Begins to copy 16 bytes to shared memory, zeros unless `there`; `arrive` waits for all copies that this thread began.
+// Begins to copy 16 bytes to shared memory, or writes zeros if not `there`; `arrive` waits for all copies that this
+// thread began.
 __device__ inline void begin_copy(real* to, const real* from, bool there) {
     unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0));

@@ -348,8 +348,9 @@ KERNEL(softmax_backward)(const real* y, const real* dy, real* dx, number n) {
     ALONG(i, n) put(dx, i, get(y, i) * (get(dy, i) - along));
 }
 
-// Whether position `at` of t attends to position i of n: with `causal` to no later one, with `window` to at most that many
-// (0: any number), and with `segments` only to positions of its own segment.
+// Whether the query at position `at` attends to the key at position i: with `causal`, only if the key is not later;
+// with `window` (0: no limit), only if it is less than `window` positions earlier; with `segments`, only if both are in
+// the same segment.
 __device__ inline bool attends(number at, number i, int causal, number window, const number* segments) {
     return (!causal || i <= at) && (!window || i > at - window) && (!segments || segments[i] == segments[at]);
 }
@@ -382,8 +383,8 @@ KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, re
     }
 }
 
-// The loss is NaN if the target is not a class. A row is read once: each thread keeps its maximum, and its sum relative
-// to that maximum.
+// The loss is NaN if the target is not a valid class. A row is read once: each thread keeps its maximum, and its sum
+// relative to that maximum.
 KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, double* each, number n, number ignored, double smoothing) {
     number row = blockIdx.x, wanted = target[row];
     logits += row * n;
@@ -446,9 +447,9 @@ KERNEL(embedding_wide)(const number* order, const number* rows, const real* dy, 
 
 // -- convolutions -----------------------------------------------------------------------------------------------------
 
-// A window over fields with three dims, given as 18 numbers, three of each: size, stride, dilation, the first cell under the
-// first window, the cells of the field, and those of the result. A part of the result has `rows` rows of its first dim,
-// beginning at `begin`.
+// A window that moves over fields with three dims, given as 18 numbers, three for each property: size, stride,
+// dilation, the first cell under the first window, the number of cells of the field, and the number of cells of the
+// result. A part of the result has `rows` rows of its first dim, beginning at `begin`.
 struct Window {
     int size[3], stride[3], dilation[3], first[3], cells[3], sizes[3];
     number places, field, inner;
@@ -459,7 +460,8 @@ struct Window {
         }
         places = (number)size[0] * size[1] * size[2], field = (number)cells[0] * cells[1] * cells[2], inner = (number)sizes[1] * sizes[2];
     }
-    // The output whose window contains, at `place`, the cell `at` cells after the first cell under place 0; -1 if none does.
+    // The output whose window has the given cell under `place`; -1 if there is none. `at` counts cells from the first
+    // one under place 0.
     __device__ int output(int d, int at, int place, int begin, int end) const {
         at -= place * dilation[d];
         if (at < 0) return -1;
@@ -492,7 +494,8 @@ KERNEL(window_columns)(const real* x, real* columns, const number* window, numbe
     }
 }
 
-// The adjoint: each cell of x is set to the sum over the places at which windows contain it, or this sum is added to it.
+// The adjoint of the kernel above: each cell of x is set to the sum over the places at which windows contain it, or
+// this sum is added to it.
 KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number begin, number rows, number count, int add) {
     Window w(window);
     number outs = rows * w.inner;
@@ -518,8 +521,8 @@ KERNEL(window_cells)(const wide* columns, wide* x, const number* window, number 
 
 // -- pools ------------------------------------------------------------------------------------------------------------
 
-// Writes the largest cell under each window and its place (the first of equal cells; NaN counts as largest). Without
-// `winner`, writes the sum of the cells divided by `divisor`, where cells outside the field count as zeros.
+// Writes the largest cell under each window and its place. Ties go to the first cell, and NaN counts as largest.
+// Without `winner`, writes the sum of the cells divided by `divisor`, where cells outside the field count as zeros.
 KERNEL(pool)(const real* x, real* y, int* winner, const number* window, number divisor, number count) {
     Window w(window);
     number outs = w.sizes[0] * w.inner;

@@ -686,8 +686,8 @@ def _multiply_groups_into(out: Any, a: Any, b: Any, accumulate: bool = False) ->
 
 
 def _get_window_table(launch: KernelLauncher, strides: Any, cells: Any, sizes: Any) -> Any:
-    """Return an array with the properties of a window, such as kernel size and stride, as kernels read it. The window
-    moves over `cells` cells and has `sizes` outputs."""
+    """Return an array with the properties of a window, such as kernel size and stride, in the form that kernels read.
+    The window moves over `cells` cells and has `sizes` outputs."""
     return _make_window_table(tuple(strides[:4]), tuple(cells), tuple(sizes), launch.xp.cuda.Device().id)
 
 

@@ -93,7 +93,7 @@ def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
     if path is not None:
-        library = ctypes.CDLL(path)  # mpi4py loads MPI without making its symbols global
+        library = ctypes.CDLL(path)  # reopened, because mpi4py loads MPI without global symbols
         if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
         elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:

@@ -42,8 +42,8 @@ def run_addmm(
 def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """Compute `aten.gelu` followed by `aten.linear`, fused so that backward recomputes the GELU instead of saving its
-    result."""
+    """Compute `aten.gelu` followed by `aten.linear`, fused so that the backward pass recomputes the GELU, and its
+    result need not be saved."""
     if not _can_run_natively(x, weight, bias):
         return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
     return _apply_linear(x, weight, bias, approximate)
@@ -53,8 +53,8 @@ def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`, fused so that backward recomputes the
-    norm instead of saving its result."""
+    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`, fused so that the backward pass recomputes
+    the norm, and its result need not be saved."""
     if not _can_run_natively(x, weight, bias, scale, shift):
         return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
@@ -74,8 +74,8 @@ def run_attention(
 
 
 NATIVE_KERNELS: dict[Any, Callable[..., Any]] = {aten.linear.default: run_linear, aten.addmm.default: run_addmm}
-"""Operations and their replacements. Attention is in `REPLACED_OPERATIONS` instead, because its dropout depends on the
-mode (training or evaluation)."""
+"""Operation -> its replacement. Attention is in `REPLACED_OPERATIONS` instead, because its dropout depends on the mode
+(training or evaluation)."""
 
 
 RESHAPES: dict[Any, Any] = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}

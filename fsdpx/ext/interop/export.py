@@ -253,8 +253,8 @@ COMPLETE_MARK = b"."  # the last byte that the child sends; without it, the resu
 def run_in_child_or_here(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     """Run `work` in a child process if forking is safe, and return its result.
 
-    If the child returns no result, for whatever reason, this process runs `work` itself, which then also raises any
-    error."""
+    If the child returns no result, for whatever reason, this process runs `work` itself, so any error is raised here.
+    """
     return _try_in_child(work) or work()
 
 

@@ -43,7 +43,8 @@ __all__ = [
 
 
 def make_initial_values(tensors: Mapping[str, torch.Tensor]) -> InitialValues:
-    """Return the current values of a module's tensors as initial values. They refer to the tensors only weakly."""
+    """Return the current values of a module's tensors as initial values, which hold only weak references to the
+    tensors."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
     remakers = {name: functools.partial(_read_if_alive, weakref.ref(t)) for name, t in here.items()}
@@ -372,8 +373,8 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """Where backward finds a tensor that autograd saved: in parameter `name`, or in array number `number` of the kept
-    arrays."""
+    """Where the backward pass finds a tensor that autograd saved: in parameter `name`, or in array number `number` of
+    the kept arrays."""
 
     name: str | None
     number: int

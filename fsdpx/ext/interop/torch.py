@@ -169,8 +169,8 @@ class TorchLoss(Loss):
             )
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
-        """Raise DataError unless the target has class probabilities in the output's shape, or valid integer labels.
-        Dim 1 of the output is the class."""
+        """Raise DataError unless the target has class probabilities in the output's shape, or valid integer labels. Dim
+        1 of the output is the class dim."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:

@@ -57,7 +57,7 @@ class _CounterRandomMode(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
     def draw_uniform(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a uniform random number in [0, 1) for each element of `like`, whose dim 0 is samples."""
+        """Return a uniform random number in [0, 1) for each element of `like`, whose dim 0 is the sample dim."""
         name = f"draw{self.draws}"
         self.draws += 1
         if getattr(self.env.xp, "holds_no_data", False):

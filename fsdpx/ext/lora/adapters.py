@@ -30,7 +30,7 @@ SUPPORTED_CONFIG = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "lora_bias": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None,
 }  # fmt: skip
-"""PEFT options that change the computation, with the only value of each that `LoRALinear` supports."""
+"""PEFT option that changes the computation -> the only value that `LoRALinear` supports."""
 
 
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
@@ -80,7 +80,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
 
 
 def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Gather the model's parameters with the adapters merged into the weights, W + alpha / rank B A. Collective.
+    """Gather the model's parameters with the adapters merged into the weights, as W + alpha / rank B A. Collective.
 
     Parameters
     ----------
@@ -88,9 +88,8 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
     Returns
     -------
-    dict
-        name -> NumPy array, all parameters on every rank, as `Trainer.parameters` returns them. A trainer of the model
-        without adapters can load them by `load_parameters`
+    dict name -> NumPy array, with all parameters on every rank, as in the result of `Trainer.parameters`. A trainer of
+    the model without adapters can load this dict with `load_parameters`
 
     Raises
     ------

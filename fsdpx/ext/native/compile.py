@@ -1,10 +1,10 @@
 """Compilation of functions to relocatable machine code: Numba's code is linked with an entry point that Python can
 call.
 
-The entry point takes the arguments of a Python call. It checks the type of each argument, and returns NotImplemented
-if one is not as expected. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code that
-Numba has compiled. The compiler's object files are ELF for x86-64 in the large code model. With other versions of
-Python and NumPy, Numba's own cache on disk is used."""
+The entry point takes the arguments of a Python call. It checks the type of each argument, and returns NotImplemented if
+one is not as expected. Otherwise it reads numbers and array pointers, releases the GIL, and calls the code that Numba
+has compiled. The compiler's object files are ELF for x86-64 in the large code model. Where entry points are not
+supported, Numba's own disk cache is used."""
 
 from __future__ import annotations
 

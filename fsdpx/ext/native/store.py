@@ -12,7 +12,7 @@ __all__ = ["STORE"]
 
 
 class DiskCodeStore:
-    """Store of the machine code of functions on disk, an implementation of `fsdpx.core.array.jit.CodeStore`."""
+    """Stores the machine code of functions on disk. Implements `fsdpx.core.array.jit.CodeStore`."""
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         if not can_store_machine_code():

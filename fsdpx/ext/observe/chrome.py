@@ -78,7 +78,7 @@ def list_action_events(record: ProgramRecord, place: TraceGroups) -> list[Action
     """Return one event per action of a recorded program, in program order.
 
     An event begins when the inputs of the action are available. A computation ends when its call returns, and a
-    transfer that overlaps computation ends when this rank finds it complete."""
+    transfer that overlaps computation ends when this rank notices that it is complete."""
     flights: dict[Action, list[TransferSpan]] = defaultdict(list)
     for flight in record.transfers:
         flights[flight.action].append(flight)
@@ -229,8 +229,8 @@ def write_simulated_trace(path: Path, ranks: Sequence[tuple[TraceHeader, Program
 def list_trace_events(
     header: TraceHeader, records: Sequence[ProgramRecord], place: TraceGroups, after: Iterable[OutsideSpan] = ()
 ) -> list[JSON]:
-    """Return the trace events of one rank: slices for steps, actions, layers, waits and transfers, arrows for
-    messages, and a counter for the bytes of activations."""
+    """Return the trace events of one rank: slices (of steps, actions, layers, waits and transfers), arrows (for
+    messages), and a counter (of the bytes of activations)."""
     lanes = _TraceLanes(header)
     for record in records:
         if not record.actions:
@@ -324,7 +324,7 @@ class _TraceLanes:
             self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
             start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
-            inside = max(end - 0.01, (start + end) / 2)  # viewers attach an arrow to the slice in which it ends
+            inside = max(end - 0.01, (start + end) / 2)  # inside the slice, to which viewers then attach the arrow
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _to_microseconds(self, at: float) -> float:
@@ -370,7 +370,7 @@ def _find_clock_delays(ranks: Sequence[RankTrace]) -> list[float]:
         event["id"]: (rank, one.to_rank0_clock(event["ts"] / MICROSECONDS_PER_SECOND))
         for rank, one in enumerate(ranks) for event in one.events if event["ph"] == end
     } for end in "sf")  # fmt: skip
-    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> least shift of the receiver's times
+    earliest: dict[tuple[int, int], float] = {}  # (sender, receiver) -> minimum delay of the receiver
     for message in sent.keys() & received.keys():
         (source, begin), (target, end) = sent[message], received[message]
         least = begin + MIN_MESSAGE_SECONDS - end
@@ -432,8 +432,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
 
 
 def _read_simulated_events(first: RankTrace, folder: Path, zero: float) -> list[JSON]:
-    """Read the events of the simulated step in a folder, shifted so that they begin together with the representative
-    step on rank 0."""
+    """Read the events of the simulated step in a folder, shifted so that they begin at the same time as the
+    representative step on rank 0."""
     path = folder / SIMULATED
     if not path.exists():
         return []

@@ -44,7 +44,8 @@ class ThroughputMeter:
 class TrainingLog:
     """A `fit` callback that logs one row after each step and each validation.
 
-    A run that resumes from a checkpoint keeps the rows up to that checkpoint. Any other run starts new files."""
+    A run that resumes from a checkpoint keeps the existing rows up to that checkpoint. Any other run starts with empty
+    files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
         """Prepare a log in `folder`, with a column for each of `metrics`. If `tensorboard` is None, TensorBoard events

@@ -91,7 +91,7 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
-            origin = perf_counter()  # each host's clock starts at a different time
+            origin = perf_counter()  # times are relative to this, because host clocks start at different times
             step()
             acted = recording.records[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
@@ -112,7 +112,7 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
 
 
 def make_action_times(lines: list[Timeline]) -> ActionTimes:
-    """Return a lookup of the measured durations of computations, for simulation.
+    """Return a lookup of the measured durations of computations, for use in simulations.
 
     Transfers have duration 0, because the clock of one rank cannot measure how long they take."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
@@ -138,8 +138,8 @@ CLOCK_TAG = 7
 
 
 class ClockReading(NamedTuple):
-    """A comparison with rank 0's clock: at time `at`, this rank's clock was `offset` seconds ahead, give or take
-    `error` seconds."""
+    """A comparison with rank 0's clock: at time `at`, this rank's clock was `offset` seconds ahead, with an error of at
+    most `error` seconds."""
 
     at: float
     offset: float

@@ -56,7 +56,7 @@ class WaitMatrix:
 
 
 def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
-    """Return how long each rank waited for each other rank, in seconds over all steps of the traces."""
+    """Return how long each rank waited for each other rank, in seconds, summed over all steps of the traces."""
     # key of a transfer -> pairs (time when the rank entered the transfer, rank)
     come: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for n, one in enumerate(ranks):
@@ -81,8 +81,8 @@ def compute_wait_matrix(ranks: Sequence[RankTrace]) -> WaitMatrix:
 
 
 def _iterate_transfers(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """Yield (key, begin, end, whether the rank was blocked) for each transfer with other ranks, in seconds on rank 0's
-    clock."""
+    """Yield (key, begin, end, whether the rank was blocked) for each transfer with other ranks. Times are in seconds,
+    on rank 0's clock."""
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:

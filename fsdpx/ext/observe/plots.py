@@ -296,7 +296,7 @@ LIMIT_COLOR = "limit"
 
 @dataclass
 class _PanelDrawing:
-    """Draws the panel of one step. `last` is the end of the time axis, and `most` the number of bytes at the top of
+    """Draws the panel of one step. `last` is the end of the time axis, and `most` is the number of bytes at the top of
     the memory scale."""
 
     axes: Any

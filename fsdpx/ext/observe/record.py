@@ -142,7 +142,7 @@ class ValueRecorder(Observer):
             self.kept.write_last_step(self.folder)
 
     def _begin_program(self, program: Program) -> None:
-        """Start recording a program at its first action, and drop what is left from an interrupted program."""
+        """Start recording a program at its first action, and discard the recording of an interrupted program."""
         trains = program.kind not in ("evaluate", "predict") and len(self.kept.steps) < self.most
         self._program, self._at = program if trains else None, 0
         self._later.clear()
@@ -187,7 +187,8 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Finds the tensors in the values that actions write, and where their elements lie in the full tensors."""
+    """Finds out which tensors are in the values that actions write, and which elements of the full tensors these values
+    hold."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout

@@ -35,8 +35,8 @@ __all__ = [
 class ActionSpan(NamedTuple):
     """When an action began, when its inputs were available, and when it ended, in seconds on the rank's clock.
 
-    `nbytes` is the number of bytes that this rank sent or received in the action, and `alive` the bytes of activations
-    after the action."""
+    `nbytes` is the number of bytes that this rank sent or received in the action, and `alive` is the number of bytes of
+    activations after the action."""
 
     action: Action
     begin: float

@@ -103,8 +103,7 @@ class ReportSummary:
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return to what extent a kind of transfer is overlapped with computation, as a share of the time in which
-        such transfers are pending.
+        """Return which share of the time in which transfers of one kind are pending is overlapped with computation.
 
         Parameters
         ----------
@@ -200,7 +199,7 @@ OUTSIDE_MEANINGS = "outside of programs: reading data, printing, callbacks, and 
 
 
 Moving = tuple[str, str]
-"""(mesh axis, collective)."""
+"""A kind of communication, as (mesh axis, collective)."""
 MAX_SHOWN_ROWS = 20
 """Maximum number of compressed reductions that are listed individually."""
 MAX_SHOWN_LAYERS = 10

@@ -33,9 +33,10 @@ class OffloadConfig(StorageLevelChoice):
 
     Parameters
     ----------
-    folder : path of an existing folder on a fast local disk, which no other job or trainer uses at the same time
+    folder : path of an existing folder on a fast local disk. No other job or trainer may use the folder at the same
+        time
     what : one or several of "optimizer" (optimizer state, including averages; the default), "parameters" (the master
-        shard), "activations" (from forward until backward) and "gradients" (until the update)
+        shard), "activations" (from the forward to the backward pass) and "gradients" (until the update)
     direct : whether to bypass the system's page cache (O_DIRECT). None (default) bypasses it if the file system
         supports this
 

@@ -102,7 +102,8 @@ def _measure_disk_rates(folder: Path, direct: bool | None) -> DiskRates:
 
 
 ALIGN_BYTES = mmap.ALLOCATIONGRANULARITY
-"""Alignment of offsets in the file, and of the memory into which it is read, required by direct I/O and mmap."""
+"""Alignment in bytes that direct I/O and mmap require, both of offsets in the file and of the memory into which it is
+read."""
 PIECE_BYTES = 8 << 20
 """Number of bytes of one read or write. It is large enough for the full bandwidth of a disk
 (docs/decisions/0017-state-on-disk.md)."""

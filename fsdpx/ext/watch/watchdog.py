@@ -93,7 +93,7 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    # wait until all records exist: a rank that ended before that would take itself for the last rank, and remove the
+    # wait until all records exist, because a rank that ended earlier would take itself for the last and remove the
     # folder
     base.all_gather_data(None)
     if watchdog is None:
@@ -203,7 +203,7 @@ class Watchdog:
         since, spoken, what = time.perf_counter(), 0.0, ""
         while not self._stop.wait(self._poll_seconds):
             if self._comm() is None:
-                return  # the record is kept, because the communicator may be gone since the script failed
+                return  # keep the record, because the script may have failed
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
             if progress != before and not asked:  # after a request for a report, keep what the rank last waited for
@@ -241,7 +241,7 @@ class Watchdog:
         unless a better informed watchdog of this process does so. Return the time of the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
-        grace = 2 * self._poll_seconds if better else 0.0  # the other watchdogs poll at other times
+        grace = 2 * self._poll_seconds if better else 0.0  # time for these watchdogs to poll and report
         if not self._is_wait_overdue(last, now - grace) or any(one._is_wait_overdue(0.0, now) for one in better):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
@@ -390,7 +390,7 @@ class Watchdog:
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
             _rename_and_remove_folder(self.folder)
-        time.sleep(0.1)  # abort also kills the launcher's process that forwards output
+        time.sleep(0.1)  # time for the launcher to forward the output, because abort kills its forwarding process too
         _abort_all_ranks(self._comm(), code)
         _exit(code)
 
