@@ -1,7 +1,8 @@
-"""Layers between cells and faces: means and differences of neighbors on a staggered grid (Harlow and Welch 1965).
+"""Layers that move values between cells and faces, by means and differences of neighbors on a staggered grid (Harlow
+and Welch 1965).
 
-Along a dim of n cells, face i lies between cells i - 1 and i, so that there are n + 1 faces. The arrays of many solvers
-have only n of them: the low or the high face of each cell."""
+Along a dim of n cells, face i lies between cells i - 1 and i, so there are n + 1 faces. In many solvers, arrays hold
+only n of them: the low or the high face of each cell."""
 
 from __future__ import annotations
 
@@ -41,10 +42,10 @@ FaceSpacing = float | Sequence[float] | np.ndarray
 
 
 class NeighborMove(NamedTuple):
-    """The weights of all outputs along a dim. Each output is a weighted sum of two neighbors: y[i] = lower[i] x[i +
+    """How outputs are computed along a dim. Each output is a weighted sum of two neighbors: y[i] = lower[i] x[i +
     first] + upper[i] x[i + first + 1].
 
-    `outputs` are the cuts of the outputs, and `lower` and `upper` the weights of all outputs of the field."""
+    `outputs` are the cuts of the outputs, and `lower` and `upper` are the weights for all outputs of the field."""
 
     outputs: Cuts
     halo: HaloSpec
@@ -77,7 +78,7 @@ class _NeighborLayer(FieldLayer):
             raise ConfigError(f"{name}: a periodic dim has as many faces as cells: choose faces='low' or 'high'")
 
     def _plan_move(self, parts: FieldPartition) -> NeighborMove:
-        """Return which neighbors this layer combines if its input is partitioned as `parts`."""
+        """Return which neighbors this layer combines, and with what weights, if its input is partitioned as `parts`."""
         try:
             plan = _plan_cells_to_faces if isinstance(self, CellsToFaces) else _plan_faces_to_cells
             return plan(parts, self.dim, self.derivative, self.spacing, self.faces, self._mode)
@@ -114,8 +115,8 @@ class _NeighborLayer(FieldLayer):
         return exchange_halo_backward(env, wide, (saved.halo,)), ()
 
     def _weigh_neighbors(self, env: LayerContext, move: NeighborMove, x: Array) -> list[tuple[Array, tuple[Any, ...]]]:
-        """Return, for the lower and for the upper neighbor, the weights of this rank's outputs, and the index of the
-        neighbors in the array of own values and halo."""
+        """Return, first for the lower and then for the upper neighbors, their weights in this rank's outputs, and their
+        index in the array of own values and halo."""
         rank = get_rank_along(env, move.halo.cuts, self.dim)
         start, stop = move.outputs[rank], move.outputs[rank + 1]
         return [
@@ -172,21 +173,22 @@ def _make_neighbor_halo(parts: FieldPartition, dim: int, outputs: Cuts, first: i
 class CellsToFaces(_NeighborLayer):
     """Moves values from cells to the faces across one dim: the mean of the two cells, or the derivative between them.
 
-    If cells are weighted by their widths and faces by the distances of cell centers, this layer is the adjoint of
-    `FacesToCells` (derivatives: with the opposite sign), provided that both fields are periodic, or 0 beyond the ends.
-    The mean therefore weights cells by their widths, which preserves the integral of a periodic field.
+    With inner products that weight cells by their widths, and faces by the distances between cell centers, this layer
+    is the adjoint of `FacesToCells` (for derivatives, with the opposite sign), provided that both fields are periodic
+    or 0 beyond the ends. The mean therefore weights cells by their widths, which preserves the integral of a periodic
+    field.
 
     Parameters
     ----------
-    dim : number of the cell dim, counted from 0
-    derivative : 0 (default): the mean; 1: the difference of upper and lower cell, divided by the distance of their
-        centers
-    spacing : distance between the bounds of a cell, or an array with the bounds of all n cells of the full field, of
-        length n + 1; default 1
-    faces : "all" (default): the n + 1 faces of n cells, of which the last rank with cells holds the last; "low" or
-        "high": n faces, the low or the high one of each cell. Periodic dims have n faces
-    padding_mode : values of the cells beyond the ends, as for one dim of `Conv`; default "replicate": the mean on a
-        wall is the value of the adjacent cell, and the derivative is 0
+    dim : index of the cell dim, counted from 0
+    derivative : 0 (default): the mean; 1: the difference between the upper and the lower cell, divided by the distance
+        between their centers
+    spacing : width of all cells, or an array of length n + 1 with the bounds of all n cells of the full field; default
+        1
+    faces : "all" (default): all n + 1 faces of n cells, where the last rank that has cells holds the last face; "low"
+        or "high": n faces, the low or the high one of each cell. Periodic dims have only n faces
+    padding_mode : values of the cells beyond the ends, as for one dim of `Conv`. Default "replicate": at a wall, the
+        mean is the value of the adjacent cell, and the derivative is 0
     """
 
     def __init__(
@@ -207,10 +209,11 @@ class FacesToCells(_NeighborLayer):
     Parameters
     ----------
     dim, spacing : as in `CellsToFaces`
-    derivative : 0 (default): the mean; 1: the difference of upper and lower face, divided by the width of the cell
+    derivative : 0 (default): the mean; 1: the difference between the upper and the lower face, divided by the width of
+        the cell
     faces : the faces of the input, as in `CellsToFaces`
-    padding_mode : value on the face at the end of the field that "low" or "high" omits, as for one dim of `Conv`;
-        default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
+    padding_mode : value on the one face, at an end of the field, that "low" or "high" leaves out, as for one dim of
+        `Conv`. Default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class FacesToCells(_NeighborLayer):
 
 
 class _SelectComponent(Layer):
-    """Selects component `number` of vectors whose `dims` components are consecutive channels."""
+    """Selects component `number` of each vector. The `dims` components of a vector are consecutive channels."""
 
     fields = True
 
@@ -245,20 +248,20 @@ class _SelectComponent(Layer):
 
 
 class FaceDivergence(Graph):
-    """Divergence, on cells, of fluxes through the faces across each dim: the net outflow of each cell.
+    """Divergence, on cells, of fluxes through the faces across each dim, that is, the net outflow of each cell.
 
-    If `faces` is "all", there are `dims` inputs x0, x1, ... of n + 1 faces each, the fluxes along each coordinate.
-    Otherwise there is one input, (samples, vectors x dims, *cells), in which each component has its values on the low
-    or high faces, and the components of a vector are consecutive channels.
+    If `faces` is "all", there are `dims` inputs x0, x1, ..., which are the fluxes along each coordinate, on n + 1 faces
+    each. Otherwise there is one input, (samples, vectors x dims, *cells), in which each component has its values on the
+    low or high faces, and the components of a vector are consecutive channels.
 
     Parameters
     ----------
     dims : number of cell dims, 1 to 3
-    spacing : as in `CellsToFaces`: one for all dims, or a list or tuple with one per dim
+    spacing : as in `CellsToFaces`; one value for all dims, or a list or tuple with one per dim
     faces : as in `CellsToFaces`, for all dims; default "all"
-    padding_mode : as in `FacesToCells`, for all dims or for each; default "zeros"
-    along : the cell dim of each coordinate, such as (1, 0) for components along x and y in arrays (y, x); default:
-        coordinate i is cell dim i
+    padding_mode : as in `FacesToCells`; one value for all dims, or one per dim; default "zeros"
+    along : the cell dim of each coordinate, such as (1, 0) if components point along x and y but arrays are (y, x);
+        default: coordinate i is cell dim i
     """
 
     def __init__(

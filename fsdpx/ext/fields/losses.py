@@ -1,5 +1,5 @@
-"""Losses and error metrics for fields, such as VRMSE, computed over the full field even if it is partitioned over
-ranks.
+"""Losses and error metrics for fields, such as VRMSE. They are computed over the full field even if it is partitioned
+over ranks.
 
 They can be used for training and as metrics, for example in `fit(metrics={"vrmse": nn.VRMSE()})`."""
 
@@ -21,8 +21,8 @@ __all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxErr
 
 
 class _FieldLoss(Loss):
-    """Base class for losses that compare fields (samples, channels, *cells) with targets of the same shape, with
-    optional weights of cells."""
+    """Base class for losses that compare fields (samples, channels, *cells) with targets of the same shape. Cells may
+    have weights."""
 
     parts: FieldPartition | None = None
 
@@ -42,8 +42,8 @@ class _FieldLoss(Loss):
     def _all_reduce_weighted_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, *values: Array
     ) -> Array:
-        """Return the sum of weights, followed by the weighted sum of each of `values`, over `dims` and all parts of
-        the field, stacked in float64.
+        """Return, stacked in one float64 array, the sum of weights and the weighted sum of each of `values`. Sums are
+        over `dims` and over all parts of the field.
 
         Without weights, the sum of weights is the number of elements. Communicates only if the field is partitioned."""
         xp = env.xp
@@ -60,17 +60,18 @@ class _FieldLoss(Loss):
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _compute_loss_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
-        """Return (total, weight) of the loss, divided by the number of ranks that share a field.
+        """Return this rank's share (total, weight) of the loss, which is that of the field divided by the number of
+        ranks that share it.
 
-        The total is the sum of the `values` whose entry in `counts` is above 0, and the weight is the number of these
-        values. All ranks of a field hold the same values, so each reports an equal share."""
+        The total for the field is the sum of those `values` whose entry in `counts` is above 0, and its weight is their
+        number. All ranks of a field hold the same values, so each reports an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
 class _RootLoss(_FieldLoss):
-    """Base class for losses that are sqrt(sum(w error^2) / denominator) of each group of elements, such as each
+    """Base class for losses that compute sqrt(sum(w error^2) / denominator) for each group of elements, such as each
     channel of a sample.
 
     A group consists of the elements along the dims that `_get_reduced_dims` returns."""
@@ -95,13 +96,14 @@ class _RootLoss(_FieldLoss):
         return compute_masked_difference(env, y, target, self.weights, self.skipna)
 
     def _get_reduced_dims(self, y: Array) -> tuple[int, ...]:
-        """Return the dims over which errors are summed. By default these are the cell dims."""
+        """Return the dims over which errors are summed, by default the cell dims."""
         return tuple(range(2, y.ndim))
 
     def _all_reduce_error_sums(
         self, env: LayerContext, dims: tuple[int, ...], weights: Array | None, error: Array, target: Array
     ) -> tuple[Array, Array, Array]:
-        """Return (count, sum(w error^2), denominator) of each group of elements, over all parts of the field."""
+        """Return (count, sum(w error^2), denominator) for each group of elements, computed over all parts of the
+        field."""
         count, squares = self._all_reduce_weighted_sums(env, dims, weights, error * error)
         return count, squares, count
 
@@ -109,17 +111,17 @@ class _RootLoss(_FieldLoss):
 class RelativeL2(_RootLoss):
     """Relative L2 error |y - target| / |target| of each sample, averaged over samples.
 
-    Output and target are (samples, ...) of the same shape, and the norms run over all elements of a sample. On a grid
-    of ranks, one all-reduce of 24 bytes per sample sums over the parts of the field. This is the usual error measure
-    of neural operators (Li et al. 2021). Without `eps`, a target of zeros raises DataError, because the relative error
-    is undefined.
+    Output and target have the same shape (samples, ...), and norms are over all elements of a sample. On a grid of
+    ranks, one all-reduce of 24 bytes per sample sums over the parts of the field. This is the usual error measure of
+    neural operators (Li et al. 2021). If `eps` is 0, a target that is all zeros raises DataError, because its relative
+    error is undefined.
 
     Parameters
     ----------
-    eps : added to |target|, for targets that are 0; default 0
-    weights : weight of each cell in the sums, an array (*cells) or (channels, *cells) for this rank's part of the
-        field; an array of bools is a mask. An element of weight 0 may be NaN and gets no gradient. Default None: all
-        weights are 1
+    eps : number added to |target|, for targets that are all zeros; default 0
+    weights : weight of each cell in the sums: an array (*cells) or (channels, *cells) for this rank's part of the
+        field; a bool array is a mask. Elements with weight 0 may be NaN, and get no gradient. Default None: all weights
+        are 1
     skipna : whether to ignore elements whose target is NaN, as in xarray, so that each batch can have its own mask;
         default False
     """
@@ -146,7 +148,7 @@ class RelativeL2(_RootLoss):
             self._require_nonzero_targets(~target.reshape(len(target), -1).any(axis=1))
 
     def _require_nonzero_targets(self, is_zero: Array) -> None:
-        """Raise DataError if the target of any sample is all zeros. `is_zero` has one bool per sample."""
+        """Raise DataError if any sample has a target that is all zeros. `is_zero` holds one bool per sample."""
         if getattr(is_zero, "holds_no_data", False) or not bool(is_zero.any()):
             return
         raise DataError(
@@ -170,13 +172,13 @@ class VRMSE(_RootLoss):
     """Variance-scaled RMSE of each channel, sqrt(mean((y - target)^2) / (var(target) + eps)), averaged over channels
     and samples.
 
-    Mean and variance are over the cells of a channel. Predicting the mean of the target gives a loss of 1. As in The
-    Well's code (Ohana et al. 2024), the variance is divided by the number of cells minus 1. The variance is merged
-    from the counts, means and sums of squares of the parts, which avoids cancellation.
+    Mean and variance are over the cells of a channel. A model that predicts the mean of the target has a loss of 1. As
+    in The Well's code (Ohana et al. 2024), the variance is the sum of squared deviations divided by the number of cells
+    minus 1. It is merged from the counts, means and sums of squared deviations of the parts, which avoids cancellation.
 
     Parameters
     ----------
-    eps : added to the variance; default 1e-7
+    eps : number added to the variance; default 1e-7
     weights, skipna : as in `RelativeL2`
     """
 
@@ -194,9 +196,9 @@ class VRMSE(_RootLoss):
 
 
 class BoundaryRMSE(_RootLoss):
-    """`RMSE` over the cells at the boundary of the domain (bRMSE of PDEBench, Takamoto et al. 2022).
+    """`RMSE` over only the cells at the boundary of the domain (bRMSE of PDEBench, Takamoto et al. 2022).
 
-    A cell at an edge or corner is counted once for each boundary that it belongs to."""
+    A cell at an edge or corner counts once for each boundary to which it belongs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,15 +217,15 @@ class BandRMSE(_RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
     2022).
 
-    k is the number of waves in the full field along each dim, and |k| is the length of the vector (k1, k2, ...).
+    A mode has k1, k2, ... waves along the dims of the full field, and |k| is the length of the vector (k1, k2, ...).
     PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over
-    shells. Here, the squared losses of bands that together cover all wavenumbers add up to the square of `RMSE`. Only
-    the modes below `high` are communicated. If `high` is None, the modes below `low` are communicated instead, and
+    shells. Here, the squared errors of bands that together cover all wavenumbers add up to the squared `RMSE`. Only the
+    modes below `high` are communicated. If `high` is None, the modes below `low` are communicated instead, and are
     subtracted from the full error.
 
     Parameters
     ----------
-    low, high : bounds of the band; high=None (default): all wavenumbers from low on
+    low, high : bounds of the band; high=None (default) means that there is no upper bound
     """
 
     def __init__(self, low: float, high: float | None = None) -> None:
@@ -238,14 +240,14 @@ class BandRMSE(_RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            return apart * 0, target, None  # the grid has no waves this short, so only rounding noise would remain
+            return apart * 0, target, None  # the grid has no waves so short, so only rounding errors would remain
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
-        """Return the error without the modes whose wavenumber is at least `stop`, and, if `high` is given, without
-        those below `low`."""
+        """Return the error without all modes whose wavenumber is at least `stop` or, if `high` is given, below
+        `low`."""
         xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):
@@ -268,8 +270,8 @@ class BandRMSE(_RootLoss):
 
 
 class ConservedRMSE(_FieldLoss):
-    """Error of conserved means: |mean(y) - mean(target)| over the cells of each channel, averaged over channels and
-    samples.
+    """Error in the conservation of means: |mean(y) - mean(target)| over the cells of each channel, averaged over
+    channels and samples.
 
     This is cRMSE of PDEBench (Takamoto et al. 2022), except that PDEBench takes the root mean square over samples.
 
@@ -291,12 +293,12 @@ class ConservedRMSE(_FieldLoss):
 
 
 class MaxError(_FieldLoss):
-    """Largest |y - target| of each sample, averaged over samples. If several elements have the maximum, they share its
-    gradient equally.
+    """Largest |y - target| in each sample, averaged over samples. If the maximum occurs at several elements, they share
+    its gradient equally.
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`; weights are used as a mask
+    weights, skipna : as in `RelativeL2`, except that weights are only used as a mask
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -43,10 +43,10 @@ class ConvTranspose(FieldLayer):
     """Transposed convolution of (samples, in_channels, *cells), with PyTorch's arguments and results. Base class of
     `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`.
 
-    The result is the gradient of a convolution with respect to its input, plus a bias. The parameters are `weight
+    The operation is the gradient of a convolution with respect to its input, plus a bias. The parameters are `weight
     (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, initialized from U(-k, k) with k =
-    1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes (n - 1) stride - 2 padding + dilation
-    (kernel_size - 1) + output_padding + 1.
+    1/sqrt(out_channels / groups * prod(kernel_size)). A dim of n cells becomes one of (n - 1) stride - 2 padding +
+    dilation (kernel_size - 1) + output_padding + 1 cells.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class ConvTranspose(FieldLayer):
         output_padding and dilation
     stride : number of output cells by which the window moves; default 1
     padding : number of cells removed from each side of the result; default 0
-    output_padding : number of cells added at the end of each dim, less than stride or dilation; default 0
+    output_padding : number of cells added at the end of each dim, which must be less than stride or dilation; default 0
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
@@ -110,9 +110,8 @@ class ConvTranspose(FieldLayer):
         correlate_backward_params(env.xp, dy, dy, strides, None, claim_gradient(g, "bias"))
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned. Along each dim, the outputs at indices i * stride to (i + 1) *
-        stride - 1 belong to the rank that owns input cell i. Any outputs after these belong to the last rank that has
-        cells."""
+        """Return how the outputs are partitioned. Along each dim, outputs i * stride to (i + 1) * stride - 1 belong to
+        the rank that owns input cell i. Any further outputs belong to the last rank that has cells."""
         made = []
         for d, cuts in enumerate(parts.cuts):
             s, p = self.window.stride[d], self.window.low[d]
@@ -121,7 +120,7 @@ class ConvTranspose(FieldLayer):
         return parts.with_cuts(tuple(made))
 
     def _find_halos(self, parts: FieldPartition, outputs: FieldPartition) -> tuple[HaloSpec, ...]:
-        """Return one halo spec per dim: the input cells that contribute to each rank's outputs."""
+        """Return one halo spec per dim, with the input cells that contribute to each rank's outputs."""
         made = []
         for d, (cuts, out) in enumerate(zip(parts.cuts, outputs.cuts, strict=True)):
             s, p, span = self.window.stride[d], self.window.low[d], self.window.spans[d]
@@ -135,8 +134,8 @@ class ConvTranspose(FieldLayer):
     def _make_strides_and_sizes(
         self, env: LayerContext, halos: tuple[HaloSpec, ...], outputs: FieldPartition
     ) -> tuple[WindowStrides, tuple[int, ...]]:
-        """Return the window of the underlying convolution, relative to this rank's outputs, and the number of these
-        outputs along each dim."""
+        """Return the window of the underlying convolution, with positions relative to this rank's outputs, and the
+        number of these outputs along each dim."""
         window, firsts, sizes = self.window, [], []
         for d, (halo, out) in enumerate(zip(halos, outputs.cuts, strict=True)):
             start, stop = get_local_range(env, out, d)
@@ -166,18 +165,18 @@ DIMS = {"linear": 1, "bilinear": 2, "bicubic": 2, "trilinear": 3}
 class Upsample(FieldLayer):
     """Interpolates (samples, channels, *cells) to another resolution, like PyTorch's Upsample.
 
-    The index of the nearest cell is computed with integers: with n cells and N outputs, output o takes cell floor(o n /
-    N). PyTorch selects the same cells in float64. In float32, PyTorch's rounding selects the previous cell for some
-    sizes.
+    In mode "nearest", cell indices are computed in integer arithmetic: with n cells and N outputs, output o takes the
+    value of cell floor(o n / N). In float64, PyTorch selects the same cells; in float32, its rounding errors lead to
+    the previous cell for some sizes.
 
     Parameters
     ----------
-    size : number of cells of the full result: one number for all dims, or one per dim; default None: use
-        `scale_factor`
-    scale_factor : multiplier of the number of cells, given instead of `size`: one number for all dims, or one per dim
+    size : number of cells of the full output: one number for all dims, or one per dim; default None: use `scale_factor`
+    scale_factor : factor by which the number of cells is multiplied, instead of `size`: one number for all dims, or one
+        per dim
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
-    align_corners : for the last four modes, whether the centers of the first and last cells of input and output
-        coincide; default None: False
+    align_corners : for the last four modes, whether the centers of the first cells of input and output coincide, and
+        those of the last cells as well; default None: False
     """
 
     kernel_names = ("multiply_along_dim",)
@@ -239,7 +238,8 @@ class Upsample(FieldLayer):
         return parts.with_cuts(tuple(made))
 
     def _find_sizes_and_ratios(self, shape: tuple[int, ...]) -> list[tuple[int, Fraction]]:
-        """Return, for each dim, the number of output cells, and the exact ratio of input to output cells."""
+        """Return, for each dim, the number of output cells and the exact ratio of input to output cells, as a
+        fraction."""
         each = self._each if isinstance(self._each, tuple) else (self._each,) * len(shape)
         if len(each) != len(shape):
             raise ShapeError(f"{self!r} is of {len(each)} dims, and the field has {len(shape)}")
@@ -257,7 +257,7 @@ LARGEST_DENOMINATOR = 10**6
 
 
 def _to_simplest_fraction(factor: float) -> Fraction:
-    """Return the fraction of small integers that a float scale factor stands for, such as 11 / 10 for 1.1."""
+    """Return the fraction of small integers that a floating-point scale factor represents, such as 11 / 10 for 1.1."""
     return Fraction(factor).limit_denominator(LARGEST_DENOMINATOR) or Fraction(factor)
 
 
@@ -283,10 +283,10 @@ def _plan_dim(
 def _make_interpolation_table(
     mode: str, n: int, total: int, ratio: Fraction, align_corners: bool, dims: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each of `total` outputs along a dim of `n` cells, the input cells that it interpolates, and their
-    weights, both (taps, outputs).
+    """Return the input cells from which each of `total` outputs along a dim of `n` cells is interpolated, and the
+    weights of these cells, both (taps, outputs).
 
-    If the output has as many cells as the input, or twice as many, some modes ignore `ratio`, as in PyTorch."""
+    As in PyTorch, some modes ignore `ratio` if the output has as many cells as the input, or twice as many."""
     o = np.arange(total)
     if total in (n, 2 * n) and mode == "nearest" and dims == 2:
         return (o // (total // n))[None], np.ones((1, total))
@@ -310,7 +310,7 @@ def _make_interpolation_table(
 
 
 def _evaluate_cubic(t: np.ndarray, a: float = -0.75) -> np.ndarray:
-    """Return Keys' cubic kernel (1981) at distance t, with PyTorch's coefficient."""
+    """Return the cubic kernel of Keys (1981) at distance t. By default, the coefficient `a` is PyTorch's."""
     near = ((a + 2) * t - (a + 3)) * t * t + 1
     far = ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
     return np.where(t <= 1, near, far)

@@ -40,13 +40,13 @@ __all__ = ["Rollout"]
 
 
 class SavedStates(NamedTuple):
-    """Arrays that the forward of a `Rollout` saves for backward.
+    """Arrays that the forward pass of a `Rollout` saves for the backward pass.
 
     Attributes
     ----------
-    states : the states, beginning with the given ones; None in place of a state that no step with a gradient reads
+    states : the states, starting with those in the input; None in place of a state that no step with a gradient reads
     constants : the constant channels, or None
-    others : the inputs besides the states
+    others : all inputs except the first
     """
 
     states: tuple[Array | None, ...]
@@ -55,39 +55,40 @@ class SavedStates(NamedTuple):
 
 
 class Rollout(Layer, HoldsLocalArray, TakesScalars):
-    """Applies a model `steps` times to its own output, and returns all states stacked in dim 1.
+    """Applies a model repeatedly, `steps` times, to its own output, and returns all new states, stacked along dim 1.
 
-    It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the parameters of the model, under the
-    same names. Only the states are saved for backward, which recomputes each step, so memory holds all states and the
-    activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes, steps x features); below,
-    channels are then features, and dim 1 is the last dim.
+    It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the same parameters as the model, with
+    the same names. Only the states are saved for the backward pass, which recomputes each step, so memory is needed for
+    all states and for the activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes,
+    steps x features); in the following, channels then stand for features, and dim 1 for the last dim.
 
-    The first input of the model is the state, as `data.FieldDataset` makes it: the last `inputs` states, oldest first,
-    and then `constants` channels that never change. The model returns the next state. If the model has more inputs, so
-    has the Rollout: those named in `forcing` hold the values of all steps stacked in dim 1, (samples, steps x channels,
-    ...), and all others are the same in every step. These inputs are fields or scalars (samples, n).
+    The first input of the model consists of states, in the form that `data.FieldDataset` returns: the last `inputs`
+    states, oldest first, followed by `constants` channels that never change. The model returns the next state. If the
+    model has further inputs, so has the Rollout: those named in `forcing` hold the values for all steps, stacked along
+    dim 1, (samples, steps x channels, ...), and all others are the same in every step. These inputs are fields or
+    scalars (samples, n).
 
-    If the arrays of a grid have ghost cells, the ghost cells of later states are received from the neighboring ranks,
-    also across periodic dims. Ghost cells beyond walls keep the values of the input. The layout of the grid must have
-    channels ("c") even for a net of one channel, because the states are stacked along the channels.
+    If the arrays of a grid have ghost cells, those of later states are received from the neighboring ranks, also across
+    the ends of periodic dims. Ghost cells beyond walls keep their values from the input. The layout of the grid must
+    have channels ("c") even if a state has only one channel, because states are stacked along the channels.
 
     Parameters
     ----------
-    net : model that returns the next state; its first input is the state
+    net : model that returns the next state, given the last states as its first input
     steps : number of times that the model is applied
     inputs : number of states that the model reads; default 1
     constants : number of channels after the states that do not change, such as a land mask; default 0
-    forcing : names of the inputs of `net` that have a value for each step, such as solar radiation; inputs of a net
-        that is not a container are named "x0", "x1" and so on. Default: none
-    noise : standard deviation of Gaussian noise that is added to the given states in training, so that the model
+    forcing : names of those inputs of `net` that have different values in each step, such as solar radiation; if `net`
+        is not a container, its inputs are named "x0", "x1" and so on. Default: none
+    noise : standard deviation of the Gaussian noise that is added to the input states in training, so that the model
         learns to correct its own errors (Sanchez-Gonzalez et al. 2020). The noise does not depend on how the field is
-        split over ranks. Default 0
-    noise_weights : factor of the noise in each cell of this rank's part, such as 0 on boundaries: an array (*cells) or
-        (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (nodes, features), for the nodes that this rank owns.
-        Default: all 1
+        partitioned over ranks. Default 0
+    noise_weights : factor by which the noise is multiplied in each cell of this rank's part, such as 0 on boundaries:
+        an array (*cells) or (channels, *cells) of numbers >= 0; on a mesh (nodes,) or (nodes, features), for the nodes
+        that this rank owns. Default: all 1
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
-        et al. 2022, who use 1 of 2 steps). Their errors count in the loss, but have no gradient. Default 0
-    detach : whether no gradient flows from a step to the steps before it; default False
+        et al. 2022, who use 1 of 2 steps). Their errors are included in the loss, but contribute no gradient. Default 0
+    detach : whether to stop gradients from flowing from a step to the steps before it; default False
     """
 
     takes_ghosts = True
@@ -154,7 +155,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return ShardedLayer(made, found)
 
     def _shard_net(self, request: ShardingContext, kind: FieldPartition) -> tuple[Layer, Kind]:
-        """Return the model that each rank runs, and how its output is distributed, for states distributed as `kind`."""
+        """Return the model that each rank runs if states are distributed as `kind`, and how its output is
+        distributed."""
         if kind.has_cells:
             return partition_model(self.net, kind)
         net, kinds = ShardingWalk(1, None, {}).shard_layer(self.net, request.path, request.kinds)
@@ -203,7 +205,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     def _run_steps_backward(
         self, env: LayerContext, p: Params, saved: SavedStates, dy: Array, run_step: Callable[..., Any]
     ) -> Any:
-        """Run backward through the steps that have a gradient, in reverse order, and return the gradients of the
+        """Run the backward passes of all steps that have a gradient, in reverse order, and return the gradients of the
         inputs. `run_step(step, context, saved, dy)` returns the gradients of the model's inputs in one step."""
         xp, ghosts, dim = env.xp, self._ghost_partition, self._dim
         channels = dy.shape[dim] // self.steps
@@ -244,8 +246,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return unwrap_single([dx, *(self._join_steps(xp, *row) for row in rows)])
 
     def _join_steps(self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool) -> Array | None:
-        """Return the gradient of an input besides the states, given the gradient that each step `found` for its part of
-        the input; None for an integer input."""
+        """Return the gradient of an input other than the states. `found` holds, by step, the gradient of that step's
+        values of the input; if it is empty, as for integer inputs, the result is None."""
         if not found:
             return None
         if not has_step_values:
@@ -255,26 +257,27 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
     @property
     def _ghost_partition(self) -> FieldPartition | None:
-        """The partition of the states if arrays have ghost cells, else None."""
+        """The partition of the states if arrays have ghost cells, otherwise None."""
         return self.parts if self.parts is not None and self.parts.ghosts else None
 
     @property
     def _has_step_values(self) -> tuple[bool, ...]:
-        """For each input but the first, whether it has a value for each step."""
+        """For each input except the first, whether it has different values in each step."""
         return tuple(name in self.forcing for name in list_input_names(self.net)[1:])
 
     @property
     def _dim(self) -> int:
-        """The dim along which states are stacked: the channels, or the features of nodes."""
+        """The dim along which states are stacked: that of the channels or, on a mesh, of the node features."""
         return 1 if self.parts is None or self.parts.has_cells else 2
 
     def _get_dim(self, other: Array) -> int:
-        """Return the dim along which the values of an input other than the states are stacked. Scalars are (samples,
-        n)."""
+        """Return the dim along which the per-step values of an input other than the states are stacked. Scalars,
+        (samples, n), are stacked along their last dim."""
         return min(self._dim, other.ndim - 1)
 
     def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:
-        """Return the given states, oldest first, and the constant channels, or None if there are none."""
+        """Split the first input into the states, oldest first, and the constant channels, which are None if there are
+        none."""
         dim = self._dim
         channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)
         if channels < 1 or rest:
@@ -289,7 +292,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return states, _take_range(x, dim, self.inputs * channels, self.constants) if self.constants else None
 
     def _make_step_inputs(self, env: LayerContext, saved: SavedStates, step: int) -> Any:
-        """Return the inputs of the model in one step: an array, or a tuple if there are several."""
+        """Return the model's inputs for one step: a single array, or a tuple if there are several inputs."""
         window = [*saved.states[step : step + self.inputs], *([] if saved.constants is None else [saved.constants])]
         first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, self._dim)
         others = []
@@ -309,8 +312,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return env.training and self.noise > 0
 
     def _add_noise(self, env: LayerContext, state: Array, index: int) -> Array:
-        """Return given state number `index` with Gaussian noise, made by the method of Box and Muller (1958) from
-        random numbers that depend on the position in the full field."""
+        """Return `state`, which is input state number `index`, plus Gaussian noise. The noise is computed by the method
+        of Box and Muller (1958) from random numbers that depend on the position in the full field."""
         ghosts, xp = self._ghost_partition, env.xp
         own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
         def make_fractions(name: str) -> Array:
@@ -327,7 +330,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return own if ghosts is None else exchange_ghost_cells(env, own, state, ghosts)
 
     def _weigh_noise(self, env: LayerContext, noise: Array) -> Array:
-        """Return the noise times the weight of each cell."""
+        """Return the noise multiplied by `noise_weights`."""
         parts = FieldPartition if self.parts is None else self.parts
         first: Array = parts.to_channels_first(noise)
         assert self.noise_weights is not None
@@ -342,7 +345,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         require_weights_of_cells(self, "noise_weights", self.noise_weights, cells)
 
     def _add_noise_backward(self, env: LayerContext, dstate: Array) -> Array:
-        """Return the gradient of a given state with ghost cells, given the gradient of that state with noise."""
+        """Return the gradient of an input state with ghost cells, given the gradient `dstate` of the same state plus
+        noise."""
         ghosts = self._ghost_partition
         assert ghosts is not None
         dwalls = env.xp.zeros_like(dstate)
@@ -351,10 +355,10 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
 
 def _take_range(array: Array, dim: int, start: int, count: int) -> Array:
-    """Return a view of `count` elements along a dim, from `start` on."""
+    """Return a view of `count` elements along dim `dim`, starting at `start`."""
     return array[(slice(None),) * dim + (slice(start, start + count),)]
 
 
 def _add(xp: Any, total: Array | None, piece: Array) -> Array:
-    """Return `total` + `piece`, or a copy of `piece` if there is no total yet."""
+    """Return `total` + `piece`, or a copy of `piece` if `total` is None."""
     return piece.copy() if total is None else total + piece

@@ -23,10 +23,11 @@ __all__ = ["ConcatScalars", "FiLM", "GlobalMax", "GlobalMean", "GlobalSum", "Sca
 
 class _ScalarsToField(FieldLayer, TakesScalars):
     """Base class for layers with two inputs. The first is a field (samples, channels, *cells), or values (samples,
-    rows, features) of the nodes or edges of a mesh; the second is scalars (samples, n).
+    rows, features) of the nodes or edges of a mesh; the second consists of scalars (samples, n).
 
-    Every rank of a field holds all scalars, and computes the part of their gradient that comes from its own cells, as
-    do the layers before this one. The sum over ranks is the gradient."""
+    Every rank of a field holds all scalars. In this layer and in the layers before it, each rank computes the
+    contribution of its own cells to the gradient of the scalars. The gradient is the sum of these contributions over
+    ranks."""
 
     n_inputs = 2
     scalar_inputs = (1,)
@@ -45,7 +46,7 @@ class _ScalarsToField(FieldLayer, TakesScalars):
         return self.bind_to_partition(request, field)
 
     def _get_field_and_scalars(self, x: Any) -> tuple[Array, Array]:
-        """Return the inputs, with the channels of the field in dim 1."""
+        """Return the field, with its channels in dim 1, and the scalars."""
         x, s = x
         if x.ndim < 3 or s.ndim != 2 or x.shape[0] != s.shape[0]:
             raise ShapeError(
@@ -59,17 +60,18 @@ class _ScalarsToField(FieldLayer, TakesScalars):
 
 
 def _sum_over_cells(a: Array) -> Array:
-    """Return the sums over the cells of (samples, channels, *cells), in the dtype of `a`, added up in float64."""
+    """Return the sums of `a`, (samples, channels, *cells), over the cells. They are computed in float64 and returned in
+    the dtype of `a`."""
     return a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64).astype(a.dtype)
 
 
 def _broadcast_to_cells(s: Array, x: Array) -> Array:
-    """Return `s`, (samples, n), with a dim of size 1 for each cell dim of `x`."""
+    """Return `s`, (samples, n), with a dim of size 1 appended for each cell dim of `x`."""
     return s.reshape(*s.shape, *(1,) * (x.ndim - 2))
 
 
 class ConcatScalars(_ScalarsToField):
-    """Appends n channels to a field, each of which holds one of n scalars in all cells.
+    """Appends n channels to a field. Each of them holds one of n scalars in all cells.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a grid passes
     in full. Returns (samples, channels + n, *cells). On a mesh, the field is (samples, nodes, features)."""
@@ -88,9 +90,9 @@ class ConcatScalars(_ScalarsToField):
 class ScaleShift(_ScalarsToField):
     """Scales and shifts each channel of a field: y = (1 + scale) x + shift.
 
-    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), of which the first half
-    are the scales and the second half the shifts. `FiLM` is a `Linear` followed by this layer. On a mesh, the field
-    is (samples, nodes, features)."""
+    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), where the scales come
+    first, followed by the shifts. `FiLM` is a `Linear` followed by this layer. On a mesh, the field is (samples, nodes,
+    features)."""
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         field, s = self._get_field_and_scalars(x)
@@ -134,16 +136,16 @@ class FiLM(Composite):
 
 
 class TimeEmbedding(Layer):
-    """Sinusoidal embedding of a time, or of the step of a diffusion process: sin(t f_k) and then cos(t f_k), for
-    frequencies f_k from 1 to 1 / max_period.
+    """Sinusoidal embedding of a time t, or of the step t of a diffusion process: all sin(t f_k), followed by all cos(t
+    f_k), for frequencies f_k from 1 to 1 / max_period.
 
     f_k = max_period^(-k / (dim / 2 - 1)) for k = 0 ... dim / 2 - 1, as in Ho et al. (2020), after Vaswani et al.
-    (2017). The input is (samples,) or (samples, 1), the output (samples, dim).
+    (2017). The input is (samples,) or (samples, 1), and the output is (samples, dim).
 
     Parameters
     ----------
-    dim : number of outputs, even and at least 4
-    max_period : smallest frequency is 1 / max_period; default 10000
+    dim : number of outputs, which must be even and at least 4
+    max_period : inverse of the smallest frequency; default 10000
     """
 
     def __init__(self, dim: int, max_period: float = 10000.0) -> None:
@@ -171,8 +173,8 @@ class TimeEmbedding(Layer):
 
 
 class _GlobalReduction(FieldLayer):
-    """Base class for layers that reduce a field, or the nodes of a mesh, to scalars (samples, channels), which every
-    rank gets."""
+    """Base class for layers that reduce a field, or the nodes of a mesh, to scalars (samples, channels). Every rank
+    gets the result."""
 
     rows_of_mesh = ("nodes",)
     gives_scalars = True
@@ -187,24 +189,24 @@ class _GlobalReduction(FieldLayer):
         return self.get_partition(x).to_channels_first(x)
 
     def _to_input_gradient(self, env: LayerContext, dx: Array, shape: tuple[int, ...]) -> Array:
-        """Return the gradient in the layout of the input. `dx` is the gradient with the channels in dim 1, or an array
-        that broadcasts to it. `shape` is the shape of the input with the channels in dim 1."""
+        """Return the gradient of the input, in the input's layout. `dx` is this gradient with the channels in dim 1, or
+        an array that broadcasts to it. `shape` is the shape of the input with the channels in dim 1."""
         wide = env.xp.broadcast_to(dx, shape)
         return env.xp.ascontiguousarray(self.get_partition(wide).to_channels_first(wide))
 
 
 class GlobalMean(_GlobalReduction, HoldsLocalArray):
-    """Mean of each channel over all cells of the field: (samples, channels, *cells) to scalars (samples, channels).
+    """Mean of each channel over all cells of the field: (samples, channels, *cells) -> scalars (samples, channels).
 
-    On a grid, every rank gets the result, and layers such as `Linear` may follow. Forward and backward each all-reduce
-    8 bytes per sample and channel. On a mesh, it is the mean over all nodes, (samples, nodes, features) to
+    On a grid, every rank gets the result, so that layers such as `Linear` may follow. The forward and the backward pass
+    each all-reduce 8 bytes per sample and channel. On a mesh, the mean is over all nodes: (samples, nodes, features) ->
     (samples, features).
 
     Parameters
     ----------
     weights : weight of each cell, such as its volume: an array (*cells) or (channels, *cells) of numbers >= 0 for this
-        rank's part of the field, or (nodes,) or (nodes, features) for the nodes that this rank owns; the sum is then
-        divided by the sum of weights. Default None: all 1
+        rank's part of the field, or (nodes,) or (nodes, features) for the nodes that this rank owns; weighted sums are
+        divided by the sum of weights. Default None: all weights are 1
     """
 
     def __init__(self, weights: Any = None) -> None:
@@ -220,13 +222,14 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         w, below, shape = saved
-        # each rank has only the gradient from its own use of the result
+        # dy on each rank comes only from that rank's use of the result, so it is summed over ranks
         total = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / below
         dx = total.astype(dy.dtype).reshape(*total.shape, *(1,) * (len(shape) - 2))
         return self._to_input_gradient(env, dx if w is None else (dx * w).astype(dx.dtype), shape), ()
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
-        """Return the divisor of the sums over all cells: the number of cells, or the sum of the weights `w`."""
+        """Return the number by which sums over all cells are divided: the number of cells, or the sum of the weights
+        `w`."""
         if w is None:
             return max(math.prod(self.get_partition(x).shape), 1)
         dims = tuple(range(2, x.ndim))
@@ -237,7 +240,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
         return total
 
     def _get_weights(self, env: LayerContext, x: Array) -> Array | None:
-        """Return the weights, broadcastable to x, or None if all are 1."""
+        """Return the weights, broadcastable to x. None if all weights are 1."""
         if self.weights is None:
             return None
         weights = self.weights if self.get_partition(x).has_cells else self.weights.of_nodes
@@ -253,18 +256,19 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
 
 class GlobalSum(GlobalMean):
     """Sum of each channel over all cells of the field, such as a force from stresses and areas. Input, output and
-    `weights` as in `GlobalMean`, but the sum is not divided."""
+    `weights` are as in `GlobalMean`, but the weighted sum is not divided."""
 
     def _all_reduce_divisor(self, env: LayerContext, x: Array, w: Array | None) -> Any:
         return 1.0
 
 
 class GlobalMax(_GlobalReduction):
-    """Maximum of each channel over all cells of the field, such as a peak stress: (samples, channels, *cells) to
-    scalars (samples, channels). On a mesh, it is the maximum over all nodes.
+    """Maximum of each channel over all cells of the field, such as a peak stress: (samples, channels, *cells) ->
+    scalars (samples, channels). On a mesh, the maximum is over all nodes.
 
-    Cells with equal values share the gradient equally, as in `torch.amax`. Every rank gets the result; forward
-    all-reduces 16 bytes per sample and channel, and backward all-reduces 8. If a value is NaN, so is the result."""
+    If several cells have the maximum, they share the gradient equally, as in `torch.amax`. Every rank gets the result.
+    The forward pass all-reduces 16 bytes per sample and channel, and the backward pass 8. If any value is NaN, so is
+    the result."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         x, xp = self._get_field(x), env.xp
@@ -283,7 +287,7 @@ class GlobalMax(_GlobalReduction):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         hits, count = saved
-        # each rank has only the gradient from its own use of the result
+        # dy on each rank comes only from that rank's use of the result, so it is summed over ranks
         share = all_reduce_over_parts(env, dy.astype(np.float64), env.random.path) / count
         dx = (hits * share.reshape(*share.shape, *(1,) * (hits.ndim - 2))).astype(dy.dtype)
         return self._to_input_gradient(env, dx, hits.shape), ()
