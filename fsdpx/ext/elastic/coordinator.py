@@ -129,7 +129,7 @@ class CopyInterval:
         An interval is cheap enough if copying takes at most MAX_COPY_TIME_SHARE of the time. `copy_seconds` is how
         long the last copy took."""
         least = 1.0
-        if self._takes > 2 and self._steps:  # the first copies take longer, because they allocate buffers
+        if self._takes > 2 and self._steps:  # ignores the first copies, which also allocate buffers
             cost = copy_seconds * (1 + SEND_COST_FACTOR * self._elastic.copies)
             least = max(cost / (MAX_COPY_TIME_SHARE * median(self._steps)), 1.0)
         level = min(ceil(log2(least)), MAX_INTERVAL_LOG2)
@@ -266,7 +266,7 @@ class Coordinator:
             return self.ranks
         try:
             return max(int(read_file(self.elastic.resize, ours=False)), 1)
-        except (OSError, ValueError):  # the request file does not exist yet or is being written
+        except (OSError, ValueError):  # no change while the request file is missing or being written
             return self.ranks
 
     def agree_on_requested_rank_count(self) -> int | None:

@@ -191,7 +191,7 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        # error caught while starting transfers, to be raised by `advance_and_test_copies`
+        # an error caught while transfers were started, which `advance_and_test_copies` will raise
         self._lost: RankLost | None = None
         weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
         self._begun = 0.0

@@ -349,7 +349,7 @@ class _WaitingThreads:
         self._waiting: set[WaitedMessages] = set()
         atexit.register(self.abandon_all_messages)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child lacks the waiting threads
+            os.register_at_fork(after_in_child=self._waiting.clear)  # a forked child has no threads to wait for
 
     def wait_in_background(self, waited: WaitedMessages) -> None:
         self._waiting.add(waited)

@@ -118,7 +118,7 @@ def _get_shape_and_strides(x: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 def _call_cublas(gemm_call: GemmCall, out: Any, a: Any, b: Any, scale: float, accumulate: bool) -> None:
     first, second = (a, b) if gemm_call.turned else (b, a)
     double = a.dtype == np.float64
-    # cuBLAS reads alpha and beta through pointers to host memory
+    # cuBLAS reads alpha and beta through pointers to host memory, so they must be C numbers
     alpha, beta = ((c_double if double else c_float)(factor) for factor in (scale, accumulate))
     matrices = [
         [x.data.ptr, _get_cublas_type(x.dtype), ld]

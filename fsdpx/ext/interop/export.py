@@ -264,7 +264,8 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
         return None  # a forked child cannot use CUDA, and would wait forever for locks that other threads hold
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns about native threads, but these are compute threads of libraries that the child does not use
+        # Python warns about native threads, but these are compute threads of libraries that the child does not use, so
+        # the warning is ignored
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -284,7 +285,7 @@ def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any
     The child ends with os._exit, which skips the shutdown of Python and libraries."""
     status = 1
     try:
-        torch.set_num_threads(1)  # the child has none of the parent's threads, and would wait for them forever
+        torch.set_num_threads(1)  # otherwise, the child would wait forever for the parent's threads, which it lacks
         with os.fdopen(writer, "wb") as out:
             out.write(dump_layout(work()) + COMPLETE_MARK)
         status = 0

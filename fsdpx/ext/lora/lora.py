@@ -60,7 +60,7 @@ class LoRALinear(Linear):
         self.rank, self.alpha, self.dropout, self.path = rank, float(alpha), float(dropout), path
         self.scale = self.alpha / rank
         if dropout:
-            self.acts_on = "sample"  # the dropout mask is drawn for full sequences
+            self.acts_on = "sample"  # needs full sequences, because the dropout mask is drawn for them
             self.caches = True  # keys and values can be cached, because generation runs without dropout
             self.kernel_names = ("linear", "drop", "drop_backward")
 

@@ -309,12 +309,12 @@ class Watchdog:
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # a rank on this host has just ended, and other ranks may not know yet
+            return False  # not yet: a rank on this host has just ended, and other ranks may not know it
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]
         if late and waited_seconds < self.timeout + max(30 * self._poll_seconds, 4.0):
-            return False  # on a busy host, the watchdog of another rank may poll late
+            return False  # not yet: on a busy host, the watchdog of another rank may poll late
         return all(time.time() - f.moved >= self.timeout for f in flights.values() if f.rank != self.rank)
 
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
