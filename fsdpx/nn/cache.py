@@ -38,8 +38,8 @@ class KeyValueCache:
         self._alike = bool((lengths == lengths[:1]).all())
 
     def get_input_positions(self, time: int) -> np.ndarray:
-        """Return the positions of the input tokens within their texts, as int64 (rows, time), for an input with `time`
-        tokens per text."""
+        """For an input with `time` tokens per text, return the positions of the tokens within their texts, as int64
+        (rows, time)."""
         return np.asarray(self.lengths[:, None] + np.arange(time))
 
     def store_and_attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:

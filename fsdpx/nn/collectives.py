@@ -1,4 +1,5 @@
-"""Differentiable collectives for layers: pairs of functions, each the adjoint (backward) of the other.
+"""Differentiable collectives for layers. They form pairs of functions, each of which is the adjoint (backward) of the
+other.
 
 A value on an axis of N ranks is in one of three states:
 
@@ -67,8 +68,8 @@ class PendingCollective:
 
 
 def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
-    """Return the replicated `x` unchanged. Call this function where each rank starts to compute something different
-    from `x`: the adjoint, `all_reduce_sum`, then sums the gradients of all ranks."""
+    """Return the replicated `x` unchanged. Call this function where the ranks begin to use the same `x` in different
+    computations. The adjoint, `all_reduce_sum`, then sums the gradients of all ranks."""
     return x
 
 
@@ -170,8 +171,8 @@ def all_to_all_rows(
     """Send the rows of `x`, ordered by destination rank, and return the received rows, ordered by source rank.
     Collective.
 
-    `send_counts` and `recv_counts` are the numbers of rows sent to, and received from, each rank; the adjoint swaps
-    these two arguments. `what` names the call in error messages."""
+    `send_counts` and `recv_counts` are the numbers of rows that are sent to each rank and received from each rank; the
+    adjoint swaps these two arguments. `what` names the call in error messages."""
     if comm.size == 1:
         return x
     row = math.prod(x.shape[1:])
@@ -207,8 +208,8 @@ def _list_part_shapes(shape: Sequence[int], dim: int, total: int, comm: AxisRank
 
 
 def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Split `x` along `dim` into parts of the given shapes, and return them flattened and concatenated in one 1-D
-    buffer. Return a view if the parts are contiguous."""
+    """Split `x` along `dim` into parts of the given shapes, flatten the parts, and return them concatenated in a 1-D
+    buffer. If the parts are contiguous, return a view."""
     if math.prod(x.shape[:dim]) == 1:
         return _flatten_contiguous(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
@@ -218,8 +219,8 @@ def _pack_parts(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
 
 
 def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """Return the array whose flattened parts along `dim` are concatenated in the 1-D buffer `flat`; the inverse of
-    `_pack_parts`."""
+    """Invert `_pack_parts`: return the array whose flattened parts along `dim` are concatenated in the 1-D buffer
+    `flat`."""
     first = shapes[0]
     whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
@@ -231,8 +232,8 @@ def _unpack_parts(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Ar
 
 
 def _iterate_parts(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
-    """Yield two views for each part of `x` along `dim`: the part itself, and the part's range in the 1-D buffer
-    `flat`, in the same shape."""
+    """Yield two views of equal shape for each part of `x` along `dim`: the part itself, and the part's range in the 1-D
+    buffer `flat`."""
     offset = start = 0
     for shape in shapes:
         size = math.prod(shape)

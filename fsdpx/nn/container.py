@@ -40,8 +40,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: a call of `layer` that takes the values named `sources` and returns the values named
-    `gives`."""
+    """One step of a container: a call of `layer`. The names of the values that it takes are `sources`, and the names of
+    the values that it returns are `gives`."""
 
     name: str
     layer: Layer
@@ -359,7 +359,8 @@ def require_layer(owner: str, name: str, layer: object) -> Layer:
 
 
 def make_unused_name(layer: Container, name: str) -> str:
-    """Return `name`, with underscores appended until it differs from all names of steps and values in the container."""
+    """Return `name`, with as many underscores appended as are needed to make it differ from the names of all steps and
+    values in the container."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"
@@ -377,8 +378,8 @@ def list_input_names(layer: Layer) -> tuple[str, ...]:
 
 
 def list_output_names(name: str, layer: Layer) -> tuple[str, ...]:
-    """Return the names of the values that the child layer `name` returns: `name` itself, or `name.output` for each of
-    several outputs."""
+    """Return the names of the values that the child layer `name` returns: `name` itself, or, if it has several outputs,
+    `name.output` for each output."""
     if layer.n_outputs == 1:
         return (name,)
     assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
@@ -398,8 +399,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the names of the values that this step is the last one to read, so that they can be freed
-    after it. The container's outputs are never among these values."""
+    """Return, for each step, the names of the values that no later step reads, so that they can be freed after this
+    step. The container's outputs are never among these values."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -501,8 +502,8 @@ class ComposeTrace:
         self._named, self._taken = named, {*named, *inputs}
 
     def record_layer_call(self, layer: Layer, x: tuple[Any, ...]) -> Any:
-        """Record a call of `layer` on the symbolic values `x`, and return its result as a symbolic value, or a tuple
-        of them."""
+        """Record a call of `layer` on the symbolic values `x`. Return the result, a symbolic value or a tuple of
+        symbolic values."""
         for value in x:
             self.get_value_name(value, f"{layer!r} gets")
         if layer.n_inputs not in (None, len(x)):

@@ -178,8 +178,8 @@ class TokenEmbedding(TokenEmbeddingBase):
 class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
     """`TokenEmbedding` whose input is sharded along the sequence (dim 1) over the tensor axis.
 
-    Positions are counted from the start of the full sequence. Each rank computes only what its own tokens contribute
-    to the parameter gradients.
+    Positions are counted from the start of the full sequence. Each rank computes only the contribution of its own
+    tokens to the parameter gradients.
 
     Parameters
     ----------
@@ -199,8 +199,8 @@ class SequenceParallelTokenEmbedding(TokenEmbeddingBase):
 
 
 def require_valid_indices(layer: Layer, x: Array, count: int) -> None:
-    """Raise DataError unless all elements of `x` are integers in [0, count). Without this check, NumPy would take -1
-    as the last row, and CuPy would wrap invalid indices around."""
+    """Raise DataError unless all elements of `x` are integers in [0, count). Without this check, NumPy would interpret
+    -1 as the last row, and CuPy would wrap invalid indices around."""
     if not has_integer_dtype(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
@@ -269,8 +269,8 @@ class VocabParallelTokenEmbedding(TokenEmbeddingBase):
     Parameters
     ----------
     vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
-    sequence : whether to shard the result along dim 1; each rank then computes only what its own positions contribute
-        to the gradient of `position`
+    sequence : whether to shard the result along dim 1; each rank then computes only the contribution of its own
+        positions to the gradient of `position`
     """
 
     def __init__(
@@ -391,7 +391,7 @@ def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int
 
 
 def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
-    """Add to `gw` the gradient of this rank's shard of the table; `dy` is the gradient of the result of
+    """Add the gradient of this rank's shard of the table to `gw`. `dy` is the gradient of the result of
     `_look_up_sharded_rows`. Collective if `sequence`."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:

@@ -57,8 +57,8 @@ class GradientEntry:
         return self.flags[self.at] == BLANK
 
     def get_array_to_add_to(self) -> Array:
-        """Return the gradient array, so that the caller can add to it in place. If nothing has been written to it
-        since the last reset, zero it first."""
+        """Return the gradient array, so that the caller can add to it in place. The array is zeroed first if nothing
+        has been written to it since the last reset."""
         if self.flags[self.at] == BLANK:
             self.array[...] = 0
             self.flags[self.at] = WRITTEN
@@ -102,8 +102,8 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].get_array_to_add_to()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """Complete `g[name] += d`: Python adds `d` in place, and then assigns the sum to `g[name]`. In this case,
-        `array` is the gradient itself, and nothing remains to be done. Any other array is copied into the gradient."""
+        """Complete `g[name] += d`. Python adds `d` to the gradient in place, and then calls this method with the
+        gradient itself as `array`, so nothing remains to be done. Any other array is copied into the gradient."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
@@ -166,7 +166,7 @@ def as_indices(x: Any) -> Any:
 
 
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
-    """Return a model input, cast to the dtype that the layers reading it expect.
+    """Return a model input, cast to the dtype that is expected by the layers that read it.
 
     `takes` is a value of `Layer.takes`: "numbers", "indices" or "given". "numbers" are cast to `dtype`, the dtype in
     which the model computes."""

@@ -19,8 +19,8 @@ POINTS, STEP, TOLERANCE = 64, 1e-6, 1e-5
 
 
 class Lambda(Layer):
-    """Applies a differentiable function to each element, for example `Lambda(np.sin, np.cos)`, or to corresponding
-    elements of several arrays.
+    """Applies a differentiable function to each element of an array, for example `Lambda(np.sin, np.cos)`, or to
+    corresponding elements of several arrays.
 
     The constructor compares the derivative with central differences at 64 normally distributed points, except where
     the central differences are not finite. It raises ConfigError if the derivative does not match them, if the
@@ -86,7 +86,7 @@ class Lambda(Layer):
             self._require_matching_derivative(x, i, by, y)
 
     def _require_matching_derivative(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
-        """Raise ConfigError unless the derivative `by` with respect to input number `i` agrees with central
+        """Raise ConfigError unless `by`, the derivative with respect to input number `i`, agrees with central
         differences."""
         sides = [self.function(*x[:i], x[i] + step, *x[i + 1 :]) for step in (STEP, -STEP)]
         want, got = (sides[0] - sides[1]) / (2 * STEP), np.broadcast_to(by(*x), y.shape)

@@ -89,8 +89,8 @@ def require_last_dim(layer: object, x: Any, size: int) -> None:
 
 
 def require_time_dim(x: Any) -> None:
-    """Raise ShapeError if `x` has no time dim: integers must be (samples, time, ...), and activations (samples, time,
-    ..., features)."""
+    """Raise ShapeError if `x` has no time dim: integer arrays must be (samples, time, ...), and activations must be
+    (samples, time, ..., features)."""
     least, wanted = (2, "(samples, time, ...)") if has_integer_dtype(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
         kind = "whole numbers" if has_integer_dtype(x) else "floats"
@@ -171,8 +171,8 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Initial values of a layer's parameters that come from another library. They are kept until all ranks have taken
-    their shards."""
+    """Initial values of a layer's parameters that come from another library. The values are kept until all ranks have
+    taken their shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
         """Replace the values on every rank with those of rank 0. Collective."""
@@ -544,7 +544,7 @@ class Layer(ABC):
         self.backward(env, p, g, saved, dy)
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
-        """Return the layer that each rank of a tensor axis runs instead of this one, given the sharding of its inputs.
+        """Given the sharding of the inputs, return the layer that each rank of a tensor axis runs instead of this one.
 
         By default, this is the layer itself, which each rank runs on its shard of the inputs. The inputs may be
         replicated, sharded by samples, or sharded in a way that `acts_on` allows. Override this method for a layer
@@ -630,7 +630,8 @@ class Layer(ABC):
 
 
 def find_sequence_length(inputs: Iterable[Array]) -> int | None:
-    """Return the common size of dim 1 of a model's inputs, for `LayerContext.time`. Return None if the sizes differ."""
+    """Return the size of dim 1 that all inputs of a model have in common, for `LayerContext.time`. Return None if the
+    sizes differ."""
     lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -699,8 +700,8 @@ def group_arrays_by_child(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> 
 
 
 def format_constructor(thing: Any) -> str:
-    """Return a repr of the object `thing`, such as `Linear(64, 128, bias=False)`, built from the signature of its
-    constructor and from the attributes that are named like the constructor's arguments.
+    """Return a repr of the object `thing`, such as `Linear(64, 128, bias=False)`. It is built from the signature of the
+    constructor and from the attributes that have the names of the constructor's arguments.
 
     If an argument has no attribute, the child layers are listed as well, because they may depend on that argument."""
     words, inside = [], {}
@@ -719,8 +720,8 @@ def format_constructor(thing: Any) -> str:
 
 
 def store_init_args(thing: Any, given: Mapping[str, Any]) -> None:
-    """Store the arguments of the constructor of `thing` as its attributes, under the names of the arguments, for
-    `format_constructor`. `given` are the constructor's `locals()`."""
+    """Store the constructor arguments of `thing` as attributes of the same names, for `format_constructor`. `given` is
+    the result of `locals()` in the constructor."""
     kind: Any = type(thing)
     vars(thing).update({name: given[name] for name in _list_init_parameters(kind)})
 

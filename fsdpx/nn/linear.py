@@ -341,8 +341,8 @@ class RowParallelLinear(ShardedLinear):
     Parameters
     ----------
     in_features, out_features, bias, init, bias_init : arguments of the full layer, as in `Linear`
-    sequence : whether to shard the result along dim 1; each rank then computes only what its own positions contribute
-        to the gradient of `bias`
+    sequence : whether to shard the result along dim 1; each rank then computes only the contribution of its own
+        positions to the gradient of `bias`
     grain : number of consecutive elements of `in_features` that stay on one rank, see `ShardSpec`
     """
 

@@ -391,8 +391,8 @@ _kept = _MemoizedResults()
 
 @contextmanager
 def memoizing() -> Iterator[None]:
-    """Context manager within which `get_or_memoize` stores its results, so that repeated dry runs of a model need not
-    repeat work."""
+    """Context manager within which `get_or_memoize` stores its results, so that repeated dry runs of a model do not
+    repeat the same work."""
     before = _kept.results
     _kept.results = {} if before is None else before
     try:
@@ -402,8 +402,8 @@ def memoizing() -> Iterator[None]:
 
 
 def get_or_memoize(key: tuple[Any, ...], find: Callable[[], T]) -> T:
-    """Return `find()`, or, inside `memoizing`, the stored result of an earlier call with an equal key. Callers must
-    not change the result.
+    """Return `find()` or, inside a `memoizing` block, the stored result of an earlier call with an equal key. Callers
+    must not change the result.
 
     `key` must contain everything on which the result depends. In the key, shape-only arrays are compared by shape and
     dtype; numbers, strings and dtypes by value; and other objects, such as models, by identity."""

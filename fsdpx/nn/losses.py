@@ -1,5 +1,5 @@
-"""Loss functions. Each returns (total, weight), which are summed over samples, microbatches and ranks; the mean loss
-is total / weight."""
+"""Loss functions. Each returns a total and a weight, and both are summed over samples, microbatches and ranks. The mean
+loss is total / weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -250,7 +250,8 @@ class CellWeights:
         return found
 
     def reshape_to_broadcast(self, env: LayerContext, y: Array) -> Array:
-        """Return the weights as an array that broadcasts to y (samples, channels, *cells). The array is cached."""
+        """Return the weights as an array that can be broadcast to the shape of y (samples, channels, *cells). The array
+        is cached."""
         key = "weights of cells", id(self), np.dtype(y.dtype).str
         if key not in env.constants:
             shape = (1,) * (y.ndim - self.array.ndim) + self.array.shape
@@ -261,7 +262,7 @@ class CellWeights:
         self, owner: object, shape: tuple[int, ...], name: str = "weights", error: type[ValueError] = DataError
     ) -> None:
         """Raise `error` unless the weights can be broadcast to an array of `shape` (samples, channels, *cells). The
-        message calls the argument `name`."""
+        message refers to the argument as `name`."""
         if self.array.shape in (shape[2:], shape[1:], (1, *shape[2:])):
             return
         if self.has_cells:
@@ -280,8 +281,8 @@ class CellWeights:
 def compute_masked_difference(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Return y - target, the target, and the weight of each element, broadcastable to y. The weights are None if all
-    are 1.
+    """Return y - target, the target, and the weights of the elements as an array that can be broadcast to y. The
+    weights are None if all of them are 1.
 
     Where the weight is 0, the first two results are set to 0, even if they were NaN. With `skipna`, elements whose
     target is NaN get weight 0."""
@@ -364,8 +365,8 @@ class MSELoss(WeightedElementwiseLoss):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross-entropy of sigmoid(y) and targets, which are numbers from 0 to 1 or bools. The weight is the number
-    of elements.
+    """Binary cross-entropy of sigmoid(y) and targets. The targets are numbers from 0 to 1, or bools. The weight is the
+    number of elements.
 
     The error of an element is computed without overflow, as max(y, 0) - y target + log(1 + exp(-|y|))."""
 

@@ -247,8 +247,8 @@ class BatchNorm(Layer):
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
     def _all_reduce_statistics(self, env: LayerContext, x: Array) -> tuple[Array, Array, float]:
-        """Return (mean, squares, count) of the global batch: for each channel, the mean and the sum of squared
-        deviations from it, in float64, and the number of elements per channel. Collective."""
+        """Return (mean, squares, count) of the global batch. For each channel, mean and squares contain the mean and
+        the sum of squared deviations from it, in float64. count is the number of elements per channel. Collective."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
         if ranks.size > 1:

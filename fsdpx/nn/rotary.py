@@ -29,9 +29,9 @@ SCALING_OPTIONS = {
 
 
 class Rotary(PerHead):
-    """Rotary position embedding (RoPE) of queries or keys `(samples, time, heads x d_head)`. In each head, features i
-    and i + d_head / 2 are rotated as a pair by the angle position x frequency (Su et al. 2021, in the feature order of
-    Llama).
+    """Rotary position embedding (RoPE) of queries or keys `(samples, time, heads x d_head)`. In each head, the pair of
+    features i and i + d_head / 2 is rotated by the angle position x frequency (Su et al. 2021, with the feature order
+    of Llama).
 
     Parameters
     ----------
@@ -208,8 +208,8 @@ def _parse_scaling(scaling: Mapping[str, Any] | None, d_head: int) -> tuple[Any,
 def _compute_cos_sin(
     d_head: int, theta: float, scaling: tuple[Any, ...] | None, seq_len: int, time: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the cosines and sines of the rotation angles of the first `count` positions, each (count, d_head / 2) in
-    float64, multiplied by the factor of the scaling."""
+    """Return the cosines and sines of the rotation angles of the first `count` positions, multiplied by the factor of
+    the scaling. Both are float64 arrays (count, d_head / 2)."""
     options = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
     turns, size = compute_frequencies(d_head, theta, options, seq_len, time)
     angles = np.arange(count)[:, None] * turns[None, :]

@@ -31,7 +31,8 @@ KEYS_VALUES, GRADIENTS = 0, 1
 
 class UlyssesAttention:
     """Ulysses attention (Jacobs et al. 2023). An all-to-all redistributes queries, keys and values from sequence
-    shards with all heads to full sequences with some of the heads. A second all-to-all redistributes the result back.
+    shards with all heads to full sequences with some of the heads. A second all-to-all redistributes the result to
+    sequence shards.
 
     The numbers of heads and positions need not be multiples of the number of ranks. Each of N ranks holds 1/N of the
     activations."""
@@ -60,8 +61,8 @@ class UlyssesAttention:
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _all_to_all_heads_to_time(self, env: LayerContext, x: Array, count: int, thing: str) -> Array:
-        """Redistribute an array from head shards back to sequence shards; the inverse of `_all_to_all_time_to_heads`,
-        with the same arguments. Collective."""
+        """Invert `_all_to_all_time_to_heads`: redistribute an array from head shards to sequence shards. The arguments
+        are the same. Collective."""
         width = x.shape[2] // (count * self.heads.d_head)
         apart = x.reshape(*x.shape[:2], count, width, self.heads.d_head)
         y = collectives.all_to_all_dims(
@@ -134,7 +135,8 @@ class RingAttention:
         return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend_block(self, env: LayerContext, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
-        """Return the attention of this rank's queries to the keys of one block, and the log-sum-exp of the scores."""
+        """Return the attention output of this rank's queries for the keys of one block, and the log-sum-exp of the
+        scores."""
         causal, heads = self.heads.causal and block == env.mesh.tensor.rank, self.heads
         if not self._is_dropping(env):
             return kernels.attention(env.xp, q, k, v, causal, heads.scale)

@@ -35,8 +35,8 @@ __all__ = [
 
 
 def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
-    """Return the range (start, stop) of `rank` if `count` items are divided among `width` ranks in order. Rank r gets
-    the items from floor(count r / width) up to, but not including, floor(count (r + 1) / width)."""
+    """Return the range (start, stop) of items that `rank` gets if `count` items are divided among `width` ranks in
+    order. Rank r gets the items from floor(count r / width) up to, but not including, floor(count (r + 1) / width)."""
     return count * rank // width, count * (rank + 1) // width
 
 
@@ -345,7 +345,7 @@ class FieldPartition:
         """Return {dim: (this rank's first cell, number of cells of the full field)} for each partitioned dim of an
         array (samples, channels, *cells).
 
-        `lines` has one entry per cell dim: the ranks along that dim."""
+        `lines` contains, for each cell dim, the ranks along that dim."""
         return {2 + d: (cuts[lines[d].rank], cuts[-1]) for d, cuts in enumerate(self.cuts) if len(cuts) > 2}
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
@@ -390,8 +390,8 @@ Kind = Replicated | ShardedSequence | ShardedBatch | ShardedFeatures | FieldPart
 
 @dataclass(frozen=True)
 class ColumnParallel:
-    """Tensor-plan mark that replaces a Linear by a `ColumnParallelLinear`. The output is sharded along the features,
-    until a layer with the mark RowParallel sums over the features.
+    """Tensor-plan mark that replaces a Linear with a `ColumnParallelLinear`. The output stays sharded along the
+    features until a layer with the mark RowParallel sums over the features.
 
     A mark without options has the options that the built-in plan of the enclosing layer defines for this Linear.
 
@@ -409,7 +409,7 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Tensor-plan mark that replaces a Linear by a `RowParallelLinear`. The input must be sharded along the features.
+    """Tensor-plan mark that replaces a Linear with a `RowParallelLinear`. The input must be sharded along the features.
     """
 
 
@@ -451,8 +451,8 @@ class ShardingContext:
 
     @property
     def unsharded_kind(self) -> Replicated | ShardedSequence:
-        """Sharding of a value whose features are not sharded: along the sequence if `sequence` is set, else
-        replicated."""
+        """Sharding of a value whose features are not sharded. The value is sharded along the sequence if `sequence` is
+        set, and replicated otherwise."""
         return Replicated() if self.sequence is None else ShardedSequence()
 
     def require_no_mark(self, layer: object) -> None:

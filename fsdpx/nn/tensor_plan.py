@@ -51,7 +51,7 @@ needs, or None."""
 
 
 class ShardingWalk:
-    """Traverses a model, replaces each layer by its sharded version, and tracks how each value is sharded.
+    """Traverses a model, replaces each layer with its sharded version, and tracks how each value is sharded.
 
     Attributes
     ----------
@@ -79,8 +79,8 @@ class ShardingWalk:
         self.ties: dict[str, str] = {}
 
     def shard_layer(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
-        """Return the sharded version of `layer` and the sharding of each of its results, for inputs with the shardings
-        `kinds`."""
+        """Given the shardings `kinds` of the inputs, return the sharded version of `layer` and the sharding of each of
+        its results."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
             portion = layer.shard_over_ranks(ShardingContext(path, kinds, self.width, mark, self.sequence))
@@ -137,7 +137,8 @@ class ShardingWalk:
         return sources
 
     def make_split_layer(self) -> SplitSequence:
-        """Return a layer that shards a replicated value by samples or by sequence, depending on `self.cut`."""
+        """Return a layer that shards a replicated value along the samples or along the sequence, depending on
+        `self.cut`."""
         return SplitSequence(0 if isinstance(self.cut, ShardedBatch) else 1)
 
     def needs_split(self, kind: Kind, layer: Layer, path: str, input_index: int) -> bool:
@@ -224,8 +225,8 @@ def _get_shard_specs(model: Layer) -> dict[str, Any]:
 
 
 def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list[Kind]) -> TensorParallelModel:
-    """Return the sharded model and loss. Where needed, add layers that shard the model's input, and a layer that
-    all-gathers an output that the loss cannot take in shards."""
+    """Shard the model and the loss, and return both. Where needed, add layers that shard the model's input, and a layer
+    that all-gathers an output if the loss cannot be computed on shards."""
     enter = None
     if not (isinstance(model, Container) and not model.fixed) and walk.needs_split(inputs[0], model, "", 0):
         enter, inputs = walk.make_split_layer(), [walk.cut]
@@ -262,8 +263,8 @@ def _parallelize_root(walk: ShardingWalk, model: Layer, loss: Loss, inputs: list
 
 
 def _require_shardable_loss(loss: Any, sequence: str | None) -> None:
-    """Raise ConfigError unless the loss can be computed on shards of the sequence, which needs `acts_on = "position"`.
-    A missing attribute counts as "sample"."""
+    """Raise ConfigError unless the loss has `acts_on = "position"`, so that it can be computed on shards of the
+    sequence. If the attribute is missing, it counts as "sample"."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return

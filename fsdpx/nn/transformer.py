@@ -190,7 +190,7 @@ class MLP(Container):
         return dx, {"up": kept_up, "down": kept_down}
 
     def _get_up_activation_down(self) -> tuple[Any, Layer, Layer]:
-        """Return the layers up (a Linear or ColumnParallelLinear), activation and down."""
+        """Return the three layers: up (a Linear or ColumnParallelLinear), activation, and down."""
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 

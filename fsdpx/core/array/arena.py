@@ -61,8 +61,8 @@ BLOCK_BYTES = 32 << 20  # size in bytes of a block that several buffers share
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` bytes that is needed from action number `start` to action number `stop` of a program, both
-    inclusive. `name` identifies the buffer."""
+    """A buffer of `nbytes` bytes that is needed from action number `start` of a program up to and including action
+    number `stop`. `name` identifies the buffer."""
 
     name: Hashable
     start: int
@@ -89,9 +89,9 @@ class SlabPlan:
 def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
     """Assign memory offsets to buffers, so that no two buffers that are alive at the same time overlap.
 
-    Each buffer takes the lowest gap that fits it. Buffers are placed from largest to smallest, or in order of `start`,
-    whichever needs less memory. For buffers of equal size both orders are optimal (interval coloring). Otherwise the
-    slab may be larger than the peak, even if the sizes are nearly equal.
+    Each buffer takes the lowest gap that fits it. Buffers are placed either from largest to smallest or in order of
+    `start`, whichever needs less memory. For buffers of equal size, both orders are optimal (interval coloring).
+    Otherwise the slab may be larger than the peak, even if the sizes are nearly equal.
     """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()

@@ -51,7 +51,8 @@ class Device:
     def select_for_rank(self, world: Any, device_map: DeviceMap) -> list[str]:
         """Select the device of this rank if the host has several, and return messages for the user. Collective.
 
-        `world` is the communicator of all ranks, and `device_map` the user's choice of a device for each local rank."""
+        `world` is the communicator of all ranks, and `device_map` is the user's choice of a device for each local
+        rank."""
         return []
 
     def as_array(self, value: Any) -> Any:
@@ -88,8 +89,8 @@ class Device:
         return bool(self.xp.isfinite(array).all())
 
     def are_finite(self, arrays: Sequence[Any]) -> bool:
-        """Return whether none of these 1-D arrays contains NaN or Inf. Also return False if the sum of squares of an
-        array overflows."""
+        """Return whether none of these 1-D arrays contains NaN or Inf. The result is also False if the sum of squares
+        of an array overflows."""
         with np.errstate(all="ignore"):
             return bool(np.isfinite(float(sum([array.dot(array) for array in arrays]))))
 

@@ -75,7 +75,7 @@ class CodeStore(Protocol):
         point for Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-        """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared by
+        """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared with
         `specialize`, the dispatcher accepts no other kinds."""
 
 
@@ -111,8 +111,8 @@ def parse_declared_kinds(
 ) -> tuple[str, ...] | None:
     """Translate the words of a `specialize` declaration into the kinds (dtype, dims and layout) of these arguments.
 
-    Arrays whose word names no dtype take the dtype of the first such array. Return None if that dtype is not in
-    `formats`.
+    If the word for an array contains no dtype, the array must have the dtype of the first such array. Return None if
+    that dtype is not in `formats`.
     """
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])

@@ -24,7 +24,7 @@ DTYPES = (
 
 
 def get_namespace(device: str) -> Any:
-    """Return the array module of a device: NumPy for "cpu", CuPy for "cuda", the shape-only module for "shape"."""
+    """Return the array module of a device: NumPy for "cpu", CuPy for "cuda", and the shape-only module for "shape"."""
     found = load_device(device)
     found.require_usable()
     return found.xp

@@ -132,7 +132,8 @@ def parallel_for_columns(function: Callable[..., Any], rows: Any, *rest: Any) ->
 
 
 def parallel_for_range(function: Callable[..., Any], start: int, stop: int, *rest: Any) -> None:
-    """Run `function(first, last, *rest)` on equal ranges that together cover [start, stop), one for each thread."""
+    """Run `function(first, last, *rest)` on ranges of equal size that together cover [start, stop), one range per
+    thread."""
     if _threads == 1 and start < stop:
         function(start, stop, *rest)
         return

@@ -96,8 +96,8 @@ class Random:
         object.__setattr__(self, "moment", moment or TrainingMoment(step, row))
 
     def child(self, name: str) -> Random:
-        """Return the random numbers of the child layer `name`, whose path is this path followed by `name`. The path of
-        the root layer is empty."""
+        """Return the random numbers of the child layer `name`. Its path is the path of this layer followed by `name`.
+        The path of the root layer is empty."""
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
@@ -109,8 +109,8 @@ class Random:
         return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
     def get_number_subarray(self, shape: tuple[int, ...], slices: Mapping[int, tuple[int, int]]) -> NumberSubarray:
-        """Return the random numbers for an array of `shape` that is a part of a larger array. They equal the numbers
-        that `get_number_range` returns for the same elements of the larger array.
+        """Return the random numbers for an array of `shape` that is a part of a larger array. They are the numbers that
+        `get_number_range` returns for the same elements of the larger array.
 
         `slices` maps each dim that is cut to the pair (first index of the part, size of the larger array). Dim 0
         cannot be cut.
@@ -123,7 +123,7 @@ class Random:
 
     def get_number_rows(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
         """Return the random numbers for an array of `shape` whose dim 1 consists of the given `rows` of a larger array,
-        in any order. They equal the numbers that `get_number_range` returns for the same elements of the larger array.
+        in any order. They are the numbers that `get_number_range` returns for the same elements of the larger array.
 
         `total` is the number of rows of the larger array.
         """
@@ -152,7 +152,8 @@ class NumberRange:
 
     def iterate_runs_of_equal_upper_word(self) -> Iterator[tuple[slice, int, int, int]]:
         """Split the range into runs of positions that share their upper 32 bits. For each run, yield its slice of this
-        range, the lower 32 bits of its first position, and the two key words to mix with the lower bits."""
+        range, the lower 32 bits of its first position, and the two key words with which the lower bits are to be
+        mixed."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:
@@ -266,8 +267,8 @@ class NumberRows:
 
 
 def _make_key(seed: int, name: str) -> int:
-    """Return the 128-bit key of the stream (seed, name). A zero byte, which neither the seed nor the name contains,
-    separates the two in the hashed text."""
+    """Return the 128-bit key of the stream (seed, name). In the hashed text, the seed and the name are separated by a
+    zero byte, which neither of them contains."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest(), "little")
 
 

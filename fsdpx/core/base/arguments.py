@@ -102,7 +102,7 @@ def _require_fitting_arguments(
     hint. `label` is the name of the function in the message.
 
     `error` is the exception that the call has raised, or None. If the call has failed, a 0-d array does not count as a
-    number, because it may have caused the failure: not all code accepts an array in place of a number."""
+    number: it may have caused the failure, because not all code accepts an array in place of a number."""
     hints, positional = _get_hints_and_positional_names(function)
     for name, value in [*zip(positional, given, strict=False), *options.items()]:
         hint = hints.get(name, Any)

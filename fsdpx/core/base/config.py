@@ -74,7 +74,7 @@ _PYTHON = (int, float, bool, str, type(None))
 def parse_byte_count(value: Any, what: str) -> int:
     """Convert an integer, or text such as "1MiB" (2**20), "1MB" (10**6), "512K" or "4096", to a number of bytes.
 
-    Raise ConfigError for anything else. `what` is the name of the option in the error.
+    Raise ConfigError for anything else. `what` is the name of the option in the error message.
     """
     with suppress(TypeError):  # raised if the value is not an integer, or is an array of several numbers
         if not isinstance(value, bool) and operator.index(value) >= 0:
@@ -146,7 +146,7 @@ name is listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:
-    """Convert a strategy name or a `Sharding` to a `Sharding` whose widths are both set, with replica * shard ==
+    """Convert a strategy name or a `Sharding` to a `Sharding` in which both widths are set, so that replica * shard ==
     ranks.
 
     For "hybrid" without widths, the shard width is the smallest divisor of `ranks` that is at least sqrt(ranks).
@@ -305,7 +305,7 @@ class Precision:
 
     @property
     def reduce_dtype(self) -> str:
-        """Name of the dtype in which gradients are sent to be reduced."""
+        """Name of the dtype in which gradients are sent for the reduction."""
         return self.reduce or self.gradient_dtype
 
 

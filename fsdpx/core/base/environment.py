@@ -61,7 +61,7 @@ class RendezvousStore:
 @dataclass(frozen=True)
 class LauncherInfo:
     """The launcher that started this process as one of several ranks, and the rank and size variables that it set
-    (None: not set).
+    (None: the variable is not set).
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Environment:
         restarted the job
     cache : folder for cached measurements, plans and compiled kernels (FSDPX_CACHE; default: fsdpx in the user's cache
         folder)
-    timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT; None: the default)
+    timeout : maximum time in seconds to wait for other ranks (FSDPX_TIMEOUT); None: the default time
     start_timeout : maximum time in seconds for which the ranks of a host wait for each other while MPI starts
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks; None if there is none
@@ -148,8 +148,8 @@ class Environment:
 
     @property
     def can_share_memory(self) -> bool:
-        """Whether ranks of one host may communicate through shared memory. False with ULFM, because shared memory does
-        not survive the failure of a rank."""
+        """Whether the ranks of a host may communicate through shared memory. The value is False with ULFM, because
+        shared memory does not survive the failure of a rank."""
         return self.node and not self.ulfm
 
 
@@ -354,8 +354,8 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the network interface that Gloo is to use (GLOO_SOCKET_IFNAME, which PyTorch reads as well);
-    "" if it is not set."""
+    """Return the name of the network interface that Gloo is to use (GLOO_SOCKET_IFNAME, which PyTorch reads as well),
+    or "" if the variable is not set."""
     return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
@@ -472,7 +472,8 @@ def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool |
 
 
 def get_requested_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI); None if it is not set."""
+    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI), or None if the variable
+    is not set."""
     return environ.get("MPI4PY_LIBMPI")
 
 

@@ -3,7 +3,7 @@ handlers, and are removed when they are no longer needed.
 
 Hooks stay installed while they have an owner: a trainer that runs on several processes, or a communicator that the
 user's program has opened. They are removed when the last owner releases them. If the program has since installed a
-hook of its own on top, that hook stays, and the hook of fsdpx only passes calls on to the function that it replaced.
+hook of its own on top, that hook stays, and the hook of fsdpx only forwards calls to the function that it replaced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _skip_bypassed_links(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class Hook:
     """A function of a module that fsdpx replaces temporarily, such as `sys.excepthook`. `wrap` takes the current
-    function and returns the replacement, which calls it."""
+    function and returns its replacement, which calls the current function."""
 
     def __init__(self, module: ModuleType, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.module, self.name, self.wrap = module, name, wrap
@@ -89,7 +89,7 @@ class _Holder:
 
     Attributes
     ----------
-    comm : the communicator whose `abort` ends all ranks, as a weak reference, so that a holder does not keep it alive
+    comm : weak reference to the communicator whose `abort` ends all ranks, so that a holder does not keep it alive
     end : finalizer that runs when the owner is garbage-collected
     """
 
@@ -223,7 +223,7 @@ class SignalHandler:
     number : the signal
     function : the handler known to Python
     record : the system's `struct sigaction`, which begins with the address of the handler. It is needed because Python
-        does not see handlers set by C code. Empty if the system has no `sigaction`
+        does not see handlers set by C code. It is empty if the system has no `sigaction`
     """
 
     number: signal.Signals

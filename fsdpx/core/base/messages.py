@@ -38,7 +38,7 @@ with only the number of items done, or with a text."""
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
     """A log handler that writes each line with a single call to the current `sys.stderr`, so that lines from different
-    ranks do not get mixed up."""
+    ranks are not mixed."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

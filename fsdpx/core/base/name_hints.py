@@ -188,8 +188,8 @@ def wrap_constructor_with_option_check(cls: type[T]) -> type[T]:
     """Make the constructor of a dataclass raise ConfigError for an unknown option or an argument that does not fit its
     type hint. Return the class.
 
-    The error for an unknown option suggests what was probably meant. If an optimizer is given parameters, as in
-    PyTorch, the error says to leave them out.
+    The error for an unknown option suggests what was probably meant. If parameters are passed to an optimizer, as in
+    PyTorch, the error tells the user to leave them out.
     """
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
     checked_init = wrap_with_argument_check(cls.__init__, cls.__name__)
@@ -241,8 +241,8 @@ def require_pattern_matches(
     argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
     fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
 ) -> None:  # fmt: skip
-    """Raise an error if one of the patterns matches none of the names. The error contains the argument, the pattern
-    and the most similar names.
+    """Raise an error if one of the patterns matches none of the names. The error message contains the argument, the
+    pattern and the most similar names.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ def make_option_field(default: Any, fits: Callable[[Any], bool], description: st
 
 
 def require_valid_options(owner: Any) -> None:
-    """Raise ConfigError if a field of `owner` that was made by `make_option_field` has an invalid value."""
+    """Raise ConfigError if one of the fields of `owner` that were made by `make_option_field` has an invalid value."""
     for option_field in fields(owner):
         value, fits = getattr(owner, option_field.name), option_field.metadata.get("fits")
         if fits is not None and not (value is None and option_field.default is None) and not fits(value):

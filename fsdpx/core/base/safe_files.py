@@ -63,7 +63,7 @@ class Untrusted(OSError):
 
 
 def expanduser(path: str | os.PathLike[str]) -> Path:
-    """Return a path in which ~ is replaced by the user's home folder, as in a shell. Raise ConfigError for a value
+    """Return a path in which ~ is replaced with the user's home folder, as in a shell. Raise ConfigError for a value
     that is not a path."""
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(f"{path!r} is not a path: give a string or a pathlib.Path")
@@ -78,7 +78,7 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
     ----------
     path : path of the file
     max_bytes : maximum size in bytes; None: any size
-    ours : whether fsdpx itself wrote the file; otherwise it is input of the user
+    ours : whether fsdpx itself wrote the file; otherwise the file is the user's input
     """
     # check the status first, because opening a device can have side effects
     before = os.lstat(path) if ours else os.stat(path)
@@ -120,8 +120,8 @@ def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | None:
-    """Return the content of a file that fsdpx wrote itself. Return None if the file is missing or, after one warning,
-    if it is not safe."""
+    """Return the content of a file that fsdpx wrote itself. Return None if the file is missing, or if it is not safe.
+    In the latter case, warn once."""
     try:
         return read_file(path, max_bytes)
     except Untrusted as error:
@@ -294,15 +294,16 @@ def is_user_owned_folder(path: Path) -> bool:
 
 
 def is_owned_by_user(path: Path) -> bool:
-    """Return whether this user owns the file, folder or link at `path`. For a link, its target does not matter."""
+    """Return whether this user owns the file, folder or link at `path`. For a link, the owner of its target does not
+    matter."""
     with suppress(OSError):  # the path may have just been removed
         return not _POSIX or os.lstat(path).st_uid == os.geteuid()
     return False
 
 
 def remove_user_owned_folder(path: Path) -> None:
-    """Remove a folder that this user owns, with everything in it, without following links. Do nothing if `path` is
-    anything else."""
+    """Remove the folder `path` with everything in it, without following links. Do nothing unless `path` is a folder
+    that this user owns."""
     if is_user_owned_folder(path):
         shutil.rmtree(path, ignore_errors=True)
 

@@ -85,10 +85,10 @@ def describe_library_files() -> dict[str, str]:
 
 
 def _load_mkl(path: Path) -> BlasLibrary:
-    """Load MKL so that it computes only in the calling thread and gives bitwise equal results in every run.
+    """Load MKL so that it computes only in the calling thread and returns bitwise equal results in every run.
 
-    The documentation of MKL promises equal bits for every memory alignment only with STRICT, which slows small
-    products down by a fifth. In measurements with AVX-512, the bits were equal at all alignments even without STRICT.
+    The documentation of MKL promises equal bits for every memory alignment only with STRICT, which makes small products
+    slower by a fifth. In measurements with AVX-512, the bits were equal at all alignments even without STRICT.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:

@@ -1,6 +1,6 @@
 """Elementwise kernels: activations, gated activations, and their fusion with residual and bias addition.
 
-`gelu_recompute` computes GELU again in the backward pass, so the result of the forward pass need not be saved."""
+`gelu_recompute` computes GELU again in the backward pass, so that the result of the forward pass need not be saved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def unnormalized_gaussian_density(xp: Any, x: Any) -> Any:
 
 
 def gaussian_tail(xp: Any, x: Any, bell: Any) -> Any:
-    """Return Phi(-|x|), the probability of the tail of the normal distribution, given `bell =
+    """Return Phi(-|x|), the tail probability of the normal distribution, given `bell =
     unnormalized_gaussian_density(x)`."""
     shift, coefficients = (SHIFT32, TAIL32) if x.dtype == np.float32 else (SHIFT64, TAIL64)
     inverse = 1.0 / (xp.abs(x) + shift)
@@ -75,8 +75,8 @@ GATED_FORMS = ("silu", "gelu", "gelu tanh")
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
-    """Return the gated activation act(a) b, elementwise (Shazeer 2020). `form` is the name of act, one of
-    `GATED_FORMS`."""
+    """Return the gated activation act(a) b, elementwise (Shazeer 2020). `form`, one of `GATED_FORMS`, is the name of
+    act."""
     return _apply_activation(xp, a, form) * b
 
 

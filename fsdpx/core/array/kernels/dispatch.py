@@ -131,7 +131,7 @@ def _is_bfloat16(a: Any) -> bool:
 
 
 def _list_float_dtypes(arguments: tuple[Any, ...], kept: set[int]) -> set[str]:
-    """Return the dtypes of the NumPy arrays among the arguments. Integer arrays, and arrays at the positions `kept`,
-    are left out."""
+    """Return the dtypes of the NumPy arrays among the arguments. Integer arrays and arrays at the positions `kept` are
+    left out."""
     dtypes = {a.dtype for n, a in enumerate(arguments) if isinstance(a, np.ndarray) and n not in kept}
     return {dtype.name for dtype in dtypes if dtype.kind not in "biu"}

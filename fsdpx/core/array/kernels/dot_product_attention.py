@@ -175,8 +175,8 @@ def _compute_scores(xp: Any, q: Any, k: Any, seen: Any, scale: float) -> Any:
 
 
 def _make_causal_mask(xp: Any, q: Any, window: int) -> Any:
-    """Return the mask (T, T) that is True where a position attends: to itself and to earlier positions within the
-    window."""
+    """Return the mask (T, T) that is True where a position (row) attends to another (column): to itself and to earlier
+    positions within the window."""
     time = xp.arange(q.shape[2])
     seen = time[None, :] <= time[:, None]
     return seen & (time[None, :] > time[:, None] - window) if window else seen

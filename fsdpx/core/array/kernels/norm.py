@@ -100,7 +100,7 @@ def channel_sums(xp: Any, x: Any) -> Any:
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """Return the per-channel sums of (x - mean)^2, as (channels,) float64, given the means (channels,)."""
+    """Given the means (channels,), return the per-channel sums of (x - mean)^2, as (channels,) float64."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 

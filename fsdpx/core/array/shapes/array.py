@@ -55,7 +55,7 @@ def get_indexed_shape(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
 
 
 def _expand_index(index: tuple[Any, ...], ndim: int) -> list[Any]:
-    """Expand an index: replace `...` and missing dims by full slices. The result has one entry for each dim of the
+    """Expand an index: replace `...` and missing dims with full slices. The result has one entry for each dim of the
     array, and one for each None."""
     parts = [_to_index_part(part) for part in index]
     used = sum(part is not None and part is not Ellipsis for part in parts)
@@ -315,8 +315,8 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def find_result_dtype(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
-    """Return the dtype that NumPy gives the result of `function` for these operands, found by calling it with empty
-    arrays. Python numbers are passed unchanged.
+    """Return the dtype of the result of NumPy's `function` for these operands. It is found by calling `function` with
+    empty arrays. Python numbers are passed unchanged.
 
     0-d arrays stay 0-d in that call, because NumPy 1 treats them as numbers.
     """
@@ -334,7 +334,7 @@ def _find_dtype(function: Callable[..., Any], *kinds: Any, **options: Any) -> np
 
 
 def call_with_broadcasting(function: Callable[..., Any], *operands: Any, out: Any = None, **options: Any) -> ShapeArray:
-    """Return the shape-only result of a NumPy function whose operands broadcast, and count its memory traffic."""
+    """Return the shape-only result of a NumPy function that broadcasts its operands, and count its memory traffic."""
     shape = np.broadcast_shapes(*(o.shape if isinstance(o, ShapeArray) else np.shape(o) for o in operands))
     result = ShapeArray(shape, find_result_dtype(function, *operands, **options))
     record_traffic(*operands, result, kernel="functions" if function in FUNCTIONS else "elements")

@@ -199,8 +199,8 @@ def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
 
 @contextmanager
 def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
-    """Return a context manager that counts one product of the matrices (or stacks of matrices) a and b, whatever is
-    computed inside it."""
+    """Return a context manager that counts one product of the matrices (or stacks of matrices) a and b, instead of what
+    is computed inside it."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
         return

@@ -218,8 +218,8 @@ def einsum(subscripts: str, *operands: Array, optimize: Any = False) -> ShapeArr
 
 
 def _parse_einsum_subscripts(subscripts: Any, operands: Sequence[Array]) -> tuple[list[str], str]:
-    """Parse the subscripts of `einsum`: return the letters of each operand and of the result, with new letters for the
-    dims that `...` stands for."""
+    """Parse the subscripts of `einsum`: return the letters of each operand and of the result. The dims that `...`
+    stands for get new letters."""
     if not isinstance(subscripts, str):
         raise TypeError('einsum: write the letters first, as in einsum("ij,jk->ik", a, b)')
     left, arrow, result = subscripts.replace(" ", "").partition("->")

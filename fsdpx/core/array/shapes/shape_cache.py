@@ -55,7 +55,7 @@ def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: A
 def _run_and_count_as_one_kernel(
     call: Callable[..., Any], arrays: list[ShapeArray], *arguments: Any, **options: Any
 ) -> tuple[Any, WorkCount]:
-    """Run a call and count it as one kernel, which reads its array arguments and writes its array results. Return the
+    """Run a call and count it as one kernel that reads the array arguments and writes the array results. Return the
     result and the counted work."""
     with counting_as_one_kernel() as work:
         result = call_without_metering_temporaries(call, *arguments, **options)
@@ -87,8 +87,8 @@ def find_algorithm_and_windows(call: Callable[..., Any], *arguments: Any, **opti
 
 
 def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
-    """Return a hashable key of `value`, in which each array is replaced by its shape, its dtype, and the earlier array
-    to which it is identical or with which it shares memory. Append the arrays to `arrays`."""
+    """Return a hashable key for `value`. In the key, each array is replaced with its shape, its dtype, and the earlier
+    array to which it is identical or with which it shares memory. Append the arrays to `arrays`."""
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)

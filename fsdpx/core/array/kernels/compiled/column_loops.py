@@ -135,8 +135,8 @@ def _emit_vector_load(builder: Any, kind: Any, lanes: int, at: Any, n: int) -> A
 
 
 def _emit_vector_store(builder: Any, at: Any, kind: Any, row: Any, n: int) -> None:
-    """Store the vector `row` as vector number n, counted from the address `at`. If the array holds bits of bfloat16,
-    round as `to_bfloat16_bits` does."""
+    """Store the vector `row` as vector number n, counted from the address `at`. If the array contains bits of bfloat16,
+    the values are rounded as in `to_bfloat16_bits`."""
     lanes = row.type.count
     pointer, word = _get_vector_pointer(builder, at, kind, lanes, n)
     if word == 2:

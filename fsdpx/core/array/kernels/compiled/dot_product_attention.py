@@ -125,8 +125,8 @@ def _exponentiate_and_sum_row(x, top):
 
 @jit
 def _softmax_backward_row_in_place(s, dp, scale, lse, along):
-    """Replace a row of scores s by its probabilities p, and the probability gradients dp by the score gradients p (dp
-    - along) scale."""
+    """Replace a row of scores s with its probabilities p, and the probability gradients dp with the score gradients p
+    (dp - along) scale."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)
@@ -230,7 +230,7 @@ def _attention_backward_into(
     with time before heads.
 
     The last block of rows attends to all keys, so it runs first and initializes dk and dv, to which the other blocks
-    and the other query heads add. With a window, dk and dv start as zeros instead.
+    and the other query heads add. With a window, dk and dv are initialized with zeros instead.
     """
     use_widest_vectors()
     shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize

@@ -119,14 +119,14 @@ def channels_last(xp: Any, x: np.ndarray) -> np.ndarray:
 
 
 def to_channel_rows(x: np.ndarray) -> np.ndarray:
-    """Return x (samples, channels, ...) as a contiguous matrix with a column per channel and a row per sample and
+    """Return x (samples, channels, ...) as a contiguous matrix with one column per channel and one row per sample and
     position."""
     return to_channels_last(x).reshape(x.shape[0] * math.prod(x.shape[2:]), x.shape[1])
 
 
 def view_rows_channels_first(rows: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """View a matrix with a column per channel, as returned by `to_channel_rows`, as an array (samples, channels, ...)
-    of `shape`."""
+    """Return a view of a matrix with one column per channel, such as a result of `to_channel_rows`, as an array
+    (samples, channels, ...) of `shape`."""
     return view_channels_first(rows.reshape(shape[0], *shape[2:], shape[1]))
 
 

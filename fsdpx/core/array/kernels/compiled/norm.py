@@ -91,7 +91,8 @@ def _add_column_gradients(start, stop, x, dy, mean, rstd, gw, gb):
 
 
 def _fill_missing_weight(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """Return `weight`, or an array filled with `default` if it is None, so that one compiled loop serves both cases."""
+    """Return `weight`, or an array filled with `default` if `weight` is None, so that one compiled loop serves both
+    cases."""
     dtype = accumulation_dtype(x.dtype)
     return (
         np.full(x.shape[1], default, dtype) if weight is None else as_contiguous(view_bits_as_bfloat16(weight), dtype)

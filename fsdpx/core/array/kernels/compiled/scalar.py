@@ -211,7 +211,7 @@ def unnormalized_gaussian_density(x):
 
 @register_jitable
 def gaussian_tail(x, bell):
-    """Return Phi(-|x|), the probability of the tail of the normal distribution, given `bell =
+    """Return Phi(-|x|), the tail probability of the normal distribution, given `bell =
     unnormalized_gaussian_density(x)`. See `kernels/activation.py`."""
     shift = _tail_shift(x)
     inverse = constant_like(x, 1.0) / (abs(x) + shift)
@@ -221,8 +221,8 @@ def gaussian_tail(x, bell):
 
 @intrinsic
 def to_ordered_integer(typingctx: Any, x: Any) -> Any:
-    """Map a float to an integer, preserving the order. LLVM vectorizes the maximum of integers, but not that of
-    floats, which may be NaN."""
+    """Map a float to an integer, preserving the order. LLVM can vectorize the maximum of integers, but not the maximum
+    of floats, because they may be NaN."""
     integer = types.int32 if x == types.float32 else types.int64
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -324,8 +324,8 @@ def _emit_control_register_access(builder: Any, operation: str, slot: Any = None
 
 @jit
 def flush_denormals():
-    """Flush denormals to 0 in this thread from now on. Return the previous value of the control register, for
-    `restore_control_register`."""
+    """Flush denormals to 0 in this thread from now on. Return the previous value of the control register, which can be
+    passed to `restore_control_register`."""
     return _flush_denormals()
 
 
