@@ -1,5 +1,5 @@
-"""The base class of communication backends. It validates each call and passes it on to the subclass, unless there is
-only one rank and the call can be executed locally.
+"""The base class of communication backends. It checks each call, and passes it on to the subclass unless there is only
+one rank and the call can be executed locally.
 
 Arguments are checked before anything is sent, so that an invalid call raises an error instead of hanging.
 `FakeCommunicator` is a backend that transfers nothing."""
@@ -42,18 +42,19 @@ __all__ = [
 ]  # fmt: skip
 
 COMMON_DTYPE_CHARS = frozenset("dfDFbhilqBHILQ?")
-"""dtype.char of the dtypes that communicators transfer, except 16-bit floats."""
+"""`dtype.char` of all dtypes that communicators can transfer, except 16-bit floats."""
 USER_TAG_LIMIT = 16384
-"""User tags are below this limit, and the library's own tags are at or above it. MPI guarantees tags up to 32767."""
+"""Message tags of users are below this limit, and those of the library are at or above it. MPI guarantees that tags up
+to 32767 can be used."""
 ALGORITHMS = ("library", "ring")
 
 
 class Backend(Communicator):
-    """Base class of communicators that transfer bytes themselves. A subclass implements `start_transfer`, `split`,
+    """Base class of communicators that transfer bytes themselves. A subclass must implement `start_transfer`, `split`,
     `close` and `abort`.
 
-    The subclass's `start_transfer` must implement "send" and "recv". For any operation that it does not implement, it
-    calls `super().start_transfer(call)`, which builds the operation from point-to-point messages."""
+    The subclass's `start_transfer` must implement "send" and "recv". For any other operation, it may call
+    `super().start_transfer(call)`, which builds the operation from point-to-point messages."""
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank
@@ -64,7 +65,7 @@ class Backend(Communicator):
     def issue(self, call: Call) -> Handle:
         check_and_resolve_call(self, call)
         if self.size == 1 and (effect := CALL_SPECS[call.verb].on_one_rank) != "move":
-            if effect == "copy":  # does not copy if `recv` begins at the address of `send`
+            if effect == "copy":  # nothing is copied if `recv` begins at the same address as `send`
                 copy_unless_same(call.arrays[1], call.arrays[0])
             return COMPLETED
         if call.algorithm == "ring":
@@ -72,19 +73,19 @@ class Backend(Communicator):
         return self.start_transfer(call) if call.wire is None else self.start_rounded_sum(call)
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call whose arguments have been checked. If the communicator has only one rank, the call is a send or
-        a receive, because all other operations have already been executed locally. A rank may send a message to
-        itself."""
+        """Start a call whose arguments have been checked. On a communicator with only one rank, the call is always a
+        send or a receive (a rank may send a message to itself), because other operations are executed locally."""
         call.tag = self._take_next_tag()
         return COLLECTIVES[call.verb](self, call)
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a sum whose summands are sent in the 16-bit dtype `call.wire`. The arguments have been checked."""
+        """Start a sum over ranks in which arrays are sent in the 16-bit dtype `call.wire`. The arguments have been
+        checked."""
         return ROUNDED_COLLECTIVES[call.verb](self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Start all sends and receives of one call and return a single handle for them. `outgoing` and `incoming` are
-        (rank, array) pairs. All messages carry the tag of `call`."""
+        """Start all sends and receives of one call, and return a single handle for them. `outgoing` and `incoming` hold
+        (rank, array) pairs. All messages have the tag of `call`."""
         messages = [("recv", *pair) for pair in incoming] + [("send", *pair) for pair in outgoing]
         calls = [Call(verb, (part,), call.op, rank, (), call.what, call.tag) for verb, rank, part in messages]
         return GeneratorHandle(iter([self.start_transfer(message) for message in calls]), self.progress)
@@ -96,9 +97,10 @@ class Backend(Communicator):
         return group
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather the bytes of every rank with two all-gathers: first the sizes, then the data. Collective.
+        """Gather the bytes of all ranks with two all-gathers: one of the sizes, and one of the data. Collective.
 
-        Both are ordinary calls of this communicator, so a rank that never arrives is reported as in any other call."""
+        Both are ordinary calls of this communicator, so a rank that never makes them is reported as in any other
+        call."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()
@@ -117,15 +119,15 @@ class Backend(Communicator):
         return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
 
     def _take_next_tag(self) -> int:
-        """Return the next tag reserved for the library. All ranks get the same tag, because they issue the same
-        collectives in the same order."""
+        """Return the next of the tags that are reserved for the library. All ranks get the same tag, because they issue
+        the same collectives in the same order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
         return USER_TAG_LIMIT + self._tags
 
 
 def check_and_resolve_call(comm: RankGroup, call: Call) -> None:
-    """Validate the arguments of a call and fill in `call.op`, `call.partitions` and `call.wire` in place. Raise
-    ShapeError or ConfigError if an argument is invalid."""
+    """Check the arguments of a call, and set its `op`, `partitions` and `wire` to their final values. Raise ShapeError
+    or ConfigError if an argument is invalid."""
     verb = CALL_SPECS[call.verb]
     if verb.peer:
         require_existing_peer(comm, call, verb.peer, call.root)
@@ -179,16 +181,17 @@ def _resolve_partitions(comm: RankGroup, call: Call, verb: CallSpec, whole_here:
 
 
 def raise_call_error(kind: type[ConfigError], comm: RankGroup, call: Call, message: str) -> NoReturn:
-    """Raise an error of class `kind`. Its message begins with the name of the call and the rank, as in all
-    communication errors."""
+    """Raise an error of class `kind`. As in all communication errors, the message begins with the name of the call and
+    the rank."""
     raise kind(f"{call.name} on rank {comm.rank}: {message}")
 
 
 def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> None:
-    """Raise an error unless `array` is one-dimensional, contiguous and of a dtype that communicators transfer."""
+    """Raise an error unless `array` is one-dimensional and contiguous and has a dtype that communicators can
+    transfer."""
     if type(array) is np.ndarray and array.ndim == 1 and array.flags.c_contiguous:
         dtype = array.dtype
-        if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # fast path with the same result as the checks below
+        if dtype.char in COMMON_DTYPE_CHARS and dtype.isnative:  # fast path: such an array passes all checks below
             return
     if getattr(array, "ndim", None) != 1:
         kind = type(array).__name__
@@ -204,8 +207,8 @@ def require_flat_array(comm: RankGroup, call: Call, name: str, array: Array) -> 
 
 
 def resolve_partition(comm: RankGroup, call: Call, name: str, array: Array, counts: Counts) -> FlatPartition:
-    """Return the partition of `array` over the ranks: the one with these `counts`, or the balanced partition if
-    `counts` is None. Raise ShapeError if `counts` do not fit the array and the number of ranks."""
+    """Return the partition of `array` over the ranks. It is given by `counts`; None means the balanced partition. Raise
+    ShapeError if `counts` do not fit the array or the number of ranks."""
     n = array.size
     if counts is None:
         return make_balanced_partition(n, comm.size)
@@ -225,14 +228,14 @@ def require_count_per_rank(comm: RankGroup, call: Call, counts: tuple[int, ...])
 
 
 def require_own_piece_size(comm: RankGroup, call: Call, name: str, array: Array, count: int) -> None:
-    """Raise ShapeError unless `array` has exactly `count` elements, which is the number that belongs to this rank."""
+    """Raise ShapeError unless `array` has exactly `count` elements (the number that belongs to this rank)."""
     if array.size != count:
         raise_call_error(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
 def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
-    """Replace `call.op` and `call.wire` in place by a `ReduceOp` and a dtype. Raise ConfigError if the reduction is
-    unknown, undefined for the dtype, or not supported by the algorithm."""
+    """Convert `call.op` to a `ReduceOp` and `call.wire` to a dtype, in place. Raise ConfigError if the reduction is
+    unknown, undefined for the dtype of the array, or not supported by the algorithm."""
     dtype = call.arrays[0].dtype
     call.op = ReduceOp.from_name(call.op)
     why_not = explain_undefined_reduction(call.op, dtype)
@@ -248,8 +251,8 @@ def check_and_resolve_operation(comm: RankGroup, call: Call) -> None:
 
 
 def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> None:
-    """Replace the dtype name in `call.wire` by the dtype itself. Raise ConfigError if values of `dtype` cannot be sent
-    in it."""
+    """Replace the dtype name in `call.wire` by the dtype itself. Raise ConfigError if this reduction, or an array of
+    dtype `dtype`, does not support sending in that dtype."""
     call.wire = np.dtype(call.wire)
     if get_dtype_kind(dtype) != "float" or not is_half(call.wire):
         raise_call_error(
@@ -261,7 +264,8 @@ def _check_and_resolve_wire_dtype(comm: RankGroup, call: Call, dtype: Any) -> No
 
 
 def require_existing_peer(comm: RankGroup, call: Call, name: str, other: int) -> None:
-    """Raise ConfigError unless `other` is a rank of this communicator."""
+    """Raise ConfigError unless `other` is a rank of this communicator. `name` is the name of the argument that contains
+    it."""
     if not isinstance(other, int | np.integer) or not 0 <= other < comm.size:
         raise_call_error(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
@@ -276,11 +280,11 @@ def require_valid_subgroup(comm: RankGroup, ranks: Sequence[int]) -> None:
 
 
 def start_through_host(call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-    """Start a call on arrays that may be in the memory of a device: copy those to the host, pass the host arrays to
-    `start_on_host`, and return the handle.
+    """Start a call whose arrays may be in device memory, by calling `start_on_host` with host arrays. Return a handle
+    that copies results back to the device when the transfer is complete.
 
-    Arrays that are already on the host are passed without a copy. The scratch memory is one host copy of each other
-    array."""
+    Arrays that are already on the host are used directly. Each array in device memory needs scratch memory for a host
+    copy."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
             return _start_through_host_copies(call, start_on_host)
@@ -308,11 +312,11 @@ def _start_through_host_copies(call: Call, start_on_host: Callable[[Call], Handl
 
 
 class FakeCommunicator(Backend):
-    """One rank of a job of `size` ranks in which the other ranks do not exist. Arguments are checked, but nothing is
+    """One rank of a job with `size` ranks, in which the other ranks do not exist. Arguments are checked, but nothing is
     transferred and arrays keep their values.
 
-    `all_gather_data`, `all_gather_object` and `all_gather_bytes` return this rank's value once for each rank. `split`
-    raises ConfigError if there are several ranks, because the colors of the other ranks are unknown. Use `subgroup`
+    `all_gather_data`, `all_gather_object` and `all_gather_bytes` return `size` copies of this rank's value. `split`
+    raises ConfigError if `size` is greater than 1, because the colors of the other ranks are unknown; use `subgroup`
     instead. `abort` raises Aborted on this rank.
 
     Parameters
@@ -372,8 +376,8 @@ class FakeCommunicator(Backend):
 
 
 class FakeNodeCommunicator(FakeCommunicator):
-    """A fake communicator of ranks on hosts with shared memory. Code that plans a memory layout gets the same answers
-    from it as from `NodeCommunicator`.
+    """A fake communicator for ranks on hosts with shared memory. Code that plans how memory is laid out gets the same
+    answers from it as from a `NodeCommunicator`.
 
     Parameters
     ----------
@@ -394,7 +398,7 @@ class FakeNodeCommunicator(FakeCommunicator):
         return FakeNodeCommunicator(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
 
     def allocate_shared(self, nbytes: int) -> Array:
-        """Return a stand-in for an array of `nbytes` bytes in shared memory: it has a shape but no memory."""
+        """Return a placeholder for an array of `nbytes` bytes in shared memory. It has a shape but no memory."""
         return shapes.empty(nbytes, dtype="uint8")
 
     allocate_node_buffer = allocate_shared

@@ -1,9 +1,9 @@
-"""Check that all ranks make the same call of the functional API, such as `fsdpx.all_reduce`, before data is
-transferred.
+"""Check, before data is transferred, that all ranks make the same call of the functional API, such as
+`fsdpx.all_reduce`.
 
-Inside a host, each rank writes an eight-byte hash of its call to shared memory; between hosts, the hashes are compared
-by one all-reduce. If ranks make different calls, or pass different shapes, dtypes, operations or roots, all of them
-raise an error that names the ranks.
+If all ranks are on one host, each writes an eight-byte hash of its call to shared memory. Otherwise, an all-reduce
+compares the hashes. If ranks make different calls, or pass different shapes, dtypes, operations or roots, all of them
+raise an error that lists the ranks and their calls.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from fsdpx.errors import CommTimeout, DesyncError
 __all__ = ["CallAgreement", "CallSignature", "make_signature"]
 
 QUICK_POLLS = range(64)
-"""Number of times that a wait polls the board (records in shared memory) before it also advances other transfers."""
+"""A wait polls the board (records in shared memory) this many times before it also begins to advance other
+transfers."""
 
 
 class CallSignature(str):
-    """Text that describes the call of one rank, with a hash of the text.
+    """A description of one rank's call, and a hash of this text.
 
     Attributes
     ----------
     digest : 8-byte hash of the text
-    words : the hash as 64-bit words, in the form that is posted in shared memory
+    words : the hash as 64-bit words, in the form in which it is written to shared memory
     """
 
     digest: int
     words: memoryview
 
 
-@lru_cache(maxsize=1024, typed=True)  # typed, since the roots 0, 0.0 and False need different signatures
+@lru_cache(maxsize=1024, typed=True)  # typed, because the roots 0, 0.0 and False must have different signatures
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
-    """Return a signature of a call: its name and the arguments that must be equal on all ranks."""
+    """Return the signature of a call: its name, and those of its arguments that must be equal on all ranks."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
@@ -59,16 +60,16 @@ def make_signature(
 class CallAgreement:
     """Compares the calls of all ranks before they start. Creating one is collective.
 
-    Calls are compared one at a time, in the order in which they are issued, which is the same on all ranks. All ranks
-    have therefore read a record in shared memory before it is overwritten.
+    Calls are compared one at a time, in the order in which they are issued. This order is the same on all ranks, so all
+    ranks have read a record in shared memory before it is overwritten.
 
     Attributes
     ----------
     base : communicator whose calls are compared
-    comm : second communicator of the ranks of `base`, used for the comparison and for the data of asynchronous calls;
-        it is closed with this object
+    comm : second communicator of the same ranks as `base`, used for comparisons and for the data of asynchronous calls;
+        it is closed together with this object
     single_host : whether all ranks run on one host with shared memory
-    turn : number of the call to be compared next"""
+    turn : number of the call that is compared next"""
 
     def __init__(self, base: MessageBackend, comm: MessageBackend, single_host: bool) -> None:
         self.base, self.comm, self.progress = base, comm, comm.progress
@@ -78,12 +79,12 @@ class CallAgreement:
         self.under_way: dict[int, GeneratorHandle] = {}  # handles of asynchronous calls, by call number
 
     def agree_on_call(self, call: CallSignature, payload: Array = None) -> list[Array] | None:
-        """Wait until all ranks have reached this call; raise DesyncError on all ranks if their calls differ.
+        """Wait until all ranks have reached this call. Raise DesyncError on all ranks if their calls differ.
         Collective.
 
-        On a single host, a `payload` (contiguous host array with the data of the call) of at most MAX_PAYLOAD_BYTES is
-        exchanged at the same time. In this case, return the payloads of all ranks, in rank order; they are valid until
-        the next call. Otherwise return None."""
+        If all ranks are on one host, a `payload` (contiguous host array with the data of the call) of at most
+        `MAX_PAYLOAD_BYTES` bytes is exchanged at the same time. In this case, return the payloads of all ranks in rank
+        order; they are valid until the next call. Otherwise return None."""
         if self.turn != self.calls:
             EarlierCallsStage(self, self.calls, call).wait()
         number, board = self._take_next_number(), self.board
@@ -102,13 +103,13 @@ class CallAgreement:
         ]
 
     def allow_next_comparison(self) -> None:
-        """Allow the next call to be compared."""
+        """Let the comparison of the next call begin."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
-        """Post this rank's call and return whether all ranks post the same call within a few polls. Usually they do,
-        so this is tried first, without creating a handle."""
+        """Post this rank's call, and return whether all ranks post the same call within a few polls. They usually do,
+        so this is tried before a handle is created."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):
@@ -119,7 +120,7 @@ class CallAgreement:
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
         """Return a handle at once, without waiting. When all ranks have reached this call, `begin` is called to start
-        the transfer; the handle is complete when that transfer is."""
+        the transfer. The handle is complete when that transfer is complete."""
         number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
@@ -142,8 +143,8 @@ class CallAgreement:
         self.comm.close()
 
     def gather_desync_error(self, call: CallSignature) -> DesyncError:
-        """Return the error that lists the call of every rank. Collective: when calls differ, all ranks notice it, so
-        all of them call this method."""
+        """Return an error that lists the calls of all ranks. Collective: all ranks call this method, because each of
+        them notices that the calls differ."""
         return make_desync_error(self.turn + 1, self.comm.all_gather_data(str(call)))
 
     def _take_next_number(self) -> int:
@@ -159,7 +160,7 @@ class CallAgreement:
 class AgreementStage(ABC):
     """Base class of the handles that wait for one stage of comparing a call between ranks.
 
-    At first, `wait` polls this comparison alone. After a few polls, it also advances other transfers between polls."""
+    `wait` first polls only this comparison. After a number of polls, it also advances other transfers between polls."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         self.agreement, self.number, self.call = agreement, number, call
@@ -168,12 +169,12 @@ class AgreementStage(ABC):
 
     @abstractmethod
     def poll_agreement(self) -> bool | None:
-        """Return whether all ranks make the same call, or None while some ranks have not arrived."""
+        """Return whether all ranks make the same call, or None as long as some ranks have not arrived."""
 
     def test(self) -> bool:
         if self.error is not None:
             raise self.error
-        # avoid recursion: creating the error waits for other ranks, and that wait calls this `test` again
+        # avoid endless recursion: creating the error waits for other ranks, and that wait calls this method again
         alike = None if self.asking else self.poll_agreement()
         if alike is False:
             self.asking = True
@@ -183,7 +184,7 @@ class AgreementStage(ABC):
         return alike is True
 
     def is_complete_or_failed(self) -> bool:
-        """Return whether waiting can stop. If the comparison has failed, the next call of `test` raises its error."""
+        """Return whether waiting can end. If the comparison has failed, the next call of `test` raises its error."""
         try:
             return self.test()
         except DesyncError:
@@ -199,7 +200,7 @@ class AgreementStage(ABC):
             )
 
     def describe_missing_ranks(self) -> str:
-        """Return text for error messages that names the ranks that have not arrived, if they are known."""
+        """Return a phrase for error messages, which names the ranks that have not arrived, if they are known."""
         return "a peer did not call or has ended"
 
     def __str__(self) -> str:
@@ -207,20 +208,21 @@ class AgreementStage(ABC):
 
 
 class EarlierCallsStage(AgreementStage):
-    """Handle that is complete when all calls that this rank has issued earlier have been compared."""
+    """A handle that is complete when all earlier calls of this rank have been compared."""
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # advance earlier calls, since the caller may never wait for them
+        while seen < agreement.turn < self.number:  # advance earlier calls, because nobody else may wait for them
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
-                with suppress(DesyncError):  # raised again when the caller waits for call number `seen`
+                with suppress(DesyncError):  # the error is raised again when the caller waits for call number `seen`
                     first.test()
         return True if agreement.turn >= self.number else None
 
 
 class AgreementByAllReduce(AgreementStage):
-    """Handle that compares calls by an all-reduce: they are equal if the maximum of their hashes equals the minimum."""
+    """A handle that compares calls with an all-reduce. They are equal if the maximum of their hashes equals the
+    minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:
         super().__init__(agreement, number, call)
@@ -232,10 +234,10 @@ class AgreementByAllReduce(AgreementStage):
 
 
 class AgreementInSharedMemory(AgreementStage):
-    """Handle that compares the hashes that all ranks have posted in shared memory."""
+    """A handle that compares the hashes that ranks have written to shared memory."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
-        super().__init__(agreement, number + 1, call)  # posted numbers start at 1, because 0 marks an unused record
+        super().__init__(agreement, number + 1, call)  # numbers on the board start at 1, because 0 is an unused record
         self.board, self.same = board, True
         self.others = list(agreement.others)
         board.post_record(number + 1, call.words)

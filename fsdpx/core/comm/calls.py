@@ -1,8 +1,8 @@
-"""Data types of communication: calls, reduction operations, partitions of flat arrays, and handles of transfers.
+"""Data types for communication: calls, reduction operations, partitions of flat arrays, and handles of transfers.
 
-Operations return a `Handle`, since their transfer may not be complete yet. A `TimedTransfer` also returns a value, a
-`GeneratorHandle` runs a sequence of transfers, and a `HandleWithCallback` calls a function at the end. Every wait
-advances all transfers that are under way.
+An operation returns a `Handle`, because its transfer may not be complete yet. A `TimedTransfer` also returns a value, a
+`GeneratorHandle` runs a sequence of transfers, and a `HandleWithCallback` calls a function when its transfer is
+complete. Every wait advances all pending transfers of the rank.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ __all__ = [
 ]  # fmt: skip
 
 Array = Any
-"""A flat array: one-dimensional, C-contiguous, of the array module of any device, such as numpy."""
+"""A flat array: one-dimensional and C-contiguous. It may belong to any supported array module, such as numpy."""
 Arrays = tuple[Array, ...]
 Counts = tuple[int, ...] | None
-"""Number of elements that belong to each rank; None: the balanced partition of `split_evenly`."""
+"""Number of elements that belong to each rank. None means the balanced partition of `split_evenly`."""
 AllCounts = tuple[Counts, ...]
 
 
 class ReduceOp(enum.Enum):
-    """The operation that combines the values of all ranks. For bool arrays, SUM and MAX mean `or`, PROD and MIN mean
-    `and`."""
+    """The operation that combines the values of all ranks. For bool arrays, SUM and MAX mean logical or, and PROD and
+    MIN mean logical and."""
 
     SUM = "sum"
     AVG = "avg"
@@ -57,11 +57,11 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def from_name(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the operation with this name; return `op` itself if it is a `ReduceOp`.
+        """Return the operation with this name, or `op` itself if it is a `ReduceOp`.
 
         Parameters
         ----------
-        op : a member, or its name in any case ("sum", "AVG"); "mean" and "average" stand for AVG
+        op : a `ReduceOp`, or its name in upper or lower case ("sum", "AVG"); "mean" and "average" stand for AVG
 
         Returns
         -------
@@ -71,7 +71,7 @@ class ReduceOp(enum.Enum):
         Raises
         ------
         ConfigError
-            for any other value
+            if `op` has any other value
         """
         if isinstance(op, ReduceOp):
             return op
@@ -89,9 +89,9 @@ class FlatPartition(NamedTuple):
 
     Attributes
     ----------
-    counts : number of elements of each piece
+    counts : number of elements in each piece
     displs : index of the first element of each piece
-    total : number of elements of the array
+    total : number of elements in the array
     even : whether all counts are equal
     """
 
@@ -124,8 +124,8 @@ def make_balanced_partition(n: int, parts: int) -> FlatPartition:
 
 
 def split_evenly(n: int, parts: int) -> list[int]:
-    """Return the number of elements of each piece if n elements are divided into pieces of nearly equal size: piece r
-    has floor(n (r+1) / parts) - floor(n r / parts) elements."""
+    """Divide n elements into pieces of nearly equal size, and return the number of elements in each piece. Piece r has
+    floor(n (r+1) / parts) - floor(n r / parts) elements."""
     return list(make_balanced_partition(n, parts).counts)
 
 
@@ -136,16 +136,16 @@ class Call:
     Attributes
     ----------
     verb : name of the method, such as "all_reduce"
-    arrays : arrays in the order of the method's signature; None for an array that only another rank passes
+    arrays : arrays in the order of the method's signature, with None for an array that only another rank passes
     op : operation of a reduction
-    root : rank that has or gets the full array, or the other rank of a send or receive
-    counts : for each array that is divided among ranks, the number of elements of each rank
-    what : text that names the action and the tensor in errors
-    tag : tag of the message, or of all messages that the collective is built from
+    root : rank that has or gets the full array, or the other rank in a send or receive
+    counts : for each array that is divided among ranks, the number of elements for each rank
+    what : name of the action and the tensor, for error messages
+    tag : tag of the message, or of all the messages from which the collective is built
     algorithm : algorithm of an all-reduce
-    partitions : `counts` as `FlatPartition` objects, set when a backend has checked the call
-    wire : 16-bit dtype in which summands are sent; None to send them in their own dtype
-    shape : shape of the array that the user passed, if the shape must be the same on all ranks"""
+    partitions : `counts` as `FlatPartition` objects; set when a backend checks the call
+    wire : 16-bit dtype in which the arrays of a sum are sent; None: their own dtype
+    shape : shape of the array that the user passed, if this shape must be the same on all ranks"""
 
     verb: str
     arrays: Arrays = ()
@@ -166,24 +166,24 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the call in errors, such as "all_reduce of the loss"."""
+        """The name of the call for error messages, such as "all_reduce of the loss"."""
         return format_call_label(self.verb, self.what)
 
 
 def format_call_label(verb: str, what: str) -> str:
-    """Return the name of a call for error messages, such as "all_reduce of the loss"."""
+    """Return the name of a call for error messages: `verb` and `what`, as in "all_reduce of the loss"."""
     return f"{verb} of {what}" if what else verb
 
 
 @runtime_checkable
 class Handle(Protocol):
-    """A transfer that has been started. It owns its buffers until `test` returns True or `wait` returns."""
+    """A transfer that has been started. Its buffers must not be used until `test` returns True or `wait` returns."""
 
     def test(self) -> bool:
-        """Advance the transfer if it is incomplete, and return whether it is complete. Never blocks."""
+        """Advance the transfer if it is not complete yet, and return whether it is complete. Never blocks."""
 
     def wait(self) -> None:
-        """Wait until the transfer is complete; raise CommTimeout or CommError if it cannot complete."""
+        """Wait until the transfer is complete. Raise CommTimeout or CommError if it cannot be completed."""
 
 
 class CompletedHandle:
@@ -209,9 +209,9 @@ class RankGroup(Protocol):
 
 
 def is_in_place(a: Array, b: Array) -> bool:
-    """Return whether both arrays start at the same address, so that a call on them works in place."""
+    """Return whether both arrays start at the same address, so that a call with these arrays works in place."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.size and b.size:
-        # test may_share_memory first: it is cheap, and false for most pairs
+        # call may_share_memory first, because it is cheap and returns False for most pairs of arrays
         return a is b or (np.may_share_memory(a, b) and get_data_pointer(a) == get_data_pointer(b))
     return a is b or get_data_pointer(a) == get_data_pointer(b) != 0
 
@@ -223,11 +223,11 @@ def copy_unless_same(target: Array, source: Array) -> None:
 
 
 POLLS_BEFORE_YIELD = 2048
-"""Number of polls (about a millisecond) after which a rank with a core of its own yields that core."""
-_SPINS_BEFORE_SLEEP = 4096  # these polls take a few milliseconds; after them, a wait sleeps between polls
+"""Number of polls (about a millisecond) after which a waiting rank yields its CPU core if each rank has its own."""
+_SPINS_BEFORE_SLEEP = 4096  # after this many more polls (a few milliseconds), a wait sleeps between polls
 THREAD_POLLS = -_SPINS_BEFORE_SLEEP
-"""`polls_before_yield` of ranks that run as threads. It is negative, so that a waiting rank sleeps at once. If it
-polled instead, the other ranks could not run Python code for 5 ms at a time."""
+"""`polls_before_yield` for ranks that run as threads. It is negative, so that a waiting rank sleeps between polls from
+the beginning. Otherwise, its polling would keep the other ranks from running Python code for 5 ms at a time."""
 _SPINS_PER_CLOCK = 256
 _NAP_SECONDS = 50e-6
 
@@ -235,15 +235,15 @@ yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 
 class Progress:
-    """The pending transfers of one rank. Every wait advances all of them, so that no peer waits for a step that this
-    rank has yet to take.
+    """The pending transfers of one rank. Every wait advances all of them, so that no other rank is held up because this
+    rank waits for something else.
 
     Attributes
     ----------
-    pending : transfers under way
-    polls_before_yield : number of polls before a wait yields the CPU core. It is small if there are more ranks than
-        cores. It is large if each rank has its own core, because another process that got the core would keep it for
-        milliseconds"""
+    pending : handles of the transfers
+    polls_before_yield : number of polls after which a wait yields its CPU core. It is small if there are more ranks
+        than cores. It is large if each rank has its own core, because another process that got the core would keep it
+        for milliseconds"""
 
     __slots__ = ("pending", "polls_before_yield")
 
@@ -252,21 +252,21 @@ class Progress:
         self.pending: list[Handle] = []
 
     def advance_transfers(self) -> None:
-        """Advance every transfer under way."""
+        """Advance all pending transfers."""
         for handle in tuple(self.pending):
             handle.test()
 
 
 def get_progress(comm: object) -> Progress:
-    """Return the `Progress` object that the waits of a communicator advance. For a communicator without one, return a
-    new `Progress` without transfers."""
+    """Return the `Progress` whose transfers are advanced when a communicator waits. If the communicator has none,
+    return a new `Progress` without transfers."""
     progress = getattr(comm, "progress", None)
     return progress if isinstance(progress, Progress) else Progress()
 
 
 class GeneratorHandle:
-    """Handle of transfers that a generator starts one after the other. The generator yields the handle of each
-    transfer and is resumed when that transfer is complete."""
+    """A handle of several transfers that a generator starts one after another. The generator yields the handle of each
+    transfer, and is resumed when that transfer is complete."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
 
@@ -282,7 +282,7 @@ class GeneratorHandle:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
-        if self._running:  # a transfer that waits inside its generator advances all pending transfers, including itself
+        if self._running:  # the generator itself is waiting for something, which advances all transfers, even this one
             return False
         self._running = True
         try:
@@ -305,8 +305,8 @@ class GeneratorHandle:
 
 
 class HandleWithCallback:
-    """Handle that calls `on_complete` once, when the wrapped transfer is complete. Only then is the handle itself
-    complete."""
+    """A handle that wraps another one. When the wrapped handle is complete, `on_complete` is called once; then this
+    handle is complete too."""
 
     __slots__ = ("_handle", "_on_complete")
 
@@ -331,8 +331,8 @@ class HandleWithCallback:
 
 
 class LongWait:
-    """A call of `spin_until` that has lasted long enough to be reported to the watchdog. `str()` of this object names
-    the condition that it waits for."""
+    """A call of `spin_until` that has lasted so long that the watchdog should know about it. `str()` of this object
+    names what the call waits for."""
 
     __slots__ = ("_ready",)
 
@@ -348,15 +348,15 @@ class LongWait:
 
 
 long_waits: dict[int, LongWait] = {}
-"""The wait that each thread is currently in, by thread identifier."""
+"""Thread identifier -> the long wait in which the thread currently is."""
 
 
 def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
-    """Return the stack frames of a thread with their current line numbers, innermost first; an empty list if the
-    thread has ended.
+    """Return the stack frames of a thread and their current line numbers, innermost first. If the thread has ended,
+    return an empty list.
 
-    Garbage collection is disabled during the call: a collection may switch to the other thread, and CPython 3.11
-    crashes if that thread returns from a frame that is being read.
+    Garbage collection is disabled during the call, because it may switch to the other thread, and CPython 3.11 crashes
+    if that thread returns from a frame that is being read.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -375,10 +375,10 @@ def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
 def spin_until(
     ready: Callable[[], bool], progress: Progress, timeout: float, polls_before_yield: int | None = None
 ) -> bool:
-    """Poll `ready` until it returns True; return False if that takes more than `timeout` seconds.
+    """Poll `ready` until it returns True, and return True. If this takes more than `timeout` seconds, return False.
 
-    Advances the transfers of `progress` between polls. Yields the CPU core after `polls_before_yield` polls (default:
-    `progress.polls_before_yield`), and sleeps between polls after several thousand more.
+    Between polls, the transfers of `progress` are advanced. After `polls_before_yield` polls (default:
+    `progress.polls_before_yield`), the thread also yields its CPU core, and after several thousand more it sleeps.
     """
     spins, deadline, polls_before_yield = (
         0,
@@ -404,20 +404,20 @@ def spin_until(
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # the wait that encloses this one is still in progress
+        if deadline is not None and outer is not None:  # this wait was nested in another one, which still goes on
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)
 
 
 class TimedTransfer:
-    """A transfer with a result: `wait` completes it and returns the value of `finish`.
+    """A transfer with a result: `wait` waits until it is complete, and returns the result of `finish()`.
 
     Attributes
     ----------
-    issued_at, completed_at : times at which the transfer began and at which this rank saw its end
-    busy_seconds : the part of the time between them that this rank spent advancing the transfer or waiting for it;
-        during the rest, the transfer overlapped with computation"""
+    issued_at, completed_at : times at which the transfer began and at which this rank noticed its end
+    busy_seconds : the part of the time in between that this rank spent advancing the transfer or waiting for it; during
+        the rest, the transfer overlapped with computation"""
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 
@@ -443,7 +443,7 @@ class TimedTransfer:
         return done
 
     def _record_end(self, begin: float) -> bool:
-        """Record that the transfer ends now, and count the time since `begin` as busy. Return False if the end had
+        """Record that the transfer ends now, and count the time since `begin` as busy time. Return False if its end has
         already been recorded."""
         under_way = self.completed_at == 0.0
         if under_way:

@@ -1,7 +1,7 @@
-"""The `Communicator` interface, which every backend implements, and wrappers around communicators.
+"""The `Communicator` interface, which all backends implement, and wrappers around communicators.
 
-Each operation creates a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each operation; it is
-used to check calls, to count their bytes and to compare them between ranks.
+Each operation creates a `Call` and issues it. The table `CALL_SPECS` describes the arguments of each operation. It is
+used to check calls, to count their bytes, and to compare them between ranks.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ __all__ = [
 
 
 class CallSpec(NamedTuple):
-    """Description of the arguments of one communication method.
+    """Description of the arguments of a communication method.
 
     Attributes
     ----------
     arrays : names of the arrays
     partitioned : names of the arrays that are divided among the ranks, one for each entry of `call.counts`
     at_root : name of the array that only the root passes
-    peer : name of the argument that `call.root` holds, such as "root" or "dest"; "" if there is none
+    peer : name of the argument that becomes `call.root`, such as "root" or "dest"; "" if there is none
     reduces : whether the operation combines the values of all ranks
-    same_size : whether arrays must have the same number of elements on all ranks
+    same_size : whether the full array must have the same number of elements on all ranks
     on_one_rank : how the call is executed if there is only one rank: "copy" copies the first array to the second,
-        "nothing" does nothing, and "move" passes the call to the backend like any other"""
+        "nothing" does nothing, and "move" passes the call to the backend as usual"""
 
     arrays: tuple[str, ...] = ("send", "recv")
     partitioned: tuple[str, ...] = ()
@@ -88,22 +88,22 @@ CALL_SPECS = {
     "recv": CallSpec(("buf",), peer="source"),
     "barrier": CallSpec((), on_one_rank="nothing"),
 }
-"""The specification of each operation, by name. A new operation needs a row here and a function in
+"""Name of an operation -> description of its arguments. A new operation needs an entry here and a function in
 `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
 
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
-    """Return the number of bytes that this rank sends or receives in a call if the algorithm is optimal.
+    """Return the number of bytes that this rank sends or receives in a call if an optimal algorithm is used.
 
-    Let n be the size of the full array in bytes, and own the size of this rank's piece of it:
+    Let n be the size of the full array in bytes, and let `own` be the size of this rank's piece of it. The number is:
 
     - all_gather, reduce_scatter, all_to_all: n - own
-    - all_reduce: 2 (n - own), where own is a piece of the balanced partition
+    - all_reduce: 2 (n - own), where this rank's piece is that of the balanced partition
     - broadcast, reduce, send, recv: n
-    - gather, scatter: n - own at the root, own elsewhere
+    - gather, scatter: n - own on the root, own on other ranks
     - barrier, and any call on a single rank: 0
 
-    The elements of a sum are counted in the dtype in which they are sent."""
+    Sizes refer to the dtype in which elements are sent."""
     verb, arrays = CALL_SPECS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
         return 0
@@ -121,8 +121,8 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
 
 
 def get_common_arguments(call: Call) -> dict[str, Any]:
-    """Return {name: value} of the arguments of a call that must be equal on all ranks. Element counts are taken from
-    `call.partitions` if the call has been checked, else from `call.counts`."""
+    """Return, as {name: value}, those arguments of a call that must be equal on all ranks. Element counts are taken
+    from `call.partitions` if the call has been checked, and otherwise from `call.counts`."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
         array: Array = call.arrays[
@@ -148,7 +148,7 @@ def get_common_arguments(call: Call) -> dict[str, Any]:
 
 
 def describe_call(call: Call) -> str:
-    """Return text with the name of a call and those of its arguments that must be equal on all ranks."""
+    """Return a description of a call: its name, and those of its arguments that must be equal on all ranks."""
     return call.name + "".join(f", {key} {value}" for key, value in get_common_arguments(call).items())
 
 
@@ -159,50 +159,51 @@ EVEN_COUNTS: AllCounts = (None,)
 class Communicator(ABC):
     """An ordered group of ranks that exchange flat arrays.
 
-    Every operation returns a `Handle` at once, and allocates scratch memory only where its docstring says so. All
-    ranks of the communicator issue the same collectives in the same order, with the same dtype and element counts.
-    Arrays are one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64
-    or bool, in the native byte order; MAX and MIN are not defined for complex numbers. `what` names the action and the
-    tensor in errors. Arrays that only `root` needs are None elsewhere. `counts` is the number of elements that belong
-    to each rank; the default is the balanced partition of `split_evenly`. float16 and bfloat16 are added in float32 in
-    rank order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before
-    anything is sent.
+    Every operation returns a `Handle` at once, and allocates scratch memory only if its docstring says so. All ranks of
+    the communicator must issue the same collectives in the same order, with the same dtypes and element counts. Arrays
+    must be one-dimensional and contiguous. Their dtype must be float64/32/16, bfloat16, complex64/128, int8/16/32/64,
+    uint8/16/32/64 or bool, in native byte order; MAX and MIN are not defined for complex numbers. float16 and bfloat16
+    values are added in float32, in rank order, and the sum is rounded once.
 
-    The optimal algorithms mentioned in the methods are those of Patarasu and Yuan (2009) and Chan et al. (2007). A new
-    backend inherits `fsdpx.core.comm.Backend`; a wrapper around another communicator inherits
+    `what` is the name of the action and the tensor for error messages. `counts` is the number of elements that belong
+    to each rank (default: the balanced partition of `split_evenly`). Arrays that only `root` needs are None on other
+    ranks. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
+
+    The optimal algorithms that docstrings mention are those of Patarasu and Yuan (2009) and Chan et al. (2007). A new
+    backend inherits from `fsdpx.core.comm.Backend`, and a wrapper around another communicator inherits from
     `fsdpx.core.comm.CommunicatorWrapper`."""
 
     rank: int
     size: int
     progress: Progress
-    """The transfers that every wait on this communicator and its groups advances."""
+    """The pending transfers. Every wait on this communicator or on a group of it advances all of them."""
     leave: Callable[[], None] | None = None
-    """Called at the end of a `with` block instead of `close`."""
+    """If not None, this is called at the end of a `with` block instead of `close`."""
     watched_by: Any = None
-    """The watchdog of ranks that wait for each other on this communicator (`fsdpx.core.comm.watched`)."""
+    """The watchdog for ranks that wait for each other on this communicator (`fsdpx.core.comm.watched`)."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator, but not if an exception is propagating: the other ranks would then not reach the
-        collective `close`, and the exception ends the job instead."""
+        """Close the communicator, unless an exception is propagating. In that case, other ranks might never reach the
+        collective `close`, and the exception ends the job."""
         if kind is None:
             (self.leave or self.close)()
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks to exchange values with. On a fake communicator this is False, and gathers
-        return this rank's value for all ranks."""
+        """True if there are other ranks with which values can be exchanged. On a fake communicator it is False, and
+        gathers return this rank's value for all ranks."""
         return self.size > 1
 
     @abstractmethod
     def issue(self, call: Call) -> Handle:
-        """Start `call`; all operations below go through this method.
+        """Start `call`. All operations below use this method.
 
         Parameters
         ----------
-        call : operation and arguments of this rank
+        call : the operation, and this rank's arguments
 
         Returns
         -------
@@ -222,7 +223,7 @@ class Communicator(ABC):
         return self.issue(Call(verb, arrays, op, root, counts, what, tag, algorithm, (), wire))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        """Gather every rank's `send` into every rank's `recv`, in rank order. Collective.
+        """Gather the `send` arrays of all ranks into `recv` on every rank, in rank order. Collective.
 
         With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `recv` in bytes.
 
@@ -230,8 +231,8 @@ class Communicator(ABC):
         ----------
         send : this rank's piece, (counts[rank],); the call is in place if `send` is this rank's piece of `recv`
         recv : full array, (sum of counts,)
-        counts : elements of each rank, the same on all ranks (default: the balanced partition)
-        what : names the action and the tensor in errors
+        counts : number of elements for each rank, the same on all ranks (default: the balanced partition)
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -251,23 +252,23 @@ class Communicator(ABC):
         self, send: Array, recv: Array, op: ReduceOp = SUM, counts: Sequence[int] | None = None, *, what: str = "",
         wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Reduce `send` over the ranks and store each rank's piece of the result in its `recv`. Collective.
+        """Reduce `send` over the ranks, and store each rank's piece of the result in its `recv`. Collective.
 
-        With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. The
-        scratch memory is n bytes for 16-bit arrays, and zero otherwise. With `wire`, it is zero if `counts` are all
-        equal, else the size that `send` would have in the dtype `wire`.
+        With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. 16-bit
+        arrays need n bytes of scratch memory; other arrays need none. With `wire`, no scratch memory is needed if all
+        `counts` are equal; otherwise it has the size that `send` would have in the dtype `wire`.
 
         Parameters
         ----------
-        send : summand of this rank, (sum of counts,)
+        send : this rank's input, (sum of counts,)
         recv : this rank's piece of the result, (counts[rank],); the call is in place if `recv` is the start of `send`
-            (`send[:count]`) or this rank's piece of `send`, and the rest of `send` is undefined afterwards
+            (`send[:count]`) or this rank's piece of `send`, and the rest of `send` is then undefined after the call
         op : reduction operation
-        counts : elements of each rank, the same on all ranks (default: the balanced partition)
-        what : names the action and the tensor in errors
-        wire : 16-bit float dtype in which the summands of a SUM of float32 or float64 are sent. They are rounded to
-            it, and added in rank order in the dtype of `send`. The content of `send` is undefined afterwards (default:
-            summands are sent in their own dtype)
+        counts : number of elements for each rank, the same on all ranks (default: the balanced partition)
+        what : name of the action and the tensor, for error messages
+        wire : 16-bit float dtype in which the inputs of a SUM are sent, if they are float32 or float64 arrays (default:
+            their own dtype). They are rounded to this dtype, sent, and added in rank order in the dtype of `send`. The
+            content of `send` is undefined after the call
 
         Returns
         -------
@@ -284,18 +285,18 @@ class Communicator(ABC):
     def all_reduce(
         self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
     ) -> Handle:
-        """Reduce `buf` over the ranks in place, so that every rank gets the result. Collective.
+        """Reduce `buf` over the ranks in place. All ranks get the result. Collective.
 
         With an optimal algorithm, each of N ranks sends 2n(N-1)/N bytes, where n is the size of `buf` in bytes.
 
         Parameters
         ----------
-        buf : summand of this rank, overwritten with the result; the same number of elements on all ranks
+        buf : this rank's input, which is overwritten with the result; the same number of elements on all ranks
         op : reduction operation
-        algorithm : "library", the backend's own algorithm, which needs n bytes of scratch memory for 16-bit arrays; or
-            "ring", which needs n/N bytes and does not support 16-bit arrays
-        what : names the action and the tensor in errors
-        wire : see `reduce_scatter`; here the sum is rounded as well
+        algorithm : "library" is the backend's own algorithm, which needs n bytes of scratch memory for 16-bit arrays.
+            "ring" needs n/N bytes, and does not support 16-bit arrays
+        what : name of the action and the tensor, for error messages
+        wire : as in `reduce_scatter`, but the sum is also rounded to this dtype
 
         Returns
         -------
@@ -314,9 +315,9 @@ class Communicator(ABC):
 
         Parameters
         ----------
-        buf : source on `root`, destination elsewhere; the same number of elements on all ranks
+        buf : the source on `root`, and the destination on other ranks; the same number of elements on all ranks
         root : rank that sends
-        what : names the action and the tensor in errors
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -330,16 +331,16 @@ class Communicator(ABC):
         return self._issue_call("broadcast", (buf,), SUM, root, (), what)
 
     def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
-        """Reduce `send` over the ranks into the root's `recv`. Collective. With an optimal algorithm, each rank sends
-        or receives `send.nbytes` bytes.
+        """Reduce `send` over the ranks, and store the result in `recv` on rank `root`. Collective. With an optimal
+        algorithm, each rank sends or receives `send.nbytes` bytes.
 
         Parameters
         ----------
-        send : summand of this rank; the same number of elements on all ranks
-        recv : result on `root`, which may be `send` itself; None elsewhere
+        send : this rank's input; the same number of elements on all ranks
+        recv : array for the result on `root`, which may be `send` itself; None on other ranks
         op : reduction operation
         root : rank that gets the result
-        what : names the action and the tensor in errors
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -355,17 +356,17 @@ class Communicator(ABC):
     def gather(
         self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Gather every rank's `send` into the root's `recv`, in rank order. Collective.
+        """Gather the `send` arrays of all ranks into `recv` on rank `root`, in rank order. Collective.
 
         With an optimal algorithm on N ranks, the root receives n(N-1)/N bytes, where n is the size of `recv` in bytes.
 
         Parameters
         ----------
         send : this rank's piece, (counts[rank],)
-        recv : full array on `root`, (sum of counts,); None elsewhere
+        recv : full array on `root`, (sum of counts,); None on other ranks
         root : rank that gets the full array
-        counts : elements of each rank (default: the balanced partition)
-        what : names the action and the tensor in errors
+        counts : number of elements for each rank (default: the balanced partition)
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -382,17 +383,17 @@ class Communicator(ABC):
     def scatter(
         self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Send to each rank its piece of the root's `send`. Collective.
+        """Send each rank its piece of `send` on rank `root`. Collective.
 
         With an optimal algorithm on N ranks, the root sends n(N-1)/N bytes, where n is the size of `send` in bytes.
 
         Parameters
         ----------
-        send : full array on `root`, (sum of counts,); None elsewhere
+        send : full array on `root`, (sum of counts,); None on other ranks
         recv : this rank's piece, (counts[rank],)
         root : rank that sends
-        counts : elements of each rank (default: the balanced partition)
-        what : names the action and the tensor in errors
+        counts : number of elements for each rank (default: the balanced partition)
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -416,9 +417,9 @@ class Communicator(ABC):
         ----------
         send : pieces for all ranks, in rank order
         recv : pieces from all ranks, in rank order
-        send_counts : elements sent to each rank (default: the balanced partition of `send`)
-        recv_counts : elements received from each rank (default: the balanced partition of `recv`)
-        what : names the action and the tensor in errors
+        send_counts : number of elements sent to each rank (default: the balanced partition of `send`)
+        recv_counts : number of elements received from each rank (default: the balanced partition of `recv`)
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -441,7 +442,7 @@ class Communicator(ABC):
         buf : elements to send
         dest : rank that receives
         tag : 0 <= tag < 16384; the matching receive must use the same tag
-        what : names the action and the tensor in errors
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -459,10 +460,10 @@ class Communicator(ABC):
 
         Parameters
         ----------
-        buf : array that receives the elements
+        buf : array for the received elements
         source : rank that sends
         tag : 0 <= tag < 16384; the matching send must use the same tag
-        what : names the action and the tensor in errors
+        what : name of the action and the tensor, for error messages
 
         Returns
         -------
@@ -472,15 +473,15 @@ class Communicator(ABC):
         Raises
         ------
         ShapeError, ConfigError
-            for a wrong dtype, layout, rank number or tag, at once"""
+            for a wrong dtype, layout, rank number or tag, before anything is received"""
         return self._issue_call("recv", (buf,), SUM, source, (), what, tag)
 
     def barrier(self, *, what: str = "") -> Handle:
-        """Start a barrier, whose handle is complete when every rank has started the barrier. Collective.
+        """Start a barrier. Its handle is complete when all ranks have started the barrier. Collective.
 
         Parameters
         ----------
-        what : names the action in errors
+        what : name of the action, for error messages
 
         Returns
         -------
@@ -490,13 +491,13 @@ class Communicator(ABC):
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Return a communicator of all ranks that pass this rank's `color`, ordered by (key, rank). Collective,
-        blocking.
+        """Return a communicator of all ranks that pass the same `color` as this rank, ordered by (key, rank).
+        Collective, blocking.
 
         Parameters
         ----------
         color : number of the group to join; None: this rank joins no group
-        key : position in the group; ranks with the same key are in rank order
+        key : number that determines the order of ranks in the group; ranks with the same key are in rank order
 
         Returns
         -------
@@ -506,7 +507,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """Return a communicator of `ranks`, in that order. Collective, blocking: all ranks call it, each with the
+        """Return a communicator of `ranks`, in this order. Collective, blocking: all ranks must call it, each with the
         group that it joins.
 
         Parameters
@@ -525,27 +526,27 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, in rank order, on every rank. Collective, blocking.
+        """Gather `data` from all ranks, and return it in rank order on every rank. Collective, blocking.
 
         Parameters
         ----------
-        data : bytes of any length, which may differ between ranks
+        data : bytes of any length; the length may differ between ranks
 
         Returns
         -------
         list of bytes
-            one for each rank
+            the data of each rank
         """
 
     def all_gather_data(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, on every rank. Collective, blocking.
+        """Gather `value` from all ranks, and return the values in rank order on every rank. Collective, blocking.
 
-        Ranks use this call to exchange information about their work. Unlike `all_gather_object`, it never executes
+        Ranks use this method to exchange information about their work. Unlike `all_gather_object`, it never executes
         code that another rank has sent.
 
         Parameters
         ----------
-        value : plain data, of the types that `fsdpx.core.comm.plain_codec` supports
+        value : plain data of the types that `fsdpx.core.comm.plain_codec` supports
 
         Returns
         -------
@@ -554,8 +555,8 @@ class Communicator(ABC):
         return [unpack(data) for data in self.all_gather_bytes(pack(value))]
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return every rank's `obj`, in rank order, on every rank. Collective, blocking. For small objects, not for
-        arrays.
+        """Gather `obj` from all ranks, and return the objects in rank order on every rank. Use this for small objects,
+        not for arrays. Collective, blocking.
 
         Objects are pickled, so a rank executes code that another rank has sent. Ranks must therefore have authenticated
         each other.
@@ -572,8 +573,8 @@ class Communicator(ABC):
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window: each rank contributes a part of the memory, and all ranks can read and write
-        every part without any action by its owner. Collective.
+        """Return a window for one-sided access to memory: each rank contributes a part of the memory, and all ranks can
+        read and write every part without any action by its owner. Collective.
 
         Parameters
         ----------
@@ -593,11 +594,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the resources of the backend; the communicator cannot be used afterwards. Collective."""
+        """Free the backend's resources. The communicator cannot be used after this. Collective."""
 
     @abstractmethod
     def abort(self, code: int = 1) -> None:
-        """End all ranks of the job at once, without waiting for them.
+        """End all ranks of the job immediately, without waiting for them.
 
         Parameters
         ----------
@@ -609,8 +610,8 @@ class CommunicatorWrapper(Communicator):
     """Base class of communicators that pass all calls on to another communicator, `comm`. Override `issue` to observe,
     delay or change calls.
 
-    `split` and `subgroup` wrap the new group in the class of this wrapper; override `wrap_group` if the constructor of
-    that class has parameters besides the group."""
+    `split` and `subgroup` wrap the new group in the class of this wrapper. Override `wrap_group` if the constructor of
+    that class has parameters other than the group."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -654,7 +655,7 @@ class CommunicatorWrapper(Communicator):
 
 
 def unwrap_communicator(comm: Any) -> Any:
-    """Return the innermost communicator, without the wrappers that count or check calls."""
+    """Return the innermost communicator, without the wrappers (which count or check calls) around it."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm
@@ -671,38 +672,38 @@ class SurvivorCommunicator(Communicator):
     """A communicator that reports when ranks die and lets the remaining ranks continue (Bland et al. 2013, user-level
     failure mitigation).
 
-    A call that needs a dead rank raises RankLost, either when it is issued or in `test` and `wait`. Calls that do not
-    need it may complete, so each rank may learn of a death in a different call. A rank that learns of a death recovers
-    in three steps. First it calls `revoke`, so that ranks that are waiting for this rank learn of the death as well.
-    Then it calls `agree_on_flags`, which all living ranks reach, and finally `shrink`. It continues with the
-    communicator that `shrink` returns, and creates its subgroups again from that."""
+    A call that needs a dead rank raises RankLost, either when it is issued or in `test` or `wait`. Calls that don't
+    need the dead rank may complete, so different ranks may learn of a death in different calls. A rank that learns of a
+    death recovers in three steps. First it calls `revoke`, so that ranks that are waiting for it also learn of the
+    death. Then it calls `agree_on_flags`, as all living ranks do, and finally `shrink`. It continues with the
+    communicator that `shrink` returns, from which it creates its subgroups again."""
 
     survives: bool
-    """True if the other ranks live on when one dies. If not, a death ends the job, and RankLost only states the
-    reason."""
+    """True if the other ranks continue to run when one dies. If False, a death ends the job, and RankLost only states
+    the reason."""
 
     @abstractmethod
     def revoke(self) -> None:
-        """Invalidate this communicator and all of its subgroups that contain this rank, on every rank.
+        """Invalidate this communicator, and all of its subgroups that contain this rank, on all ranks.
 
-        From then on, every call on them raises RankLost, including calls under way; only `agree_on_flags` and `shrink`
-        still work. Not collective: it waits for no other rank, and any rank may call it at any time."""
+        From then on, every call on them raises RankLost, including pending calls. Only `agree_on_flags` and `shrink`
+        still work. This method is not collective: it does not wait for other ranks, and any rank may call it at any
+        time."""
 
     @abstractmethod
     def agree_on_flags(self, flags: int) -> int:
-        """Return the bitwise AND of every rank's `flags` (0 <= flags < 2^31), or 0 if any rank has died. Collective,
-        blocking.
+        """Return the bitwise AND of the `flags` of all ranks (0 <= flags < 2^31), or 0 if any rank has died.
+        Collective, blocking.
 
-        All living ranks get the same result. Works on a revoked communicator, and never raises because of a death.
-        """
+        All living ranks get the same result. The method also works on a revoked communicator, and never raises an error
+        because of a death."""
 
     @abstractmethod
     def shrink(self) -> SurvivorCommunicator:
         """Return a new communicator of the living ranks, in rank order. Collective over the living ranks, blocking.
 
-        If a rank dies while the communicator is being created, the next call on the communicator detects the death.
-        The new communicator has its own `progress`, so that its waits do not advance transfers left over from the old
-        one."""
+        If a rank dies while the new communicator is being created, the next call on it detects the death. The new
+        communicator has its own `progress`, so that its waits do not advance transfers left over from the old one."""
 
     @abstractmethod
     def get_failed_ranks(self) -> tuple[int, ...]:
@@ -710,14 +711,14 @@ class SurvivorCommunicator(Communicator):
 
 
 def can_survive(comm: Communicator) -> bool:
-    """Return whether the other ranks of `comm` continue when one of them dies. This requires a `SurvivorCommunicator`,
+    """Return whether the other ranks of `comm` continue to run when one dies. This requires a `SurvivorCommunicator`
     and a launcher that does not end the job when a rank dies."""
     return isinstance(comm, SurvivorCommunicator) and comm.survives
 
 
 def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
-    """Return the error for the call described by `call_text`, which cannot complete because `ranks` have died. If
-    `ranks` is empty, the error says that another rank has revoked the communicator."""
+    """Return the error for a call that cannot be completed because `ranks` have died. `call_text` is a description of
+    the call. If `ranks` is empty, the error says that another rank has revoked the communicator."""
     if not ranks:
         return RankLost(f"{call_text}: another rank has revoked this communicator because a rank has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -727,8 +728,8 @@ def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
 def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
     """Test abandoned transfers until each has completed or failed, so that their buffers can be freed.
 
-    Meant for transfers on a revoked communicator, whose errors are expected and therefore ignored. Returns the handles
-    that are still pending after `seconds`; the caller must keep their buffers alive.
+    This is meant for transfers on a revoked communicator, whose errors are expected and therefore ignored. Return the
+    handles that are still pending after `seconds` seconds. The caller must keep their buffers alive.
     """
     left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
@@ -746,7 +747,8 @@ def _is_complete_or_failed(handle: Handle) -> bool:
 
 @dataclass(slots=True)
 class CallCount:
-    """Number of calls, and number of bytes that this rank would send or receive in them with an optimal algorithm."""
+    """The number of calls, and the number of bytes that this rank would send or receive in them with an optimal
+    algorithm."""
 
     calls: int = 0
     bytes: int = 0
@@ -754,19 +756,19 @@ class CallCount:
 
 @dataclass(slots=True)
 class TrafficCounters:
-    """Counts of the calls and bytes of one rank, by mesh axis and operation.
+    """The numbers of calls and bytes of one rank, for each mesh axis and operation.
 
     Attributes
     ----------
-    total : number of bytes so far, over all axes and operations
-    tallies : numbers that layers count themselves, such as tokens per expert; the key is the path of the layer"""
+    total : number of bytes so far, for all axes and operations together
+    tallies : path of a layer -> numbers that the layer itself counts, such as tokens per expert"""
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)
     tallies: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     def add_calls(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
-        """Count `calls` calls of operation `verb` on mesh axis `axis` that transferred `nbytes` bytes in total."""
+        """Count `calls` calls of operation `verb` on mesh axis `axis`, which together transferred `nbytes` bytes."""
         count = self.table.get((axis, verb))
         if count is None:
             count = self.table[axis, verb] = CallCount()
@@ -780,7 +782,8 @@ class TrafficCounters:
         self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def sum_counts(self, axis: str | None = None, verb: str | None = None) -> CallCount:
-        """Return the number of calls and bytes of one axis and operation. None means all axes, or all operations."""
+        """Return the number of calls and bytes for one axis and one operation. None means all axes, or all
+        operations."""
         counts = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return CallCount(sum(count.calls for count in counts), sum(count.bytes for count in counts))
 
@@ -790,7 +793,8 @@ class TrafficCounters:
         return TrafficCounters(table, self.total, {name: list(numbers) for name, numbers in self.tallies.items()})
 
     def get_counts_since(self, earlier: TrafficCounters) -> TrafficCounters:
-        """Return the counts added since the snapshot `earlier`. Entries without new calls are left out."""
+        """Return the counts that have been added since the snapshot `earlier`. Axes and operations without new calls
+        are left out."""
         later = TrafficCounters()
         for (axis, verb), count in self.table.items():
             before = earlier.table.get((axis, verb), CallCount())
@@ -811,8 +815,8 @@ class TrafficCounters:
 
 
 class CountingCommunicator(CommunicatorWrapper):
-    """A communicator that counts its calls and their bytes (see `count_moved_bytes`) under the name of a mesh axis. It
-    does not count calls if it has only one rank."""
+    """A communicator that counts its calls and their bytes (see `count_moved_bytes`) under the name of a mesh axis.
+    Calls on a communicator with only one rank are not counted."""
 
     def __init__(self, comm: Communicator, axis: str, counters: TrafficCounters) -> None:
         super().__init__(comm)
