@@ -183,8 +183,8 @@ def _choose_dtype_word(words: frozenset[str]) -> str:
 
 
 class AsNumbers(Layer):
-    """Casts integers to the dtype in which the model computes. It is inserted where one layer computes with integers
-    that another layer reads as indices."""
+    """Casts integers to the dtype in which the model computes. It is inserted where a layer computes with integers that
+    a different layer reads as indices."""
 
     takes, acts_on = "given", "element"
 
@@ -358,7 +358,7 @@ UNKNOWN = "write it with functions that they know, or give env.xp.empty of the s
 
 
 def is_missing_function_error(error: Exception) -> bool:
-    """Return whether an exception was raised because shape-only arrays lack a NumPy function that was called."""
+    """Return whether an exception was raised because a NumPy function was called that shape-only arrays lack."""
     return isinstance(error, AttributeError) and getattr(error.obj, "holds_no_data", False) is True
 
 

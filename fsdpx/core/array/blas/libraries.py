@@ -1,5 +1,5 @@
-"""Find and set up the BLAS libraries of this machine whose functions can be called by address, and choose the one that
-computes the matrix products of this process."""
+"""Find and set up those BLAS libraries of this machine whose functions can be called by address, and choose the one for
+the matrix products of this process."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def get_selected_library() -> str:
 
 
 def get_gemm_address(dtype: np.dtype) -> int:
-    """Return the address of the selected library's gemm function for float32 or float64; 0 if `numpy.matmul` is to be
-    called instead."""
+    """Return the address of the selected library's gemm function for float32 or float64, or 0 if `numpy.matmul` is to
+    be called instead."""
     return ADDRESSES[dtype.char] if dtype.isnative else 0
 
 

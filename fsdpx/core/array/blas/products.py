@@ -48,7 +48,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
 def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
     """Finish a product computed in float32: compute out = total + bias, or out += total with `accumulate`, rounded
-    once to the dtype of `out`. Overwrites the float32 array `total`."""
+    once to the dtype of `out`. The float32 array `total` is overwritten."""
     if bias is not None:
         total += to_float32(np, bias)
     if accumulate:

@@ -30,8 +30,8 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
 
 
 def _scatter_add_sorted_rows(xp: Any, gw: Any, index: Any, dy: Any) -> None:
-    """Add row i of dy to row index[i] of gw in a fixed order: sort rows by index, sum runs of equal indices in
-    doubling steps (Hillis and Steele 1986), and add the last row of each run."""
+    """Add row i of dy to row index[i] of gw in a fixed order: sort rows by index, sum runs of equal indices in doubling
+    steps (Hillis and Steele 1986), and add the last row of each run to gw."""
     order = xp.argsort(index, kind="stable")
     rows, sums = index[order], _convert_dtype(dy[order], gw.dtype)
     step = 1
@@ -57,7 +57,8 @@ def binary_entropy(xp: Any, y: Any, target: Any) -> float:
 
 @kernel()
 def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """Return the gradient of `binary_entropy` times `factor`: factor (sigmoid(y) - target), in the dtype of y."""
+    """Return `factor` times the gradient of `binary_entropy`, that is, factor (sigmoid(y) - target), in the dtype of
+    y."""
     return ((sigmoid(xp, y) - target) * factor).astype(y.dtype, copy=False)
 
 
@@ -101,8 +102,8 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> Any:  # fmt: skip
-    """Return the gradient of `cross_entropy` times `seed`: seed (softmax(logits) - wanted), zero in ignored rows.
-    `lse` is a result of `cross_entropy`.
+    """Return `seed` times the gradient of `cross_entropy`, that is, seed (softmax(logits) - wanted), and 0 in ignored
+    rows. `lse` is the third result of `cross_entropy`.
 
     If the logits (n, some) cover only a slice of the classes, `classes` is the total number of classes (0: the logits
     cover all classes), and a target equal to `some` stands for a class outside the slice.

@@ -235,7 +235,8 @@ def gated_backward(
 
 
 def _make_gelu_recompute_loop(function: Any, derivative: Any) -> Any:
-    """Return a compiled loop that computes y = function(x), and dy = dy derivative(x) in place, for each element."""
+    """Return a compiled loop that, for each element, computes y = function(x) and multiplies dy by derivative(x) in
+    place."""
 
     def recompute_loop(x, dy, y):
         use_widest_vectors()

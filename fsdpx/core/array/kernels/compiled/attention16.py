@@ -64,7 +64,7 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
 @jit
 def interleave_row_pairs(x, row, rows, columns, out, out_row):
     """Interleave each pair of rows of x: a word of the result holds two numbers that are neighbors along dim 0. x and
-    `out` are addresses, and `row` and `out_row` the distances between their rows in bytes. Sizes are multiples of
+    `out` are addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, 2):
         for j in range(0, columns, LANES):
@@ -74,7 +74,7 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 @jit
 def transpose_words_into(x, row, rows, columns, out, out_row):
     """Transpose x, viewed as words of two numbers that are neighbors along dim 1. x and `out` are addresses, and `row`
-    and `out_row` the distances between their rows in bytes. Sizes, counted in numbers, are multiples of
+    and `out_row` are the distances between their rows in bytes. Sizes, counted in numbers, are multiples of
     `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
@@ -147,8 +147,8 @@ def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any
 
 @intrinsic
 def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
-    """Transpose a tile of LANES x LANES words in registers, in log2(LANES) rounds that exchange parts of pairs of
-    rows."""
+    """Transpose a tile of LANES x LANES words in registers, in log2(LANES) rounds, each of which exchanges parts
+    between pairs of rows."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
@@ -254,7 +254,7 @@ def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
 
 @jit
 def _copy_head_rows_into(x, b, h, start, stop, out):
-    """Copy rows [start, stop) of head h of sample b to the first columns of `out`."""
+    """Copy the rows [start, stop) of sample b and head h to the first columns of `out`."""
     address = x.ctypes.data + b * x.strides[0] + h * x.strides[1]
     for t in range(start, stop):
         copy_bytes(out.ctypes.data + (t - start) * out.strides[0], address + t * x.strides[2], 2 * x.shape[3])
@@ -262,8 +262,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Multiply row i of x by factors[i], round the products in the buffer `block`, and write them to rows [start,
-    stop) of head h of sample b of `out`."""
+    """Multiply row i of x by factors[i], round the products in the buffer `block`, and write them to `out`, in the rows
+    [start, stop) of sample b and head h."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])
@@ -308,8 +308,8 @@ def _attention_forward_into(q, k, v, o, lse, factor, causal, first, last):
 def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     """Compute the gradients dq, dk and dv of the (sample, key head) pairs numbered [first, last).
 
-    The last block of rows attends to all keys, so it runs first and initializes dk and dv, to which the other blocks
-    and the other query heads add.
+    The last block of rows attends to all keys, so it runs first and initializes dk and dv, and the other blocks and
+    query heads add to them.
     """
     shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]

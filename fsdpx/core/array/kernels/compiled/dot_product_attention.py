@@ -229,8 +229,8 @@ def _attention_backward_into(
     """Compute the gradients dq, dk and dv of the (sample, key head) pairs numbered [first, last). o and do are stored
     with time before heads.
 
-    The last block of rows attends to all keys, so it runs first and initializes dk and dv, to which the other blocks
-    and the other query heads add. With a window, dk and dv are initialized with zeros instead.
+    The last block of rows attends to all keys, so it runs first and initializes dk and dv, and the other blocks and
+    query heads add to them. With a window, dk and dv are initialized with zeros instead.
     """
     use_widest_vectors()
     shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize

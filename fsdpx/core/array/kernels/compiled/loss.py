@@ -121,8 +121,8 @@ def _cross_entropy_backward_loop(logits, target, lse, gradient, seed, ignored, t
 def _prepare_logits_and_target(
     logits: Any, target: Any, ignored: int, extra_classes: int = 0
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return logits and target in the memory layout that the loops expect, and the number of rows whose target is not
-    `ignored`. Raise IndexError for an invalid target.
+    """Return the logits and the target in the memory layout that the loops expect, and the number of rows whose target
+    is not `ignored`. Raise IndexError for an invalid target.
 
     `extra_classes` is 1 if a target may be a class that is not among these logits, because classes are split over
     ranks.
