@@ -22,16 +22,17 @@ class GroupNorm(Layer):
     """Group normalization of (samples, num_channels, *cells) (Wu and He 2018): (x - mean) / sqrt(var + eps) * weight +
     bias.
 
-    Mean and biased variance are taken over the channels of a group and all cells, separately for each sample. On a
-    grid of ranks, the counts, means and sums of squares of the parts are merged in float64 by the rule of Chan et al.
-    (1979), which avoids cancellation. For each sample and group, forward all-gathers 24 bytes, and backward
-    all-reduces 16 bytes. A batch of one sample with one value per group raises DataError, as in PyTorch.
+    Mean and biased variance are computed over the channels of a group and all cells, separately for each sample. On a
+    grid of ranks, the counts, means and sums of squared deviations of the parts are merged in float64 by the rule of
+    Chan et al. (1979), which avoids cancellation. For each sample and group, the forward pass all-gathers 24 bytes per
+    rank, and the backward pass all-reduces 16 bytes. A batch of one sample with a single value per group raises
+    DataError, as in PyTorch.
 
     Parameters
     ----------
-    num_groups : number of groups of channels; must divide num_channels
+    num_groups : number of groups of channels, which must divide num_channels
     num_channels : size of dim 1
-    eps : added to the variance; default 1e-5
+    eps : number added to the variance; default 1e-5
     affine : whether the layer has `weight` (initially ones) and `bias` (initially zeros), both `(num_channels,)`;
         default True
     """
@@ -99,8 +100,8 @@ class GroupNorm(Layer):
                 g[name][...] += values.sum(axis=0).astype(g[name].dtype)
 
     def _compute_group_moments(self, env: LayerContext, x: Array, count: float) -> Array:
-        """Return the count, mean and sum of squared deviations of each sample and group over this rank's cells, as (3,
-        samples, groups) in float64."""
+        """Return, as (3, samples, groups) in float64, the count, mean and sum of squared deviations for each sample and
+        group over this rank's cells."""
         xp, cells = env.xp, math.prod(x.shape[2:])
         moments = kernels.group_norm_moments(xp, x)
         mean, squares = merge_moments_of_groups(xp, moments, self.num_groups, cells)
@@ -111,7 +112,7 @@ class GroupNorm(Layer):
         return env.xp.repeat(a, self.num_channels // self.num_groups, axis=1)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether a group with a single value raises DataError. As in PyTorch, it does only if the batch is one
+        """Return whether a group with a single value raises DataError. As in PyTorch, it does only if the batch has one
         sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
@@ -119,8 +120,8 @@ class GroupNorm(Layer):
 class InstanceNorm(GroupNorm):
     """Instance normalization (Ulyanov et al. 2016): `GroupNorm` with one channel per group.
 
-    Works like PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field of one cell raises DataError for
-    any number of samples.
+    Equivalent to PyTorch's InstanceNorm1d, 2d and 3d without running statistics. A field of a single cell raises
+    DataError for any number of samples.
 
     Parameters
     ----------

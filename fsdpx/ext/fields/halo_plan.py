@@ -1,8 +1,8 @@
-"""The plan of a halo exchange: which messages a rank sends and receives, and which cells it copies. Plans are cached.
+"""Plans of halo exchanges: which messages a rank sends and receives, and which cells it copies. Plans are cached.
 
-A slab is the block of halo cells on one side of a rank's part. Dims are exchanged one after another. A slab along a
-dim also covers the halo along the dims exchanged before it, so that corner cells arrive without messages between
-diagonal neighbors."""
+A slab is the block of halo cells on one side of a rank's part. Halo cells are exchanged along one dim after another. A
+slab along a dim also extends over the halo of the dims exchanged before, so that corner cells arrive without messages
+between diagonal neighbors."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class CellCopy(NamedTuple):
 
 
 class OwnCells(NamedTuple):
-    """Local cells that forward copies into a slab or message, and to which backward adds gradients.
+    """Local cells that are copied into a slab or message in the forward pass, and to which gradients are added in the
+    backward pass.
 
-    `copies` is used by forward. `adds` covers the same cells and is used by backward: a cell that is copied n times
-    occurs in n entries, so that all of its gradients are summed."""
+    `copies` is for the forward pass. `adds` covers the same cells and is for the backward pass: a cell that is copied n
+    times occurs in n entries, so that all its gradients are added."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -68,7 +69,7 @@ class RecvMessage(NamedTuple):
     """A message with halo cells that this rank receives. `rank` is the coordinate of the sender along the exchanged
     dim.
 
-    `parts` says how the message is split between slabs, as (number of the slab, index in the slab, index in the
+    `parts` describes how the message is divided over slabs, as (number of the slab, index in the slab, index in the
     message)."""
 
     rank: int
@@ -82,10 +83,10 @@ class HaloLine(NamedTuple):
     Attributes
     ----------
     dim : the dim of the array
-    whole : shape of own cells and halo together after this exchange
+    whole : shape of the array of own cells and of the halo received so far, including this exchange
     slabs : (offset, shape) of each slab of halo cells
-    own : (number of the slab, cells to copy) for each slab that is filled from local cells, such as those at the other
-        end of a periodic field
+    own : (number of the slab, cells to copy) for each slab that is filled at least partly from local cells, such as
+        those at the other end of a periodic field
     arriving, leaving : the messages that this rank receives and sends
     """
 
@@ -100,8 +101,8 @@ class HaloLine(NamedTuple):
 class HaloPlan(NamedTuple):
     """The halo exchange of one rank, dim by dim.
 
-    `offset` is the position of the rank's first own cell in the array of own cells and halo, along each cell dim.
-    `lines` are the exchanges along single dims, in the order in which they run."""
+    `offset` is the position of the rank's first own cell, along each cell dim, in the array of own cells and halo.
+    `lines` are the exchanges along single dims, in the order in which they are done."""
 
     offset: Shape
     lines: tuple[HaloLine, ...]
@@ -112,10 +113,10 @@ class _LineNeeds(NamedTuple):
 
     Attributes
     ----------
-    halo : the range of cells that each rank needs along the dim
+    halo : the halo spec, with the range of cells that each rank needs along the dim
     rank : this rank's coordinate along the dim
     offset : position of the rank's first own cell among the needed cells
-    size : number of needed cells
+    size : number of cells needed
     slabs : (start, stop) of each slab of halo cells among the needed cells
     """
 
@@ -135,7 +136,8 @@ class _Box(NamedTuple):
 def make_halo_plan(xp: Any, halos: tuple[HaloSpec, ...], shape: Shape, coords: tuple[int, ...]) -> HaloPlan:
     """Return the plan of a halo exchange for one rank.
 
-    `shape` is the shape (samples, channels, *cells) of the rank's part, and `coords` its coordinates in the grid."""
+    `shape` is the shape (samples, channels, *cells) of the rank's part, and `coords` are the rank's coordinates in the
+    grid."""
     all_needs = [
         _find_line_needs(halo, coords[halo.dim - 2] if len(halo.cuts) > 2 else 0) for halo in halos if not halo.is_local
     ]
@@ -177,8 +179,8 @@ def _plan_exchange_along_dim(
 ) -> HaloLine:
     """Return the plan of the exchange along one dim.
 
-    `boxes` are the blocks of cells that this rank already holds, and `sizes` is the shape of all of them together.
-    `exchanged` are the needs along the dims that were exchanged before."""
+    `boxes` are the blocks of cells that this rank already holds, and `sizes` is the shape of the array that contains
+    all of them. `exchanged` are the rank's needs along the dims that were exchanged before."""
     dim, own = needs.halo.dim, list[tuple[int, OwnCells]]()
     arriving, leaving = list[RecvMessage](), list[SendMessage]()
 
@@ -208,8 +210,8 @@ def _plan_exchange_along_dim(
 
 
 def _iterate_slab_overlaps(needs: _LineNeeds, piece: HaloPiece) -> Iterator[tuple[int, Any, np.ndarray]]:
-    """Yield (number of the slab, index in the slab, indices in the piece) for each slab that receives cells of
-    `piece`."""
+    """Yield, for each slab that receives cells of `piece`, (number of the slab, index in the slab, indices in the
+    piece)."""
     into = _as_indices(piece.into)
     for number, (a, b) in enumerate(needs.slabs):
         some = np.flatnonzero((into >= a) & (into < b))
@@ -224,8 +226,8 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies that bring the cells at index `cells` along `dim`, from every local box that holds some of
-    these cells, to index `into` of a message or slab."""
+    """Return the copies that fill a message or slab, at index `into` along `dim`, with the cells at index `cells`, from
+    all local boxes that hold some of these cells."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):
         places = _as_indices(into)
@@ -247,8 +249,8 @@ def _iterate_copies(
 
 
 def find_overlap_slices(offset: int, count: int, size: int) -> tuple[slice, slice]:
-    """Intersect the cells [offset, offset + count) with [0, size). Return the overlap as two slices, the first counted
-    from cell 0, and the second from cell `offset`."""
+    """Intersect the cells [offset, offset + count) with [0, size). Return the overlap as two slices, first relative to
+    cell 0 and then relative to cell `offset`."""
     a = max(offset, 0)
     b = max(min(offset + count, size), a)
     return slice(a, b), slice(a - offset, b - offset)
@@ -259,6 +261,6 @@ def slice_dim(xp: Any, dim: int, cells: Any) -> Index:
 
 
 def to_device_index(xp: Any, cells: Any) -> Any:
-    """Return a slice unchanged, and convert an index array to an array of the module `xp`."""
+    """Return `cells` as an array of the module `xp` if it is an index array, and unchanged if it is a slice."""
     plain = isinstance(cells, slice) or xp is np or getattr(xp, "holds_no_data", False)
     return cells if plain else xp.asarray(cells)

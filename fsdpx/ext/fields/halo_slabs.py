@@ -1,7 +1,8 @@
-"""Halo exchange of a partitioned field, forward and backward, overlapped with computing on the rank's own cells.
+"""Halo exchange of a partitioned field, in the forward and backward passes, overlapped with computation on the rank's
+own cells.
 
-A layer can take the halo as separate slabs, which are blocks of cells next to the rank's part, so that the part is not
-copied. Alternatively, it can take a single array that contains the part and its halo."""
+A layer can take the halo as separate slabs, which are blocks of cells next to the rank's part. The part is then not
+copied. Alternatively, a layer can take a single array that contains both the part and its halo."""
 
 from __future__ import annotations
 
@@ -30,27 +31,27 @@ HALO, HALO_GRADIENT = 2, 3
 
 
 class HaloBox(NamedTuple):
-    """A block of cells. `offset` is the position of its first cell in the array of own cells and halo, along each cell
-    dim."""
+    """A block of cells. `offset` is the position of its first cell, along each cell dim, in the array of own cells and
+    halo."""
 
     offset: tuple[int, ...]
     cells: Array
 
 
 def _get_halo_plan(env: LayerContext, halos: Sequence[HaloSpec], shape: Sequence[int]) -> HaloPlan:
-    """Return the cached plan of this rank's halo exchange for a part of `shape`."""
+    """Return the cached plan of this rank's halo exchange for a part of shape `shape`."""
     return make_halo_plan(env.xp, tuple(halos), tuple(shape), tuple([line.rank for line in env.mesh.domain]))
 
 
 def _intersect_box(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[slice, ...], ...]:
-    """Intersect a box with the array of own cells and halo, whose shape is `sizes`. Return the index of the overlap in
-    the array, and its index in the box."""
+    """Intersect the box at `offset`, of shape `shape`, with the array of own cells and halo, whose shape is `sizes`.
+    Return the index of the overlap in the array, and its index in the box."""
     rows = [find_overlap_slices(*row) for row in zip(offset, shape[2:], sizes[2:], strict=True)]
     return tuple((slice(None), slice(None), *one) for one in zip(*rows, strict=True))
 
 
 class HaloSlabs:
-    """A halo exchange in progress. The constructor starts the messages along the first dim.
+    """A halo exchange in progress. The constructor starts to send and receive along the first dim.
 
     Attributes
     ----------
@@ -72,7 +73,8 @@ class HaloSlabs:
         return self.boxes[1:]
 
     def _start_next_exchange(self) -> Any:
-        """Start the messages along the next dim, and return (slabs, receives, sends), or None after the last dim."""
+        """Start to send and receive along the next dim. Return (slabs, receives, sends), or None if all dims have been
+        exchanged."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
@@ -103,11 +105,11 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._padding_value  # no message fills corner cells beyond the ends of the field
+            flat[...] = self._padding_value  # corner cells beyond the ends of the field arrive in no message
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:
-        """Copy local cells into a message or slab, as the plan `own` says."""
+        """Copy local cells into a message or slab, as planned in `own`."""
         for number, there, here in own.copies:
             message[there] = self.boxes[number].cells[here]
 
@@ -115,10 +117,11 @@ class HaloSlabs:
 def exchange_slab_gradients(
     env: LayerContext, halos: Sequence[HaloSpec], boxes: list[HaloBox], compute_own: Callable[[], Array]
 ) -> Array:
-    """Send the gradients of halo cells to the ranks that own these cells, and return the gradient of this rank's part.
+    """Send the gradients of halo cells to the owners of these cells, and return the gradient of this rank's part.
 
-    `boxes` holds the box of own cells, followed by boxes with the gradients of all slabs. `compute_own` is called
-    while messages are in flight, and returns the gradient of own cells. Received gradients are added in rank order."""
+    `boxes` holds the box of own cells, followed by boxes with the gradients of all slabs. `compute_own` is called while
+    messages are in flight, and must return the gradient of own cells, to which received gradients are added in rank
+    order."""
     lines, found, boxes = _get_halo_plan(env, halos, boxes[0].cells.shape).lines, None, list(boxes)
     for line in reversed(lines):
         kept = len(boxes) - len(line.slabs)
@@ -140,9 +143,9 @@ def exchange_slab_gradients(
 def _start_gradient_exchange(
     env: LayerContext, line: HaloLine, dtype: Any, slabs: list[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Start the messages with gradients of halo cells along one dim.
+    """Start to send and receive gradients of halo cells along one dim.
 
-    Returns (handle, cells, buffer) of each receive, and the handles of the sends."""
+    Returns (handle, cells, buffer) for each receive, and the handles of the sends."""
     xp, what, arriving, leaving = env.xp, env.random.path, [], []
     for message in line.leaving:
         flat, cells = _make_message_buffer(xp, message.shape, dtype)
@@ -157,18 +160,18 @@ def _start_gradient_exchange(
 
 
 def _add_message_gradients(boxes: list[HaloBox], own: OwnCells, message: Array) -> None:
-    """Add the gradients in a message or slab to the local cells from which it was copied in forward."""
+    """Add the gradients in a message or slab to the local cells that were copied into it in the forward pass."""
     for number, there, here in own.adds:
         out = boxes[number].cells[here]
         out += message[there]
 
 
 def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], padding_value: float = 0.0) -> Array:
-    """Return this rank's part `x` of a field with its halo around it, in one array. Communicates with the ranks that
+    """Return one array with `x`, this rank's part of a field, and the halo around it. Communicates with the ranks that
     own the halo cells.
 
-    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". In corners, where fixed values
-    of two dims meet, the value of the last dim applies."""
+    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". Where the fixed values of
+    several dims meet in a corner, that of the last dim applies."""
     for halo in halos:
         if halo.ghosts:
             x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]
@@ -189,7 +192,7 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
 
 
 def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value: float) -> None:
-    """Set the cells of `y` beyond those ends of the field where the padding has a fixed value."""
+    """Set the cells of `y` beyond the ends of the field to the fixed value of the padding, at each end that has one."""
     start, _ = halo.needs[get_rank_along(env, halo.cuts, halo.dim - 2)]
     low, high = (max(end.cell - start, 0) for end in halo.field_ends)
     for side, cells in zip(halo.padding_sides, (slice(0, low), slice(high, None)), strict=True):
@@ -198,10 +201,10 @@ def _fill_beyond_ends(env: LayerContext, y: Array, halo: HaloSpec, padding_value
 
 
 def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpec]) -> Array:
-    """Return the gradient of this rank's part, given the gradient `dy` of the part with its halo.
+    """Return the gradient of this rank's part, given the gradient `dy` of the array with the part and its halo.
 
-    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the owner of the cell and added
-    there."""
+    This is the adjoint of `exchange_halo`: the gradient of each halo cell is sent to the owner of the cell, where it is
+    added."""
     shape, mine = list(dy.shape), [halo for halo in halos if not halo.is_covered_by_ghosts]
     for halo in mine:
         start, stop = halo.available_intervals[get_rank_along(env, halo.cuts, halo.dim - 2)]
@@ -227,26 +230,27 @@ def exchange_halo_backward(env: LayerContext, dy: Array, halos: Sequence[HaloSpe
 
 
 def _make_message_buffer(xp: Any, shape: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """Allocate a message buffer, and return it both flat and as a view of `shape` with channels last in memory."""
+    """Allocate a message buffer, and return it both as a flat array and as a view of shape `shape` with channels last
+    in memory."""
     flat = xp.empty((math.prod(shape),), dtype=dtype)
     cells = flat.reshape(shape[0], *shape[2:], shape[1])
     return flat, cells.transpose(0, cells.ndim - 1, *range(1, cells.ndim - 1))
 
 
 def _empty_like(xp: Any, x: Array, shape: Sequence[int]) -> Array:
-    """Return an uninitialized array of `shape` with the dtype of `x`, and channels last in memory if `x` has them
-    last."""
+    """Return an uninitialized array of shape `shape` with the dtype of `x`. It has channels last in memory if `x`
+    does."""
     last = xp is np and x.shape[1] > 1 and x.strides[1] == x.itemsize
     return _make_message_buffer(xp, shape, x.dtype)[1] if last else xp.empty(tuple(shape), dtype=x.dtype)
 
 
 class RepartitionField(Layer):
-    """Redistributes a field from one partition over the ranks to another, and drops its ghost cells.
+    """Redistributes a field from one partition over the ranks to another, and drops any ghost cells.
 
     Parameters
     ----------
     parts : partition of the input
-    wanted : partition of the output, which has the same number of cells
+    wanted : partition of the output, for the same number of cells
     """
 
     takes = "passed"

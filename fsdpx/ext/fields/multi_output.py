@@ -1,4 +1,4 @@
-"""Losses of models with several outputs, or with scalar outputs that every rank of a field holds in full."""
+"""Losses for models with several outputs, or with scalar outputs that every rank of a field holds in full."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["MultiOutputLoss", "bind_loss_to_outputs"]
 
 
 def bind_loss_to_outputs(loss: Loss, kinds: Sequence[Kind]) -> Loss:
-    """Return the loss for outputs that are distributed over ranks as `kinds` says: the partition of a field, or
-    `Replicated` for scalars. A loss of several outputs other than `MultiOutputLoss` is returned unchanged."""
+    """Return `loss`, adapted to outputs that are distributed as in `kinds`: the partition of a field, or `Replicated`
+    for scalars. If there are several outputs, a loss other than `MultiOutputLoss` is returned unchanged."""
     if len(kinds) > 1:
         return loss.bind_kinds(kinds) if isinstance(loss, MultiOutputLoss) else loss
     return kinds[0].bind_loss(loss) if isinstance(kinds[0], FieldPartition) else _ScalarLoss(loss)
 
 
 class _ScalarLoss(WrappedLoss):
-    """Computes `loss` for an output that every rank of a field holds in full, and counts each sample once: total and
-    weight are divided by the number of these ranks."""
+    """Computes `loss` for an output that every rank of a field holds in full. Total and weight are divided by the
+    number of these ranks, so that each sample counts once."""
 
     def __init__(self, loss: Loss) -> None:
         super().__init__(loss)
@@ -41,27 +41,27 @@ class _ScalarLoss(WrappedLoss):
         return self.loss.backward(self._make_context_of_one_rank(env), saved, seed / env.mesh.parts.size)
 
     def _make_context_of_one_rank(self, env: LayerContext) -> LayerContext:
-        """Return a context in which a loss that sums over the parts of a field finds a single part."""
+        """Return a context in which the field has a single part, for losses that sum over the parts of a field."""
         return env if env.mesh.parts.size == 1 else replace(env, mesh=make_single_rank_axes())
 
 
 class MultiOutputLoss(Loss):
-    """Weighted sum of one loss for each output of a model: sum of w_i loss_i(output_i, target_i).
+    """Weighted sum of losses, one for each output of a model: the sum of w_i loss_i(output_i, target_i).
 
-    The target is a tuple with one array for each output. On a grid, the target of an output that is a field is passed
-    in parts, one by each rank. If the output is scalars (samples, n), every rank passes the full target. A number times
-    the loss multiplies all `loss_weights`.
+    The target is a tuple with one array for each output. On a grid, each rank passes its own part of the target if the
+    output is a field, and the full target if the output consists of scalars (samples, n). Multiplying this loss by a
+    number multiplies all `loss_weights`.
 
-    The sum is averaged over all samples. A loss with `skipna` is averaged over each sample first, and is 0 for samples
-    without a known target; samples for which no loss has a known target do not count. Other losses whose weight varies
-    from sample to sample, as with `ignore_index`, are means over the samples of a microbatch, so that the result
-    depends on the number of microbatches. One all-reduce of 8 bytes per loss, or per sample with `skipna`, sums over
-    the parts of a field.
+    The sum is averaged over all samples. A loss with `skipna` is first averaged within each sample, and is 0 for
+    samples without a known target; samples for which no loss has a known target do not count. Other losses whose weight
+    varies from sample to sample, as with `ignore_index`, are averaged over each microbatch, so the result depends on
+    the number of microbatches. One all-reduce of 8 bytes per loss, or per sample with `skipna`, sums over the parts of
+    a field.
 
     Parameters
     ----------
-    losses : the loss of each output, in the order of the model's outputs
-    loss_weights : the number w_i of each loss; default None: all 1
+    losses : one loss for each output, in the order of the model's outputs
+    loss_weights : the weight w_i of each loss; default None: all weights are 1
     """
 
     def __init__(self, *losses: Loss, loss_weights: Sequence[float] | None = None) -> None:
@@ -96,7 +96,7 @@ class MultiOutputLoss(Loss):
     __rmul__ = __mul__
 
     def bind_kinds(self, kinds: Sequence[Kind]) -> MultiOutputLoss:
-        """Return the loss for outputs that are distributed over ranks as `kinds` says.
+        """Return this loss, adapted to outputs that are distributed over ranks as in `kinds`.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ class MultiOutputLoss(Loss):
 
         Raises
         ------
-        ConfigError : if the numbers of outputs and losses differ
+        ConfigError : if the number of outputs differs from the number of losses
         """
         self._require_output_count(len(kinds))
         bound = (bind_loss_to_outputs(loss, [kind]) for loss, kind in zip(self.losses, kinds, strict=True))

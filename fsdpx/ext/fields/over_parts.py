@@ -1,4 +1,4 @@
-"""Conversion of a model of full fields into the model that each rank runs on its part, with halo exchanges and changes
+"""Converts a model of full fields into the model that each rank runs on its part, and adds halo exchanges and changes
 of partition where needed."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = [
 
 
 class TakesScalars:
-    """Base class for layers that take scalars next to a field. Scalars are an array (samples, n) that every rank of the
-    field holds in full."""
+    """Base class for layers that take scalars in addition to a field. Scalars are an array (samples, n) that every rank
+    of the field holds in full."""
 
     scalar_inputs: tuple[int, ...] = ()
     """Indices of the inputs that are scalars."""
@@ -47,8 +47,9 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
     """Convert `model`, which takes full fields, to the model that each rank runs on its part. Return the converted
     model and the partition of its only output. Communicates nothing.
 
-    `parts` is the partition of the input; an output with the same number of cells gets the same partition. Raises
-    ConfigError with the path of the first layer that cannot run on a part, or if the output is not one field."""
+    `parts` is the partition of the input. If the output has the same number of cells, it gets the same partition.
+    Raises ConfigError if a layer cannot run on a part (the message contains the path of the first such layer), or if
+    the output is not a single field."""
     made, _, kinds = partition_model_of_fields(model, (parts,))
     if len(kinds) != 1 or not isinstance(kinds[0], FieldPartition):
         raise ConfigError(f"domain=: {type(model).__name__} must return one field, not {', '.join(map(str, kinds))}")
@@ -58,10 +59,10 @@ def partition_model(model: Layer, parts: FieldPartition) -> tuple[Layer, FieldPa
 def partition_model_of_fields(
     model: Layer, parts: Sequence[FieldPartition], known: Sequence[FieldPartition] = ()
 ) -> PartitionedModel:
-    """Convert a model as `partition_model` does. It may have several inputs and outputs, which are fields or scalars.
+    """Convert a model as `partition_model` does, but allow several inputs and outputs, which may be fields or scalars.
 
-    `parts` are the partitions of the inputs that are fields, one for all or one for each. An output with as many cells
-    as one of them, or else as one of the partitions `known`, gets that partition."""
+    `parts` are the partitions of the inputs that are fields: one for all of them, or one for each. An output that has
+    the same number of cells as one of these partitions, or else as one of those in `known`, gets that partition."""
     scalars = find_scalar_inputs(model)
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
@@ -88,7 +89,7 @@ def partition_model_of_fields(
 
 
 class _LayerPerInput(Layer):
-    """Applies a layer, or none, to each input."""
+    """Applies a separate layer to each input, or leaves the input unchanged."""
 
     takes = "passed"
 
@@ -107,7 +108,7 @@ class _LayerPerInput(Layer):
 
 
 def _apply_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
-    """Return `model` with a layer applied to some of its outputs. `shifts` maps the number of an output to the
+    """Return a model that applies layers to some outputs of `model`. `shifts` maps the index of an output to its
     layer."""
     if not isinstance(model, Container):
         return WithInputOutput(model, None, shifts[0]) if shifts else model
@@ -120,20 +121,20 @@ def _apply_to_outputs(model: Layer, shifts: Mapping[int, Layer]) -> Layer:
 
 
 def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
-    """Return, for each input of a model, whether it is scalars (True), which every rank holds in full, or a field
-    (False).
+    """Return, for each input of a model, True if it consists of scalars, which every rank holds in full, or False if it
+    is a field.
 
-    An input is scalars if a layer reads it that cannot run on a part of a field, such as `Linear`, or that takes
-    scalars there, such as `FiLM`; elementwise layers may lie between. If this makes all inputs scalars, return False
-    for all; sharding the model then raises an error that names the layer that cannot run on a part."""
+    An input is taken to be scalars if it is read, directly or through elementwise layers, by a layer that cannot run on
+    a part of a field, such as `Linear`, or that expects scalars, such as `FiLM`. If all inputs would be scalars, return
+    False for all of them; sharding the model then raises an error that names the layer that cannot run on a part."""
     count = len(list_input_names(model))
     found = tuple(_find_scalar_reads(model, count, [False] * model.n_outputs))
     return (False,) * count if all(found) else found
 
 
 def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iterable[bool]:
-    """Return, for each of the `count` inputs of a layer, whether it must be scalars. `wanted` says the same of each of
-    its results."""
+    """Return, for each of the `count` inputs of a layer, whether it must be scalars. `wanted` says, for each output,
+    whether it must be scalars."""
     if isinstance(layer, Container):
         reads = dict(zip(layer.outputs, wanted, strict=True))
         for step in reversed(layer.steps):
@@ -147,13 +148,13 @@ def _find_scalar_reads(layer: Layer, count: int, wanted: Sequence[bool]) -> Iter
         return [i in layer.scalar_inputs for i in range(count)]
     if layer.fields or layer.acts_on == "element":
         return [wanted[0]] * count
-    # a layer with the attribute `parts` runs on a part of a field
+    # a layer with the attribute `parts` can run on a part of a field, so its inputs need not be scalars
     return [not (layer.takes_ghosts or hasattr(layer, "parts"))] * count
 
 
 def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Raise ConfigError if `reader` cannot process its inputs together because some are fields and some are scalars, or
-    if it would compute statistics of scalars over ranks that all hold the same scalars."""
+    """Raise ConfigError if `reader` cannot combine its inputs because some are fields and others are scalars, or if it
+    would compute statistics of scalars over ranks that all hold the same scalars."""
     fields = sum(isinstance(kind, FieldPartition) for kind in kinds)
     if 0 < fields < len(kinds) and not isinstance(reader, Container | TakesScalars):
         got = ", ".join(map(str, kinds))
@@ -167,10 +168,11 @@ def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redist
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the layer that drops its ghost cells, or None if they may stay.
+    """Return, for each input of `reader`, the redistribution that drops its ghost cells, or None if it has none or they
+    may stay.
 
-    `kinds` says how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot use them, or
-    if its inputs have different partitions."""
+    `kinds` describes how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot take
+    them, or if its inputs have different partitions."""
     partitions = {kind for kind in kinds if isinstance(kind, FieldPartition)}
     takes = isinstance(reader, Container) or (_can_take_ghosts(reader) and len(partitions) == 1)
     return [
@@ -182,12 +184,11 @@ def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistributi
 
 
 def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution to a common partition, or None if the input already has
-    this partition.
+    """Return, for each input of `reader`, the redistribution to a common partition, or None if none is needed.
 
-    `kinds` says how each input is distributed over the ranks. Fields of the same shape can have different partitions,
-    for example after odd strides. The common partition is the one whose largest part is smallest; of several such
-    partitions, it is the first."""
+    `kinds` describes how each input is distributed over the ranks. Fields of the same shape can have different
+    partitions, for example after odd strides. The common partition is the one whose largest part is the smallest. Ties
+    go to the first partition."""
     first = min(
         (kind for kind in kinds if isinstance(kind, FieldPartition)),
         key=lambda kind: kind.largest_part_cells,
@@ -203,5 +204,5 @@ def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistri
 
 def _can_take_ghosts(layer: Layer) -> bool:
     """Return whether a layer accepts inputs with ghost cells. It does if it reads ghost cells, or if it acts on each
-    element separately and so keeps them in its output."""
+    element separately, so that its output has ghost cells as well."""
     return layer.takes_ghosts or layer.acts_on == "element"

@@ -28,17 +28,18 @@ uniform to compare."""
 
 
 def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], x: Any) -> Ends:
-    """Return hashes of the first and last rows of this rank's part along each dim, so that neighbors can compare them.
+    """Return hashes of the first and last rows of cells of this rank's part along each dim, for comparison with those
+    of neighbors.
 
-    `x` is an input (samples, channels, *cells), whose first sample is hashed. `local_shape` is the number of cells of
-    the part, and `ghosts` the widths of ghost cells around the part in `x`."""
+    `x` is an input (samples, channels, *cells), of which the first sample is hashed. `local_shape` is the number of
+    cells of the part along each dim, and `ghosts` are the widths of ghost cells around the part in `x`."""
     found: Ends = []
     for dim in range(len(local_shape)):
         found.append([])
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
             for d, (n, (before, _)) in enumerate(zip(local_shape, ghosts, strict=True)):
-                edge = width if d != dim and n > 2 * width else 0  # solvers may leave corner ghost cells unfilled
+                edge = width if d != dim and n > 2 * width else 0  # leave out corners, which solvers may not fill
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width
@@ -50,8 +51,8 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     """Return a hash of the first (`end` = 1) or last (`end` = -1) `width` rows along `dim`.
 
-    Returns None if the rows are too uniform to compare: two neighboring rows are equal, or the rows equal the next
-    `width` rows inward."""
+    Returns None if the rows are too uniform to compare, because two neighboring rows are equal, or because the rows
+    equal the next `width` rows inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows
@@ -63,12 +64,12 @@ def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
 
 
 def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], ends: Sequence[Ends]) -> dict[str, int]:
-    """Return a dict of dim letter -> number of rows that neighboring parts have in common. Dims without overlap are
-    left out.
+    """Return, as a dict of dim letter -> count, the number of rows that neighboring parts have in common. Dims without
+    overlap are left out.
 
-    A dim overlaps if all pairs of neighbors that can be compared have rows in common. `dims` gives the number of ranks
-    along each dim, `letters` its name, and `periods` whether it is periodic. `ends` are the hashes of all ranks of the
-    field, in the order of the grid."""
+    Parts overlap along a dim if all pairs of neighbors that can be compared have rows in common. For each dim, `dims`
+    holds the number of ranks, `letters` the name, and `periods` whether it is periodic. `ends` holds the hashes from
+    all ranks of the field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):
@@ -85,8 +86,8 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
 
 
 def make_overlap_warning(shared: dict[str, int]) -> str:
-    """Return the text of a warning that parts overlap, with advice. `shared` has the number of shared rows along each
-    dim."""
+    """Return a warning that parts overlap, with advice. `shared` holds the number of shared rows along each dim that
+    overlaps."""
     rows = ", ".join(f"{letter} ({width} rows)" for letter, width in shared.items())
     widths = set(shared.values())
     each = f"{widths.pop() // 2}" if len(widths) == 1 and not min(widths) % 2 else "((low, high), ...)"
@@ -100,11 +101,11 @@ def make_overlap_warning(shared: dict[str, int]) -> str:
 def describe_padding_conflict(
     model: Layer, letters: Sequence[str], periods: Sequence[bool], ghosts: Sequence[GhostWidths]
 ) -> str:
-    """Return a warning about the first layer whose padding, or other treatment of the ends of a dim, conflicts with the
-    grid's periodicity, or "" if there is none.
+    """Return a warning about the first layer whose padding, or other handling of the ends of a dim, conflicts with the
+    grid's periodicity. Return "" if there is no such layer.
 
-    If no dim is periodic, nothing is reported, because the periods may be unknown. Along dims with ghost cells, the
-    model's first convolution or pool is not checked, because ghost cells replace its padding."""
+    If no dim is periodic, there is no warning, because the caller may not have specified the periods. Along dims with
+    ghost cells, the model's first convolution or pool is not checked, because ghost cells replace its padding."""
     windows = 0
     for path, layer in iterate_inner_layers(model) if any(periods) else ():
         if not isinstance(layer, FieldLayer):

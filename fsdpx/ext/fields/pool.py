@@ -1,4 +1,4 @@
-"""Pools over fields of one to three dims: the maximum or the mean of the cells under a window."""
+"""Pooling over fields of one to three dims: the maximum or the mean of the cells under a window."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Pool(WindowLayer):
-    """Base class for pools over the cells under a sliding window. Partitioned fields are treated as in `Conv`."""
+    """Base class for pooling over the cells under a sliding window. Partitioned fields are handled as in `Conv`."""
 
     padding_value: ClassVar[float] = 0.0
     """Value beyond the ends of a field."""
@@ -53,10 +53,11 @@ class Pool(WindowLayer):
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
     def exchange_window_halo(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
-        """Exchange the halo that this rank's windows need. Communicates with neighboring ranks.
+        """Exchange the halo that this rank's windows need, and return all cells under them. Communicates with
+        neighboring ranks.
 
-        Returns the cells under the windows, the halo specs, the windows, and the number of outputs along each dim.
-        Raises ShapeError if no window fits into the field."""
+        Returns the cells, the halo specs, the windows, and the number of outputs along each dim. Raises ShapeError if
+        no window fits into the field."""
         require_field_shape(self, x, self.dims)
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         strides = self.window.make_window_strides(tuple(-pad for pad in kernel_padding))
@@ -67,14 +68,14 @@ class MaxPool(Pool):
     """Max pooling: the maximum under each window of (samples, channels, *cells). Base class of `MaxPool1d`,
     `MaxPool2d` and `MaxPool3d`.
 
-    If several cells have the maximum, the first gets the gradient. NaN counts as larger than any number.
+    If several cells have the maximum, the first gets the gradient. NaN compares greater than any number.
 
     Parameters
     ----------
     kernel_size : size of the window: one number for all dims, or one per dim; the same holds for stride, padding and
         dilation
     stride : number of cells by which the window moves; default None: kernel_size
-    padding : number of cells of -inf beyond each end, at most half of kernel_size; default 0
+    padding : number of padding cells with value -inf beyond each end, at most half of kernel_size; default 0
     dilation : distance between the cells of a window; default 1
     ceil_mode : whether windows that begin inside the field and reach beyond its end also produce outputs; default
         False
@@ -108,8 +109,8 @@ class AvgPool(Pool):
     Parameters
     ----------
     kernel_size, stride, padding, ceil_mode : as in `MaxPool`; padding cells are 0
-    count_include_pad : whether padding cells count in the mean; default True
-    divisor_override : divisor of the sums, instead of the number of cells; default None
+    count_include_pad : whether the mean includes padding cells; default True
+    divisor_override : number by which sums are divided, instead of the number of cells; default None
     """
 
     kernel_names = ("avg_pool", "avg_pool_backward")
@@ -182,13 +183,13 @@ class AdaptiveAvgPool(FieldLayer):
     class of `AdaptiveAvgPool1d`, `AdaptiveAvgPool2d` and `AdaptiveAvgPool3d`.
 
     Along a dim with n cells and o outputs, output i is the mean of the cells from floor(i n / o) up to, but not
-    including, ceil((i + 1) n / o). On a grid of ranks, each rank sums over its own cells, and an all-reduce in forward
-    and one in backward add up these sums. The output is a field partitioned over the same ranks; with output_size 1,
-    the first rank with cells holds it.
+    including, ceil((i + 1) n / o). On a grid of ranks, each rank sums over its own cells, and an all-reduce adds up
+    these sums, once in the forward pass and once in the backward pass. The output is a field that is partitioned over
+    the same ranks; with output_size 1, it is held by the first rank that has cells.
 
     Parameters
     ----------
-    output_size : number of output cells: one number for all dims or one for each; 1 is the mean over the full field
+    output_size : number of output cells: one number for all dims, or one per dim; 1 means a mean over the full field
     """
 
     kernel_names = ("multiply_along_dim",)
@@ -198,7 +199,8 @@ class AdaptiveAvgPool(FieldLayer):
         self._many = expand_to_dims(self, "output_size", output_size, self.dims, 1)
 
     def partition_outputs(self, parts: FieldPartition) -> FieldPartition:
-        """Return how the outputs are partitioned: each belongs to the rank that owns the first cell of its window."""
+        """Return how the outputs are partitioned. Each output belongs to the rank that owns the first cell of its
+        window."""
         rows = zip(parts.cuts, self._many, strict=True)
         return parts.with_cuts(
             tuple(make_output_cuts(cuts, [-(-cut * many // cuts[-1]) for cut in cuts], many) for cuts, many in rows)

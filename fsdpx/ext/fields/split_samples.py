@@ -1,4 +1,4 @@
-"""`SplitSamples`: the common base of the sample layouts in which several ranks hold parts of each sample."""
+"""`SplitSamples`: the base class of the sample layouts in which several ranks hold parts of each sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SplitSamples(ABC):
     ----------
     input_kinds, output_kinds : how each input and output of the model is distributed: a partition, or `Replicated` for
         scalars (samples, n), which every rank holds in full
-    axes : the communicators of the ranks
+    axes : the communicators of the mesh on this rank
     """
 
     input_kinds: tuple[Kind, ...]
@@ -42,7 +42,7 @@ class SplitSamples(ABC):
     def to_caller_layout(self, array: Any, batched: bool) -> Any: ...
 
     def get_first_split_input(self, inputs: Sequence[Any]) -> Any:
-        """Return the first of the model's inputs of which each rank holds a part."""
+        """Return the first model input that is split, that is, of which each rank holds a part."""
         return next(x for x, kind in zip(inputs, self.input_kinds, strict=True) if isinstance(kind, FieldPartition))
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
@@ -59,17 +59,17 @@ class SplitSamples(ABC):
 
     @property
     def has_scalars(self) -> bool:
-        """Whether an input or output of the model is scalars."""
+        """Whether any input or output of the model consists of scalars."""
         return not all(isinstance(kind, FieldPartition) for kind in (*self.input_kinds, *self.output_kinds))
 
     def all_gather_checks(self, inputs: Sequence[Any], targets: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
-        """All-gather the value `mine` of each rank that holds a part of the same samples. Return the values in the
-        order of the parts, and a warning if these ranks pass different scalars as inputs or as targets ("" if they do
+        """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the
+        order of the parts, and a warning if these ranks pass different scalars as inputs or targets ("" if they do
         not)."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
-        if len(targets) == len(self.output_kinds):  # else the loss takes one target for several outputs
+        if len(targets) == len(self.output_kinds):  # otherwise, a single target is for several outputs
             rows += [("scalar targets", *pair) for pair in zip(targets, self.output_kinds, strict=True)]
         scalars = [
             (what, zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes()))
@@ -110,15 +110,15 @@ class SplitSamples(ABC):
     def compute_part_shapes(
         self, shape: tuple[int, ...], kind: FieldPartition
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes that an output must have on the whole domain and on this rank's part. The output is
-        distributed as `kind`, and has `shape` if the model runs on whole samples."""
+        """Return the shapes that an output must have for the whole domain and for this rank's part. The output is
+        distributed as `kind`. `shape` is its shape when the model runs on whole samples."""
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
         found = []
         for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
             if isinstance(kind, FieldPartition):
                 wanted, local = self.compute_part_shapes(tuple(shape), kind)
-                if tuple(shape) != wanted:  # otherwise a loss would compare parts of different shapes
+                if tuple(shape) != wanted:  # if allowed, a loss would compare parts of different shapes
                     raise ShapeError(
                         f"output {i} of the model is {tuple(shape)} for the whole {self.whole}, and must be {wanted}: "
                         "a layer changes the number of cells or rows without saying so"
@@ -131,8 +131,8 @@ class SplitSamples(ABC):
         return found
 
     def to_model_scalars(self, array: Any, name: str, batched: bool) -> Any:
-        """Return scalars of the caller as (samples, n), or as (samples,). Raise DataError if they have other dims.
-        Errors refer to them by `name`."""
+        """Return scalars from the caller as (samples, n), or as (samples,). Raise DataError, with the array's `name`,
+        if they have other dims."""
         if array.ndim not in ((1, 2) if batched else (0, 1)):
             wanted = "(samples, n)" if batched else f"(n,), as the {self.whole.removesuffix('s')} has no dim of samples"
             raise DataError(

@@ -1,5 +1,4 @@
-"""Reconstruction of the Cartesian grid of ranks from the cells that each rank holds, for ranks numbered in
-any order."""
+"""Reconstructs the Cartesian grid of ranks from the cells that each rank holds. Ranks may be numbered in any order."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
     Raises
     ------
-    ConfigError : if parts overlap, leave a gap, or are not the slabs of a grid
+    ConfigError : if parts overlap, leave a gap, or do not form a Cartesian grid
     """
     _require_distinct_parts(parts, letters, rank0)
     lines = [_find_slabs(parts, dim, letters, rank0) for dim in range(len(letters))]
@@ -58,10 +57,10 @@ def find_tiling(parts: Sequence[Part], letters: str, rank0: int = 0) -> Tiling:
 
 
 def _find_slabs(parts: Sequence[Part], dim: int, letters: str, rank0: int) -> list[Interval]:
-    """Return the slabs of a dim, which are the intervals [start, stop) into which the ranks divide it, in order. Raise
+    """Return, in order, the slabs of a dim: the intervals [start, stop) into which the ranks divide it. Raise
     ConfigError if slabs overlap or leave a gap.
 
-    All slabs have the same number of ranks. Several slabs without cells may be at the same position."""
+    Each slab is held by the same number of ranks. Several slabs without cells may be at the same position."""
     counts, stop, before = Counter(part[dim] for part in parts), 0, None
     for interval in sorted(counts):
         if interval[0] != stop:
