@@ -1,4 +1,4 @@
-"""The default communicator of the process, or of each rank that `spawn` runs as a thread, and the rank and size of
+"""The default communicator of this process (or of each rank that `spawn` runs as a thread), and the rank and size of
 this process."""
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DefaultCommunicator:
-    """The communicator that the functional API uses if none is passed, with its related data.
+    """The communicator that the functional API uses if the caller passes none, and data that belong to it.
 
     Attributes
     ----------
     local_rank : number of this rank on its host
-    owned_communicators : communicators to close together with `comm`
-    of_thread : whether it belongs to a rank that `spawn` runs as a thread
-    agreement : compares the calls of the functional API between ranks; None if the communicator does so itself"""
+    owned_communicators : communicators that are closed together with `comm`
+    of_thread : whether the communicator belongs to a rank that `spawn` runs as a thread
+    agreement : compares the calls of the functional API between ranks; None if `comm` itself compares them"""
 
     comm: Communicator
     local_rank: int
@@ -49,7 +49,7 @@ _script_communicator: list[tuple[int, int]] = []
 
 @contextmanager
 def using_communicator(comm: Communicator) -> Iterator[None]:
-    """Return a context manager that makes `comm` the default communicator of this thread."""
+    """Context manager that makes `comm` the default communicator of this thread."""
     token = _thread_default.set(DefaultCommunicator(comm, comm.rank, of_thread=True))
     try:
         yield
@@ -58,13 +58,13 @@ def using_communicator(comm: Communicator) -> Iterator[None]:
 
 
 def set_default(default: DefaultCommunicator | None) -> None:
-    """Set the default communicator of the process; None removes it."""
+    """Set the default communicator of this process. None removes it."""
     _process_default[0] = default
 
 
 def record_script_rank_and_size(comm: Communicator) -> None:
-    """Record that the script passes its own communicator, so that `pop_script_rank_and_size` can return its rank and
-    size."""
+    """Record the rank and size of a communicator that the script has passed, for `pop_script_rank_and_size`. Do nothing
+    if the default communicator already provides them."""
     opened = get_default()
     if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
         _script_communicator[:] = [(comm.rank, comm.size)]
@@ -77,8 +77,8 @@ def pop_script_rank_and_size() -> tuple[int, int] | None:
 
 
 def format_comm_argument(comm: Any) -> str | None:
-    """Return the argument `comm=` as text that ranks can compare. Return None for the default communicator, even if it
-    was passed explicitly."""
+    """Return a description of the argument `comm`, which ranks can compare. Return None for the default communicator,
+    even if it was passed explicitly."""
     opened, comm = get_default(), to_mpi4py(comm)
     require_valid_intracomm(comm)
     return None if comm is None or (opened is not None and comm is opened.comm) else type(comm).__name__
@@ -91,8 +91,8 @@ def to_mpi4py(comm: Any) -> Any:
 
 
 def require_valid_intracomm(comm: Any) -> None:
-    """Raise ConfigError if `comm` is an intercommunicator, or if it is MPI.COMM_NULL, which MPI returns to ranks
-    outside of a new communicator."""
+    """Raise ConfigError if `comm` is an intercommunicator or MPI.COMM_NULL. MPI returns MPI.COMM_NULL to ranks that do
+    not belong to a new communicator."""
     if not type(comm).__module__.startswith("mpi4py"):
         return
     if not comm:
@@ -102,23 +102,24 @@ def require_valid_intracomm(comm: Any) -> None:
 
 
 def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
-    """Return the `value` of each rank, in rank order. `comm` may be an mpi4py communicator. Collective."""
+    """Gather `value` from all ranks of `comm`, in rank order. `comm` may be an mpi4py communicator. Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
 
 
 def get_default() -> DefaultCommunicator | None:
-    """Return the default communicator of this thread, else that of the process, else None."""
+    """Return the default communicator of this thread or, if it has none, the one of this process. Return None if there
+    is neither."""
     return _thread_default.get() or _process_default[0]
 
 
 class RankInfo(NamedTuple):
-    """The rank of this process and the number of ranks.
+    """The rank of this process, and the number of ranks.
 
     Attributes
     ----------
-    rank, size : rank of this process among `size` ranks
-    local_rank : number of this process on its host; None if unknown
-    world : text that says among which ranks, such as "all ranks that the launcher started"
+    rank, size : rank of this process, and number of ranks
+    local_rank : number of this process on its host; None if it is unknown
+    world : description of the ranks that are counted, such as "all ranks that the launcher started"
     """
 
     rank: int
@@ -129,10 +130,10 @@ class RankInfo(NamedTuple):
 
 def get_rank_info() -> RankInfo:
     """Return the rank and size in the communicator that `fsdpx.init()` opened. Before `fsdpx.init()`, return the rank
-    and size in MPI_COMM_WORLD if MPI is initialized, else the numbers that the launcher has set.
+    and size in MPI_COMM_WORLD if MPI is initialized, and otherwise those that the launcher has set in the environment.
 
-    Raises LaunchError if environment variables say that this process is one of several ranks but not which one, and
-    ConfigError if the launcher does not set rank and size."""
+    Raise LaunchError if the environment shows that this process is one of several ranks, but not which one. Raise
+    ConfigError if there is a launcher but it has not set rank and size."""
     opened = get_default()
     if opened is not None:
         world = "a thread rank of fsdpx.spawn" if opened.of_thread else "the communicator of fsdpx.init()"
@@ -152,9 +153,9 @@ def get_rank_info() -> RankInfo:
 
 
 def get_running_mpi() -> Any:
-    """Return `mpi4py.MPI` if MPI is loaded, initialized and not finalized, else None. Never loads MPI."""
+    """Return `mpi4py.MPI` if MPI is loaded, initialized and not finalized, and None otherwise. This never loads MPI."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    # while mpi4py.MPI is being imported, it has no attributes yet
+    # `hasattr` is needed because the module has no attributes yet while it is being imported
     runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()
     return mpi if runs else None
 
@@ -164,8 +165,8 @@ _compared_arguments: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", d
 
 @contextmanager
 def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
-    """Return a context manager that yields {name: text of the value} for `choices`. When a communicator is opened
-    inside the context, ranks check that they all pass the same `choices`."""
+    """Context manager that yields `choices` as {name: repr of the value}. If a communicator is opened inside the
+    context, its ranks check that they all have passed the same `choices`."""
     words = {name: repr(value) for name, value in choices.items()}
     token = _compared_arguments.set({**words, **_compared_arguments.get()})
     try:
@@ -175,5 +176,5 @@ def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
 
 
 def get_compared_arguments() -> Mapping[str, str]:
-    """Return the arguments registered by `comparing_arguments`, as {name: text of the value}."""
+    """Return the arguments that `comparing_arguments` has registered, as {name: repr of the value}."""
     return _compared_arguments.get()

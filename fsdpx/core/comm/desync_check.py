@@ -1,7 +1,8 @@
-"""Detect ranks that diverge: a communicator that compares each collective between ranks, and a comparison of settings.
+"""Detection of ranks that diverge: a communicator that compares each collective between ranks, and a comparison of
+settings.
 
-Settings are compared when ranks first exchange data, before any setting takes effect. A function registers its
-arguments with `comparing_arguments`, and a communicator that is opened inside that context compares them."""
+Settings are compared when ranks first exchange data, before any setting takes effect. Functions register their
+arguments with `comparing_arguments`, so that a communicator that is opened inside this context compares them."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ _FINGERPRINT_TAG = 7
 
 
 class CheckedCommunicator(CommunicatorWrapper):
-    """A communicator that, before a collective starts, compares the call between ranks through a separate channel.
+    """A communicator that compares each collective between ranks before it starts, through a separate channel.
 
-    Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root;
-    whatever only some ranks know is left out. If fingerprints differ, every rank raises DesyncError with the call of
-    each rank. If a rank does not arrive within `timeout` seconds, the other ranks raise DesyncError with its number.
-    Sends and receives are not checked. The exchange blocks, so calls that would otherwise overlap run one after the
-    other. It costs 256 bytes per peer and call."""
+    Ranks exchange a fingerprint of the operation, `what`, the dtype, the element count, the reduction and the root,
+    without values that only some ranks know. If fingerprints differ, all ranks raise a DesyncError that lists the call
+    of each rank. If a rank does not arrive within `timeout` seconds, the other ranks raise a DesyncError that names it.
+    Sends and receives are not checked. The exchange is blocking, so calls that would otherwise overlap run one after
+    another. For each call, a rank sends 256 bytes to each other rank."""
 
     def __init__(self, comm: Communicator, timeout: float = 10.0) -> None:
         super().__init__(comm)
@@ -62,11 +63,11 @@ class CheckedCommunicator(CommunicatorWrapper):
         return super().all_gather_object(obj)
 
     def close(self) -> None:
-        """Free the separate channel. The wrapped communicator stays open, because its owner closes it."""
+        """Close the separate channel. The wrapped communicator stays open; its owner must close it."""
         self._channel.close()
 
     def _agree_on_call(self, call: str) -> None:
-        """Wait until every rank has reached the same call; raise DesyncError on all ranks if their calls differ.
+        """Wait until all ranks have reached the same call. Raise DesyncError on all ranks if their calls differ.
         Collective."""
         if self.size == 1:
             return
@@ -75,7 +76,7 @@ class CheckedCommunicator(CommunicatorWrapper):
             raise make_desync_error(self._calls, calls)
 
     def _exchange_fingerprints(self, call: str) -> list[str]:
-        """Gather the call that each rank is about to make, in rank order. Collective."""
+        """Return descriptions of the calls that all ranks are about to make, in rank order. Collective."""
         self._calls += 1
         own_fingerprint = _encode_fingerprint(call)
         texts = np.zeros((self.size, _FINGERPRINT_BYTES), np.uint8)
@@ -102,8 +103,8 @@ class CheckedCommunicator(CommunicatorWrapper):
 
 
 def _encode_fingerprint(call: str) -> np.ndarray:
-    """Return the text `call` as an array of a fixed number of bytes. If the text is too long, its end is replaced by a
-    hash of the full text."""
+    """Encode the text `call` as an array with a fixed number of bytes. If the text is too long, its end is replaced by
+    a hash of the full text."""
     data = call.encode()
     if len(data) > _FINGERPRINT_BYTES:
         data = (
@@ -117,14 +118,15 @@ def _encode_fingerprint(call: str) -> np.ndarray:
 
 
 def make_desync_error(number: int, calls: Sequence[str]) -> DesyncError:
-    """Return the error for call `number` of a communicator, in which rank r made the call `calls[r]`."""
+    """Return the error for the case that ranks differ in their call number `number` of a communicator. Rank r has made
+    the call `calls[r]`."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
     )
 
 
 def format_calls_by_rank(calls: Mapping[int, str]) -> str:
-    """Return text that lists the distinct calls, each with the ranks that made it. `calls` maps ranks to calls."""
+    """Return a list of the distinct calls as text, each with the ranks that made it. `calls` maps ranks to calls."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
@@ -142,11 +144,12 @@ REMEDY = (
 def agree_on_settings(
     comm: Communicator, settings: Mapping[str, str], arguments: Mapping[str, str] | None = None
 ) -> None:
-    """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error names the ranks and
-    the settings that differ. Collective.
+    """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error lists what differs,
+    with the ranks that have each value. Collective.
 
-    `settings` and `arguments` map names to values as text. A setting that only some ranks have counts as different.
-    `arguments` are those of the function that this rank is calling; only arguments that all ranks pass are compared."""
+    `settings` and `arguments` map names to values as text. A setting that only some ranks have counts as a difference.
+    `arguments` are the arguments of the function that this rank is executing. Only those that all ranks pass are
+    compared."""
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
     names = dict.fromkeys(name for one in every_setting for name in one)

@@ -1,9 +1,9 @@
-"""Open the communicator of all ranks, either with the backend of a given name or around a communicator that the user
-passes.
+"""Open the communicator of all ranks, either with a backend that is chosen by name, or around a communicator that the
+user passes.
 
-The table `BACKENDS` is the registry; a new backend is one more entry. `spawn` runs a function on ranks that are
-threads. If ranks are processes, a failing rank ends the entire job as long as a trainer or a communicator opened here
-exists. The first uncaught exception in any thread is printed before the job is aborted."""
+Backends are registered in the table `BACKENDS`. `spawn` runs a function on ranks that are threads. If ranks are
+processes, a rank that fails ends the entire job as long as a trainer or a communicator opened here exists. The first
+uncaught exception in any thread is printed before the job is aborted."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _SECONDS_FOR_RANK_0 = 3.0
 
 
 def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `sys.excepthook` that ends all ranks at the first uncaught exception, after calling the script's own
-    hook `former`.
+    """Return a `sys.excepthook` that, at the first uncaught exception, calls the script's own hook `former` and then
+    ends all ranks.
 
-    Without this hook the job would hang: Python would exit, and the MPI_Finalize of the failed rank would wait for the
-    other ranks.
+    Without this hook the job would hang: Python would exit on the failed rank, where MPI_Finalize would then wait for
+    the other ranks.
     """
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a forked child process is not a rank
+        if os.getpid() != process:  # a forked child process is not a rank, so it must not end the others
             former(kind, error, trace)
             flush_and_write_stderr()
             os._exit(1)  # a normal exit would wait in MPI_Finalize
@@ -73,11 +73,11 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_thread_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `threading.excepthook` that works like the hook of `_make_excepthook`."""
+    """Return a `threading.excepthook` that does the same as the hook of `_make_excepthook`."""
     begun, process = threading.Lock(), os.getpid()
 
     def end_all_ranks(args: threading.ExceptHookArgs) -> None:
-        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # SystemExit ends only the thread
+        if os.getpid() != process or issubclass(args.exc_type, SystemExit):  # SystemExit ends only this thread
             former(args)
             return
         name = args.thread.name if args.thread is not None else "unknown"
@@ -96,11 +96,11 @@ def _print_exception_and_end_all_ranks(
     begun: threading.Lock, script_hook: Callable[[], object] | None, kind: type[BaseException],
     error: BaseException | None, trace: TracebackType | None, thread: str = "",
 ) -> None:  # fmt: skip
-    """Run the script's own hook `script_hook`, then print the exception and end all ranks. Only the first call with a
-    given lock `begun` has an effect.
+    """Run the script's own hook `script_hook`, then print the exception and end all ranks. Only the first call with the
+    same lock `begun` has an effect.
 
-    An error that all ranks raise together is printed only once: the other ranks give rank 0 time to print it and to
-    end them."""
+    An error that all ranks raise together is printed only once, because the other ranks give rank 0 time to print it
+    and to end them."""
     comm = hooks.find_communicator_to_abort()
     if not begun.acquire(blocking=False):
         return
@@ -114,13 +114,13 @@ def _print_exception_and_end_all_ranks(
         time.sleep(_SECONDS_FOR_RANK_0)
     flush_and_write_stderr(format_rank_traceback(comm.rank, kind, error, trace, thread))
     hooks.notify_exit_listeners(code, kind.__name__)
-    time.sleep(_SECONDS_TO_DELIVER)  # give the launcher time to forward the output before abort kills it
+    time.sleep(_SECONDS_TO_DELIVER)  # give the launcher time to forward the output before `abort` kills the launcher
     comm.abort(code)
 
 
 def _run_script_hook(script_hook: Callable[[], object]) -> int:
-    """Run an excepthook of the script and ignore its exceptions, so that the job ends in any case. Return the exit
-    status that the hook requests, or 0."""
+    """Run an excepthook of the script, and ignore its exceptions so that the job ends in any case. Return the exit
+    status that the hook requests, or 0 if it requests none."""
     try:
         script_hook()
     except SystemExit as end:
@@ -131,8 +131,8 @@ def _run_script_hook(script_hook: Callable[[], object]) -> int:
 
 
 def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
-    """Return whether the other ranks probably raise the same error. This is the case for errors in options, batches
-    and calls, because all ranks check them or agree on them."""
+    """Return whether the other ranks probably raise the same error. They do for errors in options, batches and calls,
+    because all ranks check these or agree on them."""
     return isinstance(error, DesyncError) or (
         isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
     )
@@ -141,17 +141,18 @@ def _is_raised_on_all_ranks(error: BaseException | None) -> bool:
 def format_rank_traceback(
     rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
 ) -> str:
-    """Return the traceback of an exception as text, preceded by the rank, the host name and, if given, the thread."""
+    """Return the traceback of an exception as text that begins with the rank, the host name and, if given, the
+    thread."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
     return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"
 
 
 class CommunicatorRequest(NamedTuple):
-    """What a caller of `open_world` asks for.
+    """The arguments with which a communicator is opened.
 
     Attributes
     ----------
-    comm : communicator of another library to use, or None
+    comm : communicator of another library to use; None: open a new one
     rank, size : rank and size of a fake communicator
     device_map : GPU of each local rank, for backends that use GPUs"""
 
@@ -163,13 +164,14 @@ class CommunicatorRequest(NamedTuple):
 
 
 class BackendOpener(NamedTuple):
-    """The entry of one backend in `BACKENDS`: functions that take a `CommunicatorRequest` or a communicator.
+    """A backend's entry in `BACKENDS`.
 
     Attributes
     ----------
-    open : opens the communicator that was requested
-    adopts : returns whether the backend can use a given communicator of another library
-    suits : returns whether the backend can be the default for a request; the first one in `BACKENDS` that suits is used
+    open : function that opens the requested communicator
+    adopts : function that returns whether the backend can use a given communicator of another library
+    suits : function that returns whether the backend can be the default for a request; the first such backend in
+        `BACKENDS` is the default
     device : name of the device whose arrays the backend transfers; "" if the device does not matter
     """
 
@@ -188,14 +190,14 @@ def open_world(
 
     Parameters
     ----------
-    backend : "node", MPI between hosts and shared memory inside them; "mpi", messages only; "gloo", ranks without MPI
-        that connect through MASTER_ADDR and MASTER_PORT or FSDPX_STORE, with Gloo between hosts and shared memory
-        inside them; "nccl", MPI, and NCCL for GPU arrays; "local", a single rank (for several, use `fsdpx.spawn`);
-        "fake", a rank that transfers nothing. Default: "node" if an MPI launcher started this process ("mpi" with
-        FSDPX_NODE=0, or where ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a
-        similar launcher did, else "local"
+    backend : "node", MPI between hosts and shared memory inside them; "mpi", only messages; "gloo", ranks without MPI
+        that connect through MASTER_ADDR and MASTER_PORT or through FSDPX_STORE, with Gloo between hosts and shared
+        memory inside them; "nccl", MPI, with NCCL for GPU arrays; "local", a single rank (for several, use
+        `fsdpx.spawn`); "fake", a rank that transfers nothing. The default is "node" if an MPI launcher started this
+        process ("mpi" with FSDPX_NODE=0, or if ranks may die, because shared memory does not outlive them), "gloo" if
+        torchrun or a similar launcher started it, and "local" otherwise
     comm : existing communicator to use instead of opening one. An mpi4py communicator is duplicated; a `Communicator`
-        is returned as it is
+        is returned unchanged
     rank, size : rank and size of a fake communicator
     device_map : the GPU of each local rank, for "nccl"
 
@@ -209,7 +211,7 @@ def open_world(
     ConfigError
         for an unknown backend, arguments that the backend does not accept, or a missing library
     LaunchError
-        if MPI does not have the number of ranks that the launcher started, or if ranks do not arrive"""
+        if the number of MPI ranks is not the number that the launcher started, or if some ranks do not arrive"""
     if comm is not None:
         return adopt_communicator(comm, backend, device_map)
     if backend is not None and backend not in BACKENDS and find_extension("backend", backend) is None:
@@ -222,8 +224,8 @@ def open_world(
 
 
 def adopt_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
-    """Return `comm` as a `Communicator`: `comm` itself if it is one, or a communicator around a duplicate of an mpi4py
-    communicator. `backend` and `device_map` are those of `open_world`."""
+    """Convert `comm` to a `Communicator`. If it is one, return it unchanged. If it is an mpi4py communicator, return a
+    communicator around a duplicate of it. For `backend` and `device_map`, see `open_world`."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     comm = default_communicator.to_mpi4py(comm)
@@ -238,7 +240,8 @@ def adopt_communicator(comm: Any, backend: str | None = None, device_map: Device
 
 
 def require_backend_for_device(backend: str | None, device: str) -> None:
-    """Raise ConfigError if the backend transfers only arrays of another device. `backend` is that of `open_world`."""
+    """Raise ConfigError if the backend transfers only arrays of a device other than `device`. For `backend`, see
+    `open_world`."""
     needed = BACKENDS[backend].device if backend in BACKENDS else ""
     if needed and needed != device:
         raise ConfigError(
@@ -262,39 +265,40 @@ def get_backend_name() -> str:
 
 
 def find_node_communicator(comm: Any) -> NodeCommunicator | None:
-    """Return `comm` without its wrappers if it is a `NodeCommunicator`, else None."""
+    """Return the `NodeCommunicator` inside the wrappers of `comm`, or None if there is none."""
     comm = unwrap_communicator(comm)
     return comm if hasattr(comm, "allocate_node_buffer") else None
 
 
 def find_message_backend(comm: Any) -> MessageBackend | None:
-    """Return the backend inside `comm` (below wrappers and a `NodeCommunicator`) that sends messages between
-    processes. Return None if ranks are not processes."""
+    """Return the backend inside `comm` (below its wrappers and a `NodeCommunicator`) that sends messages between
+    processes, or None if ranks are not processes."""
     comm = unwrap_communicator(comm)
     comm = getattr(comm, "carrier", comm)
     return comm if isinstance(comm, MessageBackend) else None
 
 
 def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
-    """Return a new communicator of the ranks of `comm`. It keeps working when some of these ranks die. `comm` stays
-    usable as well. Collective.
+    """Return a new communicator of the ranks of `comm` that keeps working when some of these ranks die. `comm` can
+    still be used afterwards. Collective.
 
-    Surviving deaths requires Open MPI 5 started with `mpiexec --with-ft ulfm`, or ranks started as threads by
-    `spawn(survive=True)`. `fsdpx.core.comm.can_survive` returns whether this is the case.
+    Ranks can survive deaths only with Open MPI 5 started by `mpiexec --with-ft ulfm`, or if they are threads started by
+    `spawn(survive=True)`. `fsdpx.core.comm.can_survive` returns whether they can.
 
     Parameters
     ----------
-    comm : None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx. It may use shared
-        memory, but the new communicator only sends messages, because shared memory does not outlive its ranks
+    comm : an mpi4py communicator, a communicator of fsdpx, or None for all ranks of this job. It may use shared memory,
+        but the new communicator only sends messages, because shared memory does not outlive its ranks
 
     Returns
     -------
     SurvivorCommunicator
         communicator of the ranks of `comm`
+
     Raises
     ------
     ConfigError
-        for a communicator whose ranks cannot die, such as a fake one"""
+        if ranks of `comm` cannot die, for example because it is a fake communicator"""
     comm = default_communicator.to_mpi4py(comm)
     given = (
         _open_or_reuse_world()
@@ -321,8 +325,8 @@ def open_survivor_communicator(comm: Any = None) -> SurvivorCommunicator:
 
 
 def _open_or_reuse_world() -> Communicator:
-    """Return the default communicator. If there is none, open a communicator of all ranks of this job; under MPI, open
-    one that only sends messages and uses no shared memory."""
+    """Return the default communicator. If there is none, open a communicator of all ranks of this job. With MPI, the
+    opened communicator only sends messages and does not use shared memory."""
     opened = default_communicator.get_default()
     launcher = environment.read_environment().launcher
     return opened.comm if opened else open_world("mpi" if launcher is not None and launcher.mpi else None)
@@ -360,8 +364,8 @@ def open_local(request: CommunicatorRequest) -> Communicator:
 
 
 def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator:
-    """Open a communicator of all MPI ranks, or of the ranks of an mpi4py communicator. If `shared` is true and there
-    are several ranks, ranks on the same host communicate through shared memory."""
+    """Open a communicator of all MPI ranks, or of the ranks of the mpi4py communicator in `request`. If `shared` is
+    true and there are several ranks, ranks on the same host communicate through shared memory."""
     from fsdpx.core.comm.mpi.start import guarding_mpi_start
 
     with guarding_mpi_start() if request.comm is None else nullcontext():
@@ -372,7 +376,7 @@ def open_mpi(request: CommunicatorRequest, shared: bool = False) -> Communicator
         opened = set_up_world(
             MpiCommunicator(request.comm, request.settings.timeout or DEFAULT_TIMEOUT_SECONDS), shared
         )
-        hooks.release_hooks_of_owner(ranks)  # otherwise the traceback of an exception would keep the hooks alive
+        hooks.release_hooks_of_owner(ranks)  # otherwise a traceback that refers to `ranks` could keep the hooks alive
         return opened
 
 
@@ -382,10 +386,11 @@ def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
 
 
 def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """Return the communicator of all ranks, built on the connected backend `carrier`. Collective.
+    """Return the communicator of all ranks, which uses the connected backend `carrier`. Collective.
 
-    Installs excepthooks, checks that settings are the same on all ranks, and divides the cores of a host among its
-    ranks. If `shared` is true and there are several ranks, ranks on the same host communicate through shared memory."""
+    Also install excepthooks, check that all ranks have the same settings, and divide the CPU cores of each host among
+    its ranks. If `shared` is true and there are several ranks, ranks on the same host communicate through shared
+    memory."""
     from fsdpx.core.array import cores
     from fsdpx.core.comm.node.node import NodeCommunicator
 
@@ -401,8 +406,8 @@ def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
 
 
 def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
-    """Raise ConfigError if MPI cannot be loaded, and LaunchError if its number of ranks is not the number that the
-    launcher started."""
+    """Raise ConfigError if MPI cannot be loaded. Raise LaunchError if the number of MPI ranks is not the number that
+    the launcher started."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -413,7 +418,8 @@ def _require_mpi_with_all_ranks(request: CommunicatorRequest) -> None:
 
 
 def parse_mpi_library_name(text: str) -> str:
-    """Return the name of an MPI library, which is the first line of the text returned by `Get_library_version()`."""
+    """Return the name of an MPI library. `text` is the result of `Get_library_version()`; the name is its first
+    line."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
@@ -439,24 +445,25 @@ def spawn(
     fn: Callable[[Communicator, Unpack[Ts]], T], size: int, *args: *Ts,
     timeout: float | None = None, delays: int | None = None, survive: bool = False,
 ) -> list[T]:  # fmt: skip
-    """Run `fn(comm, *args)` on `size` ranks, each a thread of this process, and return the results in rank order.
+    """Run `fn(comm, *args)` on `size` ranks, each of which is a thread of this process. Return the results in rank
+    order.
 
-    The first exception of any rank ends the other ranks and is raised again here, with a note that names the rank. If
-    a rank returns while others are waiting for it in a call, DesyncError is raised at once; it names the ranks that
-    returned and those that wait. Inside `fn`, the functional API (`fsdpx.all_reduce` and others) uses the communicator
-    of its rank.
+    The first exception on any rank ends the other ranks, and is raised again here with a note that names the rank. If a
+    rank returns while others are waiting for it in a call, DesyncError is raised at once. It names the ranks that have
+    returned and those that are waiting. Inside `fn`, the functional API (`fsdpx.all_reduce` and others) uses the
+    communicator of the rank that calls it.
 
     Parameters
     ----------
-    fn : function of a communicator and `args`, called once on each rank
+    fn : function of a communicator and `args`, which is called once on each rank
     size : number of ranks
-    args : further arguments of `fn`, the same objects on all ranks
+    args : further arguments of `fn`; all ranks get the same objects
     timeout : number of seconds that a rank may wait for others before CommTimeout is raised. The error names the ranks
-        that have not arrived, and a note shows where they are. None: FSDPX_TIMEOUT, or half an hour. The run as a
-        whole has no time limit
-    delays : seed of random sleeps of up to 2 ms before each communication, for tests (default: no sleeps)
+        that have not arrived, and a note shows where they are. None: FSDPX_TIMEOUT, or half an hour if that is not set.
+        The run as a whole has no time limit
+    delays : seed for random sleeps of up to 2 ms before each communication, for tests (default: no sleeps)
     survive : if true, a rank that raises `RankDied` dies without ending the others, and its result is None. The ranks
-        get communicators that survive such deaths. If all ranks die, the first death is raised here
+        then get communicators that survive such deaths. If all ranks die, the first death is raised here
 
     Returns
     -------
@@ -468,9 +475,9 @@ def spawn(
     ConfigError
         if an argument cannot be used
     CommTimeout
-        if a rank waited too long for others
+        if a rank has waited too long for others
     DesyncError
-        if ranks called different collectives, or one returned while others were waiting for it"""
+        if ranks have called different collectives, or if one has returned while others are waiting for it"""
     if not callable(fn):
         raise ConfigError(f"spawn({fn!r}, ...): first the function, then the number of ranks, as in spawn(train, 4)")
     require_valid_arguments(spawn, (fn, size), {"timeout": timeout, "delays": delays, "survive": survive}, "spawn")
@@ -507,7 +514,7 @@ def spawn(
             for thread in threads:
                 thread.start()
             late = _join_and_find_unfinished_threads(threads, world)
-    except BaseException as stop:  # for example Ctrl-C in an interactive session; each thread ends at its next call
+    except BaseException as stop:  # for example Ctrl-C in an interactive session; threads then end at their next calls
         world.record_failure(stop)
         raise
     if failures:
@@ -524,8 +531,7 @@ def spawn(
 
 
 class _NamedExits:
-    """A context manager inside which `os._exit` first prints which rank has called it, if that rank runs as a thread.
-    """
+    """Context manager in which `os._exit` first prints the rank that has called it, if that rank runs as a thread."""
 
     def __init__(self) -> None:
         self._hook, self._lock, self._inside = (
@@ -565,8 +571,8 @@ _exits_named = _NamedExits()
 
 
 def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for the threads of all ranks and return those that are still running. After a failure, wait at most
-    _GRACE_SECONDS longer."""
+    """Wait for the threads of all ranks, but after a failure for at most _GRACE_SECONDS. Return the threads that are
+    still running."""
 
     def is_over() -> bool:
         return len(world.dead | world.returned) == len(threads)

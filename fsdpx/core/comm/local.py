@@ -1,8 +1,8 @@
 """Ranks that are threads of one process: the reference backend.
 
-Threads synchronize in three ways: in collectives, which wait for all ranks; in messages, which wait for the sender or
-receiver on the other side; and in votes, which wait for all living ranks. The thread that arrives last copies the data
-of all ranks directly from array to array. Reductions are in rank order."""
+Threads synchronize in three ways: in collectives, which wait for all ranks; in messages, which wait for the rank on the
+other side; and in votes, which wait for all living ranks. The thread that arrives last copies the data of all ranks
+directly from array to array. Reductions are computed in rank order."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ _LONG_POLL_SECONDS = 0.2
 
 
 class RankDied(BaseException):
-    """An exception that kills a rank: raised in a rank that runs as a thread, it makes the rank die like a killed
-    process. With `spawn(survive=True)`, the other ranks continue and get RankLost; otherwise the death ends them like
-    any other error."""
+    """An exception that makes a rank that runs as a thread die like a killed process. With `spawn(survive=True)`, the
+    other ranks continue to run, and calls that need the dead rank raise RankLost. Otherwise, the death ends the other
+    ranks like any other error."""
 
 
 class ThreadWorld:
-    """The state shared by all ranks (threads) of one call of `spawn`: one lock, and the first failure, which ends all
-    ranks.
+    """The state that all ranks (threads) of one call of `spawn` share. It contains one lock, and the first failure,
+    which ends all ranks.
 
     Attributes
     ----------
-    timeout : longest time that a rank waits, in seconds
-    survive : whether the other ranks continue when a rank raises `RankDied`, which is then not a failure
+    timeout : maximum time that a rank waits, in seconds
+    survive : whether the other ranks continue to run when a rank raises `RankDied`, which then does not count as a
+        failure
     dead, returned : ranks that have died, and ranks whose function has returned"""
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_SECONDS, survive: bool = False) -> None:
@@ -59,8 +60,8 @@ class ThreadWorld:
         self.returned: set[int] = set()
 
     def record_failure(self, error: BaseException) -> None:
-        """Record the first failure and wake all ranks, so that they raise it. A death that other ranks survive is
-        recorded by `record_death` instead."""
+        """Record a failure, if it is the first one, and wake all ranks, so that they raise an error. Do nothing for a
+        death that other ranks survive; `record_death` records it."""
         if self.survive and isinstance(error, RankDied):
             return
         with self.condition:
@@ -69,14 +70,13 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def raise_in_all_ranks(self, error: BaseException | None) -> None:
-        """Raise `error` here and in every other rank; do nothing if `error` is None."""
+        """Raise `error` in this rank, and make all other ranks fail as well. Do nothing if `error` is None."""
         if error is not None:
             self.record_failure(error)
             raise error
 
     def raise_if_failed(self) -> None:
-        """Raise DesyncError if a rank has failed with a DesyncError, and Aborted if a rank has failed with another
-        error."""
+        """Raise DesyncError if the first failure of a rank was a DesyncError, and Aborted if it was another error."""
         failure = self.failure
         if isinstance(failure, DesyncError):
             raise DesyncError(*failure.args)
@@ -90,19 +90,19 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def record_return(self, rank: int) -> None:
-        """Record that the function of `rank` has returned, so that it makes no further calls, and wake the ranks that
-        wait for it."""
+        """Record that the function of `rank` has returned, so that this rank makes no further calls, and wake the ranks
+        that wait for it."""
         with self.condition:
             self.returned.add(rank)
             self.condition.notify_all()
 
     def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
-        """Return the error for a call that can never complete because at least one of the `missing` ranks has
+        """Return the error for a call that can never complete because some of the `missing` ranks have already
         returned. Return None if none of them has. `waiting` are the ranks that have made the call."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None
-        self.raise_if_failed()  # the failure of a rank, if there is one, explains the error better
+        self.raise_if_failed()  # if a rank has failed, report this instead, because it is the cause
         who = f"{format_ranks(gone)} {'has' if len(gone) == 1 else 'have'} returned"
         alike = "all ranks make the same calls, in the same order"
         return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
@@ -115,20 +115,20 @@ class ThreadWorld:
             self.condition.notify_all()
 
     def wait_for_change(self, event: ThreadCollective | ThreadMessage, progress: Progress, deadline: float) -> None:
-        """Sleep until another thread may have completed `event`, or until pending transfers are due to be polled.
-        Raise CommTimeout after `deadline`. The caller holds the lock."""
+        """Sleep until another thread may have completed `event`, or until it is time to poll pending transfers. Raise
+        CommTimeout if `deadline` has passed. The caller must hold the lock."""
         self.raise_if_failed()
         self.condition.wait(_POLL_SECONDS if progress.pending else _LONG_POLL_SECONDS)
         if time.monotonic() > deadline and not event.done:
             raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
 
     def compute_deadline(self) -> float:
-        """Return the time, on the monotonic clock, at which a wait that begins now must time out."""
+        """Return the time (of `time.monotonic`) at which a wait that begins now times out."""
         return time.monotonic() + self.timeout
 
 
 class ThreadGroup:
-    """The state of one communicator, shared by its ranks: incomplete collectives, unmatched messages and undecided
+    """The state that the ranks of one communicator share: incomplete collectives, unmatched messages and undecided
     votes."""
 
     def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
@@ -146,23 +146,23 @@ class ThreadGroup:
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
 
     def revoke(self) -> None:
-        """Make all new and waiting calls on this communicator fail. Only transfers whose data is already being copied
-        are completed."""
+        """Make all new and all waiting calls on this communicator fail. Only transfers whose data is already being
+        copied are completed."""
         with self.world.condition:
             self.revoked = True
             self.world.condition.notify_all()
 
     def raise_if_rank_lost(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if the communicator has been revoked, or if one of the ranks in `needs`, for which the call
-        waits, has died. The error names the call and the calling rank `rank`. The caller holds the lock."""
+        """Raise RankLost if the communicator has been revoked, or if a rank for which the call must wait (one in
+        `needs`) has died. The error names the call, and the rank `rank` that made it. The caller must hold the lock."""
         self.world.raise_if_failed()
         lost = self.get_failed_ranks()
         if self.revoked or not needs.isdisjoint(lost):
             raise make_rank_lost_error(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def find_returned_rank_error(self, event: ThreadCollective | ThreadMessage) -> DesyncError | None:
-        """Return the error for a collective or message that waits for a rank whose function has returned, so that it
-        can never complete. Return None if there is no such rank. The caller holds the lock."""
+        """Return the error for a collective or message that can never complete because it waits for a rank whose
+        function has returned. Return None if there is no such rank. The caller must hold the lock."""
         if not self.world.returned:
             return None
         missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting_ranks))
@@ -170,18 +170,18 @@ class ThreadGroup:
 
     def find_rank_lost_error(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
         """Return the error for a collective or message that can never complete because of a death or a revocation.
-        Return None if it still can. The caller holds the lock.
+        Return None if it can still complete. The caller must hold the lock.
 
-        A copy that has begun is completed even if the communicator is revoked, unless the rank that copies dies.
-        Otherwise a rank would see a transfer fail while another thread is still writing to its arrays."""
+        If data is already being copied, a revocation does not make the transfer fail: otherwise a rank could see its
+        transfer fail while another thread is still writing to its arrays. Only the death of the copying rank does."""
         lost = self.get_failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
         return make_rank_lost_error(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
     def decide_if_all_voted(self, number: int, vote: Vote, decide: Callable[[list[Any]], Any]) -> bool:
-        """Compute the result of `vote` as soon as every member has voted or died; return whether it is decided. Later
-        deaths do not change the result. The caller holds the lock."""
+        """Compute the result of `vote` if every member has voted or died. Return whether the vote is decided. Later
+        deaths do not change the result. The caller must hold the lock."""
         if not vote.done and not vote.missing.difference(self.get_failed_ranks()):
             del self.votes[number]
             vote.result, vote.done = decide([vote.given[rank] for rank in sorted(vote.waiting_ranks)]), True
@@ -192,13 +192,13 @@ class ThreadGroup:
 
 
 class ThreadCollective:
-    """State of one collective, shared by the ranks that take part in it.
+    """The state of one collective, which is shared by the ranks that take part in it.
 
     Attributes
     ----------
-    given : what each rank passed, in rank order
+    given : the data that each rank has passed, in rank order
     needs : ranks without which the collective cannot complete
-    moving : whether all ranks have arrived and the last one is copying the data"""
+    moving : True once all ranks have arrived, so that the last one is copying the data"""
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
@@ -219,12 +219,12 @@ class ThreadCollective:
 
     @property
     def waiting_ranks(self) -> set[int]:
-        """Ranks that have arrived at this collective."""
+        """The ranks that have arrived at this collective."""
         return set(range(len(self.members))) - self.missing
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """Return an error if the call of `rank` differs from that of the ranks that arrived before it, else None.
-        `terms` are the arguments that must be equal on all ranks."""
+        """Return an error if the call of rank `rank` differs from that of the ranks that have arrived before it.
+        Otherwise return None. `terms` are those of its arguments that must be equal on all ranks."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -232,8 +232,8 @@ class ThreadCollective:
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
-        """Store what `rank` passed. Return True if this is the last rank to arrive; that rank must then copy the data.
-        """
+        """Store the data that rank `rank` has passed. Return True if it is the last rank to arrive, which must then
+        copy the data."""
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:
@@ -246,8 +246,8 @@ class ThreadMessage:
 
     Attributes
     ----------
-    needs : the rank without which the message cannot complete, as a set: the rank on the other side or, while the data
-        is being copied (`moving`), the rank that copies"""
+    needs : a set that contains the rank without which the message cannot complete. This is the rank on the other side
+        or, while the data is being copied (`moving`), the rank that copies it"""
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
@@ -260,12 +260,12 @@ class ThreadMessage:
         return f"rank {self.rank}: {self.name}: the other side has not called"
 
     def set_copying_rank(self, mover: int) -> None:
-        """Record that both sides have arrived and that rank `mover` copies the data."""
+        """Record that both sides have arrived, and that rank `mover` copies the data."""
         self.needs, self.moving = {mover}, True
 
     @property
     def missing(self) -> set[int]:
-        """The rank on the other side, as a set; empty once that rank has arrived."""
+        """A set that contains the rank on the other side, or nothing once that rank has arrived."""
         return set() if self.moving else self.needs
 
     @property
@@ -273,7 +273,7 @@ class ThreadMessage:
         return {self.rank}
 
     def find_mismatch(self, target: ThreadMessage) -> DesyncError | None:
-        """Return an error if the send and the receive pass arrays of different sizes or dtypes, else None."""
+        """Return an error if the arrays of the send and the receive differ in size or dtype. Otherwise return None."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
             return None
@@ -284,7 +284,7 @@ class ThreadMessage:
 
 
 class Vote(ThreadCollective):
-    """A joint decision of a group, made as soon as each member has voted or died."""
+    """A joint decision of the ranks of a communicator. It is made as soon as each rank has voted or died."""
 
     def __str__(self) -> str:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
@@ -296,7 +296,7 @@ class Vote(ThreadCollective):
 
 
 class ThreadTransfer:
-    """The handle that one rank gets for a collective or a message that it takes part in."""
+    """The handle that a rank gets for a collective or message in which it takes part."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
@@ -327,7 +327,7 @@ class ThreadTransfer:
                 world.wait_for_change(event, progress, deadline)
 
     def _raise_if_broken(self) -> None:
-        """Raise an error if the transfer can never complete. The caller holds the lock."""
+        """Raise an error if the transfer can never complete. The caller must hold the lock."""
         if not self.event.done:
             if error := self._group.find_rank_lost_error(self.event, self._rank):
                 raise error
@@ -341,7 +341,7 @@ def execute_all_gather(calls: Sequence[Call]) -> None:
 
 
 def execute_reduce_scatter(calls: Sequence[Call]) -> None:
-    # an in-place call overwrites the start of its `send`, but only after that has been read
+    # an in-place call overwrites the start of its `send`, but only elements that have already been read
     for rank, call in enumerate(calls):
         parts = [call.partitions[0].get_piece(other.arrays[0], rank) for other in calls]
         reduce_in_rank_order_into(parts, call.op, [call.arrays[1]])
@@ -410,10 +410,10 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     """The communicator of a rank that runs as a thread. With `spawn(survive=True)`, it keeps working when other ranks
     die.
 
-    A collective completes when the last rank arrives; that rank copies the data of all ranks. Reductions are in rank
-    order. A send completes only when its receive is posted, so code that relies on buffered sends fails here. For
-    tests, the random number generator `delays` adds sleeps of up to 2 ms before each call, so that ranks arrive in
-    varying orders."""
+    The last rank to arrive at a collective copies the data of all ranks, and thereby completes it. Reductions are
+    computed in rank order. A send completes only when the matching receive has been started, so code that relies on
+    buffered sends fails here. For tests, the random number generator `delays` adds sleeps of up to 2 ms before each
+    call, so that ranks arrive in varying orders."""
 
     def __init__(
         self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
@@ -429,7 +429,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
     def get_timeout_seconds(self) -> float:
-        """Return the longest time that a rank waits for others, as given to `spawn`."""
+        """Return the maximum time that a rank waits for others (the argument `timeout` of `spawn`)."""
         return self._group.world.timeout
 
     def start_transfer(self, call: Call) -> Handle:
@@ -481,7 +481,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
         def check_ranks(missing: Callable[[], Sequence[int]], what: str) -> None:
             world.raise_if_failed()
-            # `returned` before `missing`: a rank that acts and returns in between must not look as if it never acted
+            # read `returned` before `missing`: otherwise a rank that acts and returns in between would look as if it
+            # had returned without acting
             if returned := set(world.returned):
                 gone = returned.intersection(members[rank] for rank in missing())
                 error = world.find_returned_rank_error(gone, [members[self.rank]], f"a window for {what}")
@@ -490,11 +491,11 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return ThreadWindow(self.rank, parts, locks, world.timeout, check_ranks, lambda r: members[r] in world.dead)
 
     def close(self) -> None:
-        """Do nothing: the shared state is freed when no rank refers to it anymore."""
+        """Do nothing. The shared state is freed when no rank refers to it any longer."""
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks of this `spawn`: raise `Aborted` at once in this rank, and in the other ranks when they next
-        wait."""
+        """End all ranks of this `spawn`. Raise `Aborted` immediately in this rank, and in each other rank when it next
+        waits."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
         self._group.world.record_failure(error)
         raise error
@@ -503,8 +504,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return self._group.get_failed_ranks()
 
     def revoke(self) -> None:
-        """Revoke this communicator and all of its subgroups, including those that this rank no longer uses, because
-        other ranks may still be waiting in them for this rank."""
+        """Revoke this communicator and all of its subgroups. This includes subgroups that this rank no longer uses,
+        because other ranks may still be waiting for it there."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()
@@ -527,8 +528,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         return LocalCommunicator(survivors, rank, Progress(self.progress.polls_before_yield), self._delays)
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Vote `given` on the next joint decision of this communicator, wait until all living ranks have voted, and
-        return the result of `decide`, which is called with all votes."""
+        """Cast the vote `given` in the next joint decision of this communicator, and wait until all living ranks have
+        voted. Return the result of `decide`, which is called with a list of all votes."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
@@ -539,7 +540,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
             vote.add_arrival(self.rank, given)
         deadline = world.compute_deadline()
         while True:
-            with suppress(RankLost):  # ignored here, because the wait for that transfer raises the error again
+            with suppress(RankLost):  # ignore it here, because waiting for the affected transfer raises it again
                 self.progress.advance_transfers()
             with world.condition:
                 if group.decide_if_all_voted(number, vote, decide):
@@ -555,9 +556,9 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
     def _join_collective(
         self, verb: str, what: str, terms: tuple, given: Any, exchange: Callable[[list[Any]], Any]
     ) -> ThreadTransfer:
-        """Take part in the next collective of this communicator and return its handle. This rank passes `given`;
-        `terms` are the arguments that must be equal on all ranks. The last rank to arrive copies the data by calling
-        `exchange` with what all ranks passed."""
+        """Take part in the next collective of this communicator, and return its handle. `given` is the data that this
+        rank passes, and `terms` are the arguments that must be equal on all ranks. The last rank to arrive copies the
+        data by calling `exchange` with a list of the data of all ranks."""
         self._delay_randomly()
         group, number = self._group, self._calls
         self._calls += 1
@@ -585,8 +586,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         world.complete_events_and_wake_ranks(operation)
 
     def _post_message(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
-        """Match this send or receive with the other side, or queue it until the other side arrives. The side that
-        arrives second copies the data. `key` is (source, destination, tag)."""
+        """Match this send or receive with the other side of the message, or queue it until the other side arrives. The
+        side that arrives second copies the data. `key` is (source, destination, tag)."""
         self._delay_randomly()
         group = self._group
         own_queue, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
