@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 ALIGNMENT_BYTES = 64
-"""Arrays begin at a multiple of this number of bytes in a message."""
+"""Each array in a message begins at a multiple of this number of bytes."""
 LENGTH_BYTES = 8
 
 

@@ -50,15 +50,15 @@ from fsdpx.errors import CommTimeout
 __all__ = ["Receiver", "Sender", "wait_until"]
 
 DATA, MISSED, END, AT = range(4)
-"""Kinds of headers. If ranks get different kinds for one snapshot, the highest counts."""
+"""Kinds of headers. If ranks receive different kinds for the same snapshot, the highest kind applies."""
 RECEIVED, ASK, TAKE, CLOSED = range(4)
 """Kinds of control messages."""
 POLLING_SECONDS, LONGEST_PAUSE_SECONDS = 2e-3, 1e-3
-"""How long a wait polls without pauses, and the longest pause after that."""
+"""How long a waiting rank polls without pauses, and the maximum length of the pauses after that."""
 HEADER_WORDS, CONTROL_WORDS = 4, 2
 
 MakeBody = Callable[[int], np.ndarray]
-"""A function that takes a receiver's rank, and returns the bytes to send to it, in memory that nothing changes
+"""A function that takes a receiver's rank and returns the bytes to send to it. Nothing must change these bytes
 afterwards."""
 
 

@@ -1,4 +1,4 @@
-"""Sums and statistics over the cells of a field, which may be partitioned over ranks."""
+"""Sums and statistics over the cells of a field that may be partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_ove
 
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
-    """All-reduce `values` in place by `op` over the ranks that share each field, and return `values`. Does nothing if
-    the field is not partitioned. `what` names the values in error messages."""
+    """All-reduce `values` in place, with operation `op`, over the ranks that share a field, and return them. Does
+    nothing if the field is not partitioned. `what` names the values in error messages."""
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
@@ -25,10 +25,10 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
 def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
 ) -> Array:
-    """Return the count, mean and sum of squared deviations of a field over `dims`, merged over ranks, as the three
-    rows of a float64 array.
+    """Return a float64 array whose three rows are the count, mean and sum of squared deviations of a field over `dims`,
+    merged over ranks.
 
-    `dims` must be the last dims of `x`. `weights` holds the weight of each element; None gives all elements weight 1.
+    `dims` must be the last dims of `x`. `weights` holds the weight of each element; None means that all weights are 1.
     `what` names the moments in error messages. The moments of the ranks are merged in rank order by the rule of Chan et
     al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))

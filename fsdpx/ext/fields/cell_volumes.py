@@ -1,4 +1,4 @@
-"""Weights of cells that differ in size, for losses and metrics: volumes, and areas on a sphere by latitude."""
+"""Weights for cells that differ in size, for losses and metrics: volumes, and areas on a sphere by latitude."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     Parameters
     ----------
     widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
-        width for all cells, which requires `grid`. Other weights along a dim, such as those of
-        `compute_latitude_weights`, can replace its widths
-    grid : the grid whose part of the field is computed; default None: the full field
+        width for all cells, which requires `grid`. The widths along a dim can be replaced by other weights, such as
+        those from `compute_latitude_weights`
+    grid : the grid that determines for which part of the field volumes are computed; default None: the full field
 
     Returns
     -------
     numpy.ndarray
-        float64, (*cells), for `weights=` of losses
+        float64, (*cells), for the argument `weights` of losses
 
     Raises
     ------
-    ConfigError : if widths are not finite numbers >= 0, or do not match the grid
+    ConfigError : if widths are not finite numbers >= 0, or if they do not match the grid
     """
     if isinstance(widths, str) or not hasattr(widths, "__len__") or getattr(widths, "ndim", 1) == 0 or not len(widths):
         raise ConfigError(f"compute_cell_volumes: widths={widths!r}: give a tuple with the widths along each dim")
@@ -56,14 +56,14 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
 
 
 def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) -> np.ndarray:
-    """Return the weight of each latitude in means over a sphere: the difference between the sines of its cells' bounds,
-    divided by the mean of these differences (WeatherBench 2, Rasp et al. 2024).
+    """Return the weight of each latitude in averages over a sphere: the difference between the sines of the two bounds
+    of its cells, divided by the mean of these differences (WeatherBench 2, Rasp et al. 2024).
 
     Parameters
     ----------
     latitudes : latitudes of the cells of the full field in degrees, in increasing or decreasing order
-    bounds : the bounds of these cells in degrees (one more than latitudes), for a field that does not reach from pole
-        to pole; default None: the poles, and the midpoints between neighboring latitudes
+    bounds : the bounds of these cells in degrees, one more than there are latitudes, for a field that does not reach
+        from pole to pole; default None: the poles, and the midpoints between neighboring latitudes
 
     Returns
     -------
@@ -72,8 +72,8 @@ def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) 
 
     Raises
     ------
-    ConfigError : if latitudes or bounds do not increase or decrease throughout, are beyond the poles, or a latitude
-        does not lie between its bounds
+    ConfigError : if latitudes or bounds are not monotonic or are beyond the poles, or if a latitude does not lie
+        between its bounds
     """
     at = _to_finite_array("compute_latitude_weights: latitudes", latitudes)
     if at.ndim != 1 or at.size < 1:

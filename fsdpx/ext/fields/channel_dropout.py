@@ -1,4 +1,4 @@
-"""Dropout of complete channels of a field."""
+"""Dropout of whole channels of a field."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ChannelDropout(Layer):
 
 
 class Dropout1d(ChannelDropout, dims=1):
-    """Dropout of channels of (samples, channels, length), with the parameters of `Dropout2d`."""
+    """Dropout of whole channels of (samples, channels, length), with the parameters of `Dropout2d`."""
 
 
 class Dropout2d(ChannelDropout, dims=2):
@@ -65,4 +65,4 @@ class Dropout2d(ChannelDropout, dims=2):
 
 
 class Dropout3d(ChannelDropout, dims=3):
-    """Dropout of channels of (samples, channels, depth, height, width), with the parameters of `Dropout2d`."""
+    """Dropout of whole channels of (samples, channels, depth, height, width), with the parameters of `Dropout2d`."""

@@ -16,14 +16,14 @@ class ChannelLayerNorm(Layer):
     """Layer normalization over the channels of each cell of (samples, num_channels, *cells): (x - mean) / sqrt(var +
     eps) * weight + bias.
 
-    This is the LayerNorm of ConvNeXt with data_format="channels_first" (Liu et al. 2022), LayerNorm2d of torchvision
-    and timm. In contrast to `GroupNorm(1, num_channels)`, cells do not affect each other, so ranks that hold parts of a
+    This is ConvNeXt's LayerNorm with data_format="channels_first" (Liu et al. 2022), which torchvision and timm call
+    LayerNorm2d. Unlike in `GroupNorm(1, num_channels)`, cells do not affect each other, so ranks that hold parts of a
     field do not communicate.
 
     Parameters
     ----------
-    num_channels : size of dim 1, and of `weight` (initially ones) and `bias` (initially zeros)
-    eps : added to the variance; default 1e-6, as in ConvNeXt
+    num_channels : size of dim 1, and size of `weight` (initially ones) and of `bias` (initially zeros)
+    eps : number added to the variance; default 1e-6, as in ConvNeXt
     """
 
     fields = takes_ghosts = cheap = True

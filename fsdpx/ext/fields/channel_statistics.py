@@ -1,4 +1,4 @@
-"""Mean and standard deviation of each channel of distributed data, computed in one pass over the data."""
+"""Means and standard deviations of the channels of distributed data, computed in one pass over the data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = [
 
 
 class ChannelStatistics(NamedTuple):
-    """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. The standard
-    deviation of a constant channel is set to 1, so that dividing by it is safe."""
+    """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. Constant
+    channels get the standard deviation 1, so that dividing by it is safe."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -33,28 +33,28 @@ def gather_channel_statistics(
 ) -> ChannelStatistics:
     """Return the mean and standard deviation of each channel over all ranks' data. Collective over `comm`.
 
-    Counts, means and sums of squared deviations are merged by the rule of Chan et al. (1979) in float64, batch by
-    batch and then rank by rank. The result is the same on every rank. The mean of a constant channel is exactly its
-    value, and its standard deviation is given as 1. Ranks may pass different numbers of batches, including none, and
-    batches may have any size.
+    Counts, means and sums of squared deviations are merged in float64 by the rule of Chan et al. (1979), batch by batch
+    and then rank by rank. The result is the same on every rank. For a constant channel, the mean is exactly the
+    channel's value, and the standard deviation is set to 1. Ranks may pass different numbers of batches, including
+    none, and batches may have any size.
 
     Parameters
     ----------
     batches : this rank's arrays, such as samples, time steps, or parts of fields without ghost cells
-    dim : dim of the channels; default 1; -1 if the channels are last
+    dim : index of the channels dim, such as -1 if channels are last; default 1
     comm : communicator of the ranks whose data is merged, such as `grid.comm` or the solver's communicator; default
-        None: only this rank
+        None: only this rank's data is used
     skipna : whether to ignore NaN values, such as those of land cells; default False
 
     Returns
     -------
     ChannelStatistics
-        mean and std, a tuple of floats each
+        mean and std, each a tuple of floats
 
     Raises
     ------
-    DataError : on all ranks, if a channel has no data, arrays differ in their number of channels, or a value is not
-        finite
+    DataError : on all ranks, if a channel has no data, if arrays differ in their number of channels, or if a value is
+        not finite
     """
     comm = to_mpi4py(comm)
     require_valid_intracomm(comm)
@@ -70,14 +70,14 @@ def gather_channel_statistics(
 
 
 def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: bool) -> np.ndarray:
-    """Merge the moments (count, mean, sum of squared deviations) of the channels of `batch`, (channels, ...), into
-    `moments`, which is (3, channels), or None before the first batch."""
+    """Merge the moments (count, mean, sum of squared deviations) of each channel of `batch`, (channels, ...), into
+    `moments`, (3, channels), and return the result. `moments` is None before the first batch."""
     rows = batch.reshape(len(batch), int(np.prod(batch.shape[1:]))).astype(np.float64)
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    # for a constant channel, these are all zeros, so that its mean has no rounding error
-    with np.errstate(invalid="ignore", over="ignore"):  # values that are not finite raise an error below
+    # subtracting the lowest value leaves zeros in a constant channel, so its mean has no rounding error
+    with np.errstate(invalid="ignore", over="ignore"):  # such values raise DataError below
         above = np.where(counted, rows - lowest[:, None], 0.0)
         mean = above.sum(axis=1) / np.maximum(count, 1.0)
         apart = np.where(counted, above - mean[:, None], 0.0)
@@ -90,8 +90,8 @@ def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: b
 
 
 def all_gather_and_merge_moments(comm: Any, moments: np.ndarray | None, error_text: str) -> np.ndarray | None:
-    """All-gather the moments of all ranks, and return those of their union, or None if no rank has any. If any rank
-    passes a nonempty `error_text`, raise DataError on all ranks. Collective."""
+    """All-gather the moments of all ranks, and return the moments of all data together, or None if no rank has data. If
+    any rank passes a nonempty `error_text`, raise DataError on all ranks. Collective."""
     mine = (error_text, None if moments is None else moments.tolist())
     everyone, whole = [mine], None
     if comm is not None:
@@ -112,7 +112,8 @@ def all_gather_and_merge_moments(comm: Any, moments: np.ndarray | None, error_te
 
 
 def compute_statistics_from_moments(whole: np.ndarray | None) -> ChannelStatistics:
-    """Return the mean and standard deviation of each channel; raise DataError if a channel has no data."""
+    """Return the mean and standard deviation of each channel, given its moments; raise DataError if a channel has no
+    data."""
     if whole is None or not whole[0].all():
         raise DataError("gather_channel_statistics: some channel has no data on any rank")
     std = np.sqrt(whole[2] / whole[0])

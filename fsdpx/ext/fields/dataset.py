@@ -42,9 +42,11 @@ __all__ = [
 ]
 
 MAX_GAP_ROWS = 64
-"""Two nodes of this rank are read in one block if at most this many nodes of other ranks lie between them."""
+"""Two nodes of this rank are read in the same block if at most this many nodes of other ranks lie between them in the
+file."""
 WELL_GROUPS = ("t0_fields", "t1_fields", "t2_fields")
-"""Names of the groups in The Well's files, by tensor order (github.com/PolymathicAI/the_well, data specification)."""
+"""Names of the groups in The Well's files, in increasing tensor order (github.com/PolymathicAI/the_well, data
+specification)."""
 
 
 @dataclass(frozen=True)

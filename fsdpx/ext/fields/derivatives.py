@@ -36,8 +36,8 @@ SCHEMES: dict[tuple[int, int], tuple[Row, tuple[Row, ...]]] = {
         ((15 / 4, -77 / 6, 107 / 6, -13, 61 / 12, -5 / 6), (5 / 6, -5 / 4, -1 / 3, 7 / 6, -1 / 2, 1 / 12)),
     ),
 }
-"""Stencil weights, keyed by (derivative, order): the weights of the central stencil, and, for each of the first cells
-at a wall, the weights of a one-sided stencil that begins at the wall (Fornberg 1988)."""
+"""Stencil weights, keyed by (derivative, order): the weights of the central stencil and, for each of the first cells
+next to a wall, the weights of the one-sided stencil that begins at the wall (Fornberg 1988)."""
 
 
 class StencilTap(NamedTuple):

@@ -8,16 +8,17 @@ from typing import Any
 __all__ = ["duplicate_communicator_and_make_finalizer"]
 
 _UNFREED_COMMUNICATORS: list[Any] = []
-"""Communicators of garbage-collected domains, which the next domain frees. The garbage collector cannot free them,
-because it may run in any thread and must not call MPI."""
+"""Communicators of garbage-collected domains. They are freed when the next domain is made, because the garbage
+collector may run in any thread and must not call MPI."""
 
 
 def duplicate_communicator_and_make_finalizer(domain: object, comm: Any) -> tuple[Any, Any]:
-    """Duplicate an mpi4py communicator for a domain. Return the duplicate and a finalizer that marks it for freeing.
+    """Duplicate an mpi4py communicator for a domain. Return the duplicate, and a finalizer that marks it as no longer
+    needed.
 
-    The domain needs its own communicator, because the solver may free `comm`. A communicator without `Dup` is returned
-    unchanged, with None instead of a finalizer. Also frees the communicators of domains that were garbage-collected. At
-    exit, MPI frees the duplicate."""
+    The domain needs its own communicator, because the solver may free `comm`. A communicator without a method `Dup` is
+    returned unchanged, with None instead of a finalizer. This function also frees the communicators of domains that
+    have been garbage-collected. If the duplicate still exists at exit, MPI frees it."""
     while _UNFREED_COMMUNICATORS:
         _UNFREED_COMMUNICATORS.pop().Free()
     if not hasattr(comm, "Dup"):

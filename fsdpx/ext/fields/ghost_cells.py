@@ -1,5 +1,5 @@
-"""Exchange of ghost cells. They form a rim of neighbors' cells around a solver's local arrays, and the first layers of
-a model read them instead of padding."""
+"""Exchange of ghost cells: the rim of neighbors' cells around a solver's local arrays. The first layers of a model read
+ghost cells instead of padding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["add_to_own_cells", "drop_ghost_cells", "exchange_ghost_cells", "exch
 
 
 def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: FieldPartition) -> Array:
-    """Return the state `y` surrounded by ghost cells, as the input of the next time step. Communicates with
+    """Return the state `y` surrounded by ghost cells, for use as the input of the next time step. Communicates with
     neighboring ranks.
 
-    Ghost cells are received from the ranks that own these cells, also across the ends of periodic dims. Ghost cells
-    beyond walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without ghost
-    cells, (samples, channels, *cells). `parts` is the partition of the field, including the widths of ghost cells and
-    which dims are periodic."""
+    The values of ghost cells are received from the ranks that own these cells, also across the ends of periodic dims.
+    Ghost cells beyond walls are copied from `initial`, the first input of the rollout. `y` is this rank's part without
+    ghost cells, (samples, channels, *cells). `parts` is the partition of the field, which includes the widths of ghost
+    cells and the periodicity of dims."""
     state = exchange_halo(env, y, _find_ghost_halos(parts))
     for cells in _list_indices_beyond_walls(env, parts):
         state[cells] = initial[cells]
@@ -29,13 +29,14 @@ def exchange_ghost_cells(env: LayerContext, y: Array, initial: Array, parts: Fie
 
 
 def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Array, parts: FieldPartition) -> Array:
-    """Return the gradient of `y` in `exchange_ghost_cells`, and add the gradient of `initial` to `dinitial`.
+    """Return the gradient with respect to `y` in `exchange_ghost_cells`, and add the gradient with respect to `initial`
+    to `dinitial`.
 
     `dstate` is the gradient of the result of `exchange_ghost_cells`, and is overwritten. Communicates with neighboring
     ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # a corner cell is beyond several walls, but must be added only once
+        dstate[cells] = 0  # corners are beyond several walls, but must be added once
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
@@ -45,7 +46,7 @@ def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> 
 
 
 def add_to_own_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldPartition) -> Array:
-    """Return a copy of `ghosts`, an array with ghost cells, in which `own` has been added to the own cells."""
+    """Return a copy of `ghosts`, an array with ghost cells, in which `own` has been added to the rank's own cells."""
     state = ghosts.copy()
     state[_make_own_index(env, parts)] += own
     return state
@@ -73,8 +74,8 @@ def _find_ghost_halos(parts: FieldPartition) -> tuple[HaloSpec, ...]:
 
 
 def _list_indices_beyond_walls(env: LayerContext, parts: FieldPartition) -> list[tuple[Any, ...]]:
-    """Return array indices of this rank's ghost cells beyond walls, one index per wall. Walls are the ends of dims
-    that are not periodic. A corner cell is covered by several of these indices."""
+    """Return the array indices of this rank's ghost cells beyond walls, which are the ends of dims that are not
+    periodic. There is one index per wall, so a corner cell may be covered by several of them."""
     found = []
     for d, (cuts, sides, periodic) in enumerate(zip(parts.cuts, parts.ghosts, parts.periods, strict=True)):
         (start, stop), (low, high) = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)]

@@ -99,7 +99,7 @@ class Grid(Domain):
     """For a grid made by `with_partition`, the grid that owns the communicator. This reference keeps the communicator
     open."""
     _inputs: tuple[Grid, ...] = ()
-    """Grids of the inputs of a model, if they differ."""
+    """Grids of the model's inputs, if they differ from each other; otherwise ()."""
     _cells: Grid | None = None
     """For a grid of faces, the grid of the cells between them."""
     _face_dims: str = ""

@@ -37,14 +37,15 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("zeros", "circular", "reflect", "replicate")
-"""Padding modes, as in PyTorch. In this order, the values beyond the ends of a dim are zeros, the cells of the other
-end, the mirror image, or copies of the last cell."""
+"""Padding modes, as in PyTorch. The values beyond an end of a dim are, respectively, zeros, the cells at the other end,
+the mirror image of the cells at this end, or copies of the last cell."""
 
 PaddingSide = str | float
 """Padding beyond one end of a dim: one of `MODES`, or a number, which is the value of the cells there."""
 
 PaddingMode = PaddingSide | tuple[PaddingSide | tuple[PaddingSide, PaddingSide], ...]
-"""Padding as the caller gives it: one for all dims, or one for each, which may be a pair (before, after)."""
+"""Padding as passed by the caller: one padding for all dims, or one per dim, each of which may be a pair (before,
+after)."""
 
 CellInterval = tuple[int, int]
 
@@ -333,9 +334,10 @@ class FieldLayer(Layer):
     parts: FieldPartition | None = None
     """Partition of the input; None: this rank holds the full field."""
     rows_of_mesh: ClassVar[tuple[str, ...]] = ()
-    """If the layer also runs on meshes, what the rows of its inputs may be, see `ext.meshes.MeshPartition`."""
+    """What the rows of inputs may be if the layer also runs on meshes (see `ext.meshes.MeshPartition`)."""
     dims: ClassVar[int]
-    """Number of cell dims, for classes that read only fields with this number, such as `class Conv2d(Conv, dims=2)`."""
+    """Number of cell dims, in classes that accept only fields with this number, such as `class Conv2d(Conv,
+    dims=2)`."""
 
     def __init_subclass__(cls, dims: int | None = None) -> None:
         super().__init_subclass__()

@@ -1,4 +1,4 @@
-"""Arrays that layers hold for this rank's part of a field, such as masks, and the check that they fit the part."""
+"""Arrays that layers hold for this rank's part of a field, such as masks, and checks that they fit this part."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = [
 
 
 class HoldsLocalArray:
-    """Base class for layers that hold an array for this rank's part of a field."""
+    """Base class for layers that hold an array for this rank's part of a field, such as a mask."""
 
     def require_local_cells(self, cells: tuple[int, ...]) -> None:
-        """Raise ShapeError unless the array fits the `cells` of this rank's part."""
+        """Raise ShapeError unless the array fits `cells`, the shape of this rank's part."""
         raise NotImplementedError
 
 
 def iterate_inner_layers(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield (dotted path, layer) as `iterate_layers` does, and also for the layers in the net of a `Rollout`."""
+    """Yield (dotted path, layer) as `iterate_layers` does, but also for the layers inside the net of a `Rollout`."""
     for name, layer in iterate_layers(model, path):
         yield name, layer
         if isinstance(net := getattr(layer, "net", None), Layer):
@@ -35,8 +35,9 @@ def iterate_inner_layers(model: Layer, path: str = "") -> Iterator[tuple[str, La
 
 
 def require_local_arrays(model: Layer, find_cells: Callable[[FieldPartition], tuple[int, ...]]) -> None:
-    """Raise ShapeError, with the path of the layer, unless the arrays that layers of a partitioned model hold for this
-    rank's part fit the part. `find_cells` returns the cells that this rank has of a partition."""
+    """Check the arrays that layers of a partitioned model hold for this rank's part of a field. Raise ShapeError, with
+    the path of the layer, if an array does not fit the part. `find_cells` returns the shape of this rank's part of a
+    partition."""
     for path, layer in iterate_inner_layers(model):
         if isinstance(layer, HoldsLocalArray) and isinstance(parts := getattr(layer, "parts", None), FieldPartition):
             try:
@@ -46,7 +47,8 @@ def require_local_arrays(model: Layer, find_cells: Callable[[FieldPartition], tu
 
 
 def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
-    """Return `values` as an array; raise ConfigError, with `name`, if they have no common shape or are not numbers."""
+    """Return `values` as an array; raise ConfigError, with `name`, if they are not numbers or do not form a rectangular
+    array."""
     try:
         return np.asarray(values, dtype)
     except (TypeError, ValueError) as error:
@@ -54,8 +56,8 @@ def parse_local_array(name: str, values: Any, dtype: Any = None) -> np.ndarray:
 
 
 def require_weights_of_cells(layer: Any, name: str, weights: CellWeights | None, cells: tuple[int, ...]) -> None:
-    """Raise ShapeError unless weights have the shape (*cells) or (channels, *cells); on a mesh, (nodes,) or (nodes,
-    features)."""
+    """Raise ShapeError unless `weights` have the shape (*cells) or (channels, *cells) or, on a mesh, (nodes,) or
+    (nodes, features)."""
     shape = cells if weights is None else weights.array.shape
     has_cells = layer.parts is None or layer.parts.has_cells
     if cells not in ((shape, shape[1:]) if has_cells else (shape, shape[:-1])):
@@ -67,6 +69,6 @@ def require_weights_of_cells(layer: Any, name: str, weights: CellWeights | None,
 
 def require_weights_of_channels(layer: object, name: str, weights: CellWeights, x: Array) -> None:
     """Raise ShapeError if weights (channels, *cells) and x (samples, channels, *cells) differ in their number of
-    channels. The check needs no data, so a dry run finds the error before ranks communicate."""
+    channels. This check needs no data, so a dry run can find the error before ranks communicate."""
     if weights.array.ndim == x.ndim - 1 and weights.array.shape[0] not in (1, x.shape[1]):
         raise ShapeError(f"{layer!r}: {name} of {weights.array.shape[0]} channels do not fit a field of {x.shape[1]}")

@@ -1,4 +1,4 @@
-"""Layers that keep cells without data, such as land in an ocean model, from affecting other cells."""
+"""Layers that prevent cells without data, such as land in an ocean model, from affecting other cells."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["FillNaN", "Mask"]
 
 
 class FillNaN(Layer):
-    """Replaces NaN in the input by `value`. Replaced elements have gradient 0.
+    """Replaces NaN in the input by `value`. The gradient of replaced elements is 0.
 
     Parameters
     ----------
@@ -34,16 +34,16 @@ class FillNaN(Layer):
 
 
 class Mask(FieldLayer, HoldsLocalArray):
-    """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even where it is NaN. Replaced
-    elements have gradient 0.
+    """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even if it is NaN there. The
+    gradient of replaced elements is 0.
 
-    The input is (samples, channels, *cells). As the last layer of a model, a mask keeps land cells constant over the
-    steps of a rollout.
+    The input is (samples, channels, *cells). As the last layer of a model, it keeps land cells constant over the steps
+    of a rollout.
 
     Parameters
     ----------
-    cells : array of bools (*cells) for this rank's part of the field
-    value : output where `cells` is False; default 0
+    cells : bool array (*cells) for this rank's part of the field
+    value : value of the output where `cells` is False; default 0
     """
 
     fields = True
@@ -52,8 +52,8 @@ class Mask(FieldLayer, HoldsLocalArray):
         self.cells, self.value = parse_local_array("Mask: cells", cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """Return text that does not contain the mask: ranks compare this text, but each rank has a different part of
-        the mask."""
+        """Return a description that leaves out the mask, because ranks compare descriptions, but each has a different
+        part of the mask."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

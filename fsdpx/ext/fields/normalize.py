@@ -1,4 +1,4 @@
-"""Standardization of channels by fixed means and standard deviations, and the inverse."""
+"""Standardization of channels with fixed means and standard deviations, and its inverse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDING = 2.0**-50
 class Standardize(Layer):
     """Standardizes each channel of (samples, channels, ...) as (x - mean) / std, computed in float64.
 
-    `fsdpx.data.gather_channel_statistics` returns mean and std.
+    Mean and std can be computed by `fsdpx.data.gather_channel_statistics`.
 
     Parameters
     ----------
@@ -59,13 +59,13 @@ class Standardize(Layer):
         return (x - mean) / std
 
     def _broadcast_statistics(self, env: LayerContext, x: Array) -> list[Array]:
-        """Return mean and standard deviation, shaped to broadcast against x."""
+        """Return the means and standard deviations in a shape that broadcasts with x."""
         shape = (1, -1, *(1,) * (x.ndim - 2))
         return [env.xp.asarray(np.array(values)).reshape(shape) for values in (self.mean, self.std)]
 
 
 class Destandardize(Standardize):
-    """The inverse of `Standardize`: maps each channel x to x * std + mean. Parameters as in `Standardize`."""
+    """The inverse of `Standardize`: maps each channel x to x * std + mean. The parameters are the same."""
 
     def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return x * std + mean

@@ -19,11 +19,11 @@ from fsdpx.nn.shard_specs import GhostWidths
 __all__ = ["describe_padding_conflict", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
-"""Numbers of shared rows that are searched for, which result from one to three ghost cells on each side. A single row
-is not searched for, because it may be equal by chance."""
+"""Numbers of shared rows to search for, which result from one to three ghost cells on each side. A single shared row is
+not searched for, because rows may be equal by chance."""
 
 Ends = list[list[tuple[str | None, str | None]]]
-"""For each dim and width, digests of the first and of the last rows of a part. A digest is None if the rows are too
+"""For each dim and width, hashes of the first and of the last rows of a part. A hash is None if the rows are too
 uniform to compare."""
 
 

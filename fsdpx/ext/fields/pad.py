@@ -1,4 +1,4 @@
-"""`Pad`: adds cells at the boundary of a field that may be partitioned over ranks, or removes cells there."""
+"""`Pad`: adds or removes cells at the boundary of a field, which may be partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Sides = tuple[tuple[int, int], ...]
 class Pad(FieldLayer):
     """Pads (samples, channels, *cells) at the ends of the field, or crops it where `padding` is negative.
 
-    On a grid of ranks, each rank keeps its cells, and the ranks at the ends of the field also hold the added cells.
+    On a grid of ranks, each rank keeps its own cells, and the ranks at the ends of the field also hold the added cells.
 
     Parameters
     ----------
-    padding : for each dim, the numbers of cells (before, after) to add at the ends of the field
-    mode : values beyond the ends, as `padding_mode` of `Conv`; default "zeros"
+    padding : for each dim, the numbers (before, after) of cells to add at the ends of the field
+    mode : values of the added cells, as for `padding_mode` in `Conv`; default "zeros"
     """
 
     def __init__(self, padding: Sides, mode: PaddingMode = "zeros") -> None:
@@ -74,8 +74,8 @@ class Pad(FieldLayer):
 def _plan_padding(
     parts: FieldPartition, padding: Sides, modes: tuple[tuple[PaddingSide, PaddingSide], ...]
 ) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Return the partition of the padded field, and one halo spec per dim with the cells that each rank needs for its
-    part."""
+    """Return the partition of the padded field, and one halo spec per dim, with the cells that each rank needs for its
+    part of the padded field."""
     made, halos = [], []
     for d, (cuts, (low, high), mode) in enumerate(zip(parts.cuts, padding, modes, strict=True)):
         total = cuts[-1] + low + high

@@ -1,4 +1,5 @@
-"""Physical constraints on fields: conservation of means, and residuals of differential equations as a loss."""
+"""Physical constraints on fields: a layer that conserves means, and a loss with the residual of a differential
+equation."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 
 
 class MatchMean(FieldLayer):
-    """Shifts y so that its mean over all cells equals the mean of x, for each channel and sample: y - mean(y) +
-    mean(x).
+    """Shifts y so that, for each channel and sample, its mean over all cells equals that of x: y - mean(y) + mean(x).
 
-    Takes two inputs, y and x, (samples, channels, *cells) of the same shape. The result is the field closest to y that
-    has the mean of x. On a grid of ranks, forward and backward each all-reduce 8 bytes per sample and channel."""
+    Takes two inputs y and x of the same shape (samples, channels, *cells). The result is the field closest to y that
+    has the same mean as x. On a grid of ranks, the forward and the backward pass each all-reduce 8 bytes per sample and
+    channel."""
 
     n_inputs = 2
 
@@ -38,7 +39,7 @@ class MatchMean(FieldLayer):
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
     def _all_reduce_mean_over_cells(self, env: LayerContext, a: Array) -> Array:
-        """Return the mean over all cells of the full field. The cell dims are kept with size 1."""
+        """Return the mean over all cells of the full field, with the cell dims kept as dims of size 1."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
         mean = all_reduce_over_parts(env, total, env.random.path) / max(math.prod(cells), 1)
@@ -49,14 +50,14 @@ class PhysicsLoss(WrappedLoss):
     """Physics-informed loss: loss + weight * mean(residual(y)^2), where the mean is over all elements of the residual.
 
     The residual is a layer without parameters that returns 0 where the output satisfies an equation, such as
-    `FieldDivergence` for incompressible flow (Raissi et al. 2019). On a partitioned field it exchanges halos, like any
-    layer of a model.
+    `FieldDivergence` for incompressible flow (Raissi et al. 2019). If the field is partitioned, this layer exchanges
+    halos like the layers of a model.
 
     Parameters
     ----------
-    loss : loss of outputs and targets
-    residual : layer that is applied to the output, with one input, one output and no parameters
-    weight : multiplier of the mean squared residual; default 1
+    loss : loss that compares outputs with targets
+    residual : layer with one input, one output and no parameters, which is applied to the model's output
+    weight : factor by which the mean squared residual is multiplied; default 1
     """
 
     def __init__(self, loss: Loss, residual: Layer, weight: float = 1.0) -> None:

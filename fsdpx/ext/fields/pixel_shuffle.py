@@ -1,4 +1,4 @@
-"""`PixelShuffle` and `PixelUnshuffle`, which exchange channels for resolution, for fields that may be partitioned."""
+"""`PixelShuffle` and `PixelUnshuffle`, which trade channels for resolution, for fields that may be partitioned."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["PixelShuffle", "PixelUnshuffle"]
 
 
 class PixelShuffle(FieldLayer):
-    """Moves channels into cells (Shi et al. 2016): (samples, channels r^dims, *cells) becomes (samples, channels,
-    *(r cells)) for fields of 1 to 3 dims.
+    """Rearranges channels into cells (Shi et al. 2016): (samples, channels r^dims, *cells) -> (samples, channels, *(r
+    cells)), for fields of 1 to 3 dims.
 
-    In two dims, output cell (r y + i, r x + j) of channel c is channel c r^2 + i r + j of cell (y, x), as in PyTorch.
-    On a grid of ranks, each rank refines its own cells, without communication.
+    In two dims, channel c of output cell (r y + i, r x + j) is channel c r^2 + i r + j of input cell (y, x), as in
+    PyTorch. On a grid of ranks, each rank refines its own cells without communication.
 
     Parameters
     ----------
-    upscale_factor : the factor r by which each dim of cells becomes larger
+    upscale_factor : the factor r by which the number of cells along each dim is multiplied
     """
 
     def __init__(self, upscale_factor: int) -> None:
@@ -48,15 +48,15 @@ class PixelShuffle(FieldLayer):
 
 
 class PixelUnshuffle(FieldLayer):
-    """Moves cells into channels, the inverse of `PixelShuffle`: (samples, channels, *(r cells)) becomes (samples,
-    channels r^dims, *cells) for fields of 1 to 3 dims.
+    """Rearranges cells into channels: (samples, channels, *(r cells)) -> (samples, channels r^dims, *cells), for fields
+    of 1 to 3 dims. This is the inverse of `PixelShuffle`.
 
-    Sizes of the field must be multiples of r. On a grid of ranks, an output cell belongs to the rank that owns the
-    first of its r^dims cells; other ranks send this rank the cells that it lacks.
+    The sizes of the field must be multiples of r. On a grid of ranks, an output cell belongs to the rank that owns the
+    first of the r^dims input cells; other ranks send this rank the input cells that it lacks.
 
     Parameters
     ----------
-    downscale_factor : the factor r by which each dim of cells becomes smaller
+    downscale_factor : the factor r by which the number of cells along each dim is divided
     """
 
     def __init__(self, downscale_factor: int) -> None:
@@ -87,8 +87,8 @@ class PixelUnshuffle(FieldLayer):
 
 @lru_cache(1 << 10)
 def _plan_blocks(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Return the partition of blocks of r cells along each dim, and one halo spec per dim with the cells of each rank's
-    blocks."""
+    """Return how blocks of r cells along each dim are partitioned, and one halo spec per dim, with the cells that are
+    in each rank's blocks."""
     made, halos = [], []
     for d, cuts in enumerate(parts.cuts):
         out = make_output_cuts(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)

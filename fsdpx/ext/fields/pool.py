@@ -37,7 +37,7 @@ class Pool(WindowLayer):
     """Base class for pooling over the cells under a sliding window. Partitioned fields are handled as in `Conv`."""
 
     padding_value: ClassVar[float] = 0.0
-    """Value beyond the ends of a field."""
+    """Value of the padding cells beyond the ends of a field."""
 
     def __init__(
         self, kernel_size: Sizes, stride: Sizes | None, padding: Sizes, dilation: Sizes, ceil_mode: bool
@@ -231,8 +231,8 @@ class AdaptiveAvgPool(FieldLayer):
         return (slice(None), slice(None), *cells)
 
     def _make_averaging_matrices(self, env: LayerContext, parts: FieldPartition) -> list[tuple[CellMatrix, CellMatrix]]:
-        """Return one matrix per dim that maps this rank's cells to their weighted contributions to all outputs, also
-        transposed."""
+        """Return, for each dim, the matrix that maps this rank's cells to their weighted contributions to all outputs,
+        and its transpose."""
         rows = enumerate(zip(parts.cuts, self._many, strict=True))
         return [_make_averaging_matrix(*get_local_range(env, cuts, d), cuts[-1], many) for d, (cuts, many) in rows]
 

@@ -1,4 +1,4 @@
-"""Groups of data-parallel ranks that share samples, because each rank holds a different part of the same fields."""
+"""Groups of data-parallel ranks that share samples. Each rank of a group holds a different part of the same fields."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["make_sample_groups"]
 
 
 def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequence[Any]) -> SampleGroups:
-    """Return the groups of ranks that share samples on a rank's data axis, given the grids of all ranks.
+    """Return the groups of ranks on a rank's data axis that share samples, given the grids of all ranks.
 
     Parameters
     ----------
     mesh : mesh with the width of each axis
     rank : number of the rank in the world
     dims : number of ranks along each dim of a field
-    grids : for each world rank, the ranks of its field in the order of its grid. If these are None, each group
-        consists of consecutive data ranks
+    grids : for each world rank, the ranks that hold its field, in the order of its grid. If the entries are None, each
+        group consists of consecutive data ranks
 
     Returns
     -------
@@ -29,8 +29,8 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
     Raises
     ------
-    MeshError : if the size of the data axis is not a multiple of the number of ranks of a field, or the ranks of a
-        grid are not on one data axis
+    MeshError : if the size of the data axis is not a multiple of the number of ranks of a field, if the ranks of a grid
+        are not on one data axis, or if their order differs between pipeline stages
     """
     data = _list_data_axis_ranks(mesh, rank)
     width = prod(dims)
@@ -48,7 +48,8 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
 
 
 def _require_grids_on_data_axes(mesh: Mesh, grids: Sequence[Any]) -> None:
-    """Raise MeshError unless the ranks of each grid are on one data axis, in the same order on all pipeline stages."""
+    """Raise MeshError unless the ranks of each grid are on one data axis, and in the same order on all pipeline
+    stages."""
     places: dict[int, list[int]] = {}
     for r, grid in enumerate(grids):
         line = _list_data_axis_ranks(mesh, r)

@@ -1,4 +1,4 @@
-"""Positions of the cells of a field along a dim, either equidistant or given."""
+"""Positions of the cells of a field along a dim, either equidistant or specified by the caller."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["CellPositions", "compute_cell_widths", "compute_stencil_weights", "p
 
 
 class CellPositions(tuple[float, ...]):
-    """Positions along one dim: of the n values of a field, or of the n + 1 bounds of its cells."""
+    """Positions along one dim of the n values of a field, or of the n + 1 bounds of its cells."""
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        """Return short text, since a message may show a layer whose dims have thousands of cells."""
+        """Return a short description, because error messages show layers, and a dim may have thousands of cells."""
         return f"{len(self)} positions from {self[0]:g} to {self[-1]:g}"
 
     def compute_value_positions(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:
         """Return the positions of the n values of a field along a dim, and the period of that dim.
 
-        If bounds of cells are given, values lie at the centers, and the period is the distance between the outer
-        bounds. Raises ShapeError, with the `name` of the dim, if the number of positions does not fit."""
+        If these positions are bounds of cells, values lie at the centers, and the period is the distance between the
+        outermost bounds. Raises ShapeError, with the `name` of the dim, if the number of positions does not match n."""
         if len(self) == n + 1:
             return (np.array(self[1:]) + self[:-1]) / 2, self[-1] - self[0]
         if len(self) != n or periodic:
@@ -39,9 +39,10 @@ class CellPositions(tuple[float, ...]):
 
 
 def parse_spacing(layer: object, given: Any) -> Any:
-    """Return `given`, a spacing or one for each dim, with arrays of positions as `CellPositions`.
+    """Return `given`, which is one spacing or a sequence with one per dim, in which arrays of positions are replaced by
+    `CellPositions`.
 
-    Raises ConfigError if positions are not finite, or do not increase or decrease throughout. Numbers are not
+    Raises ConfigError if positions are not finite or not monotonic. Spacings that are single numbers are not
     checked."""
     if isinstance(given, str) or not isinstance(given, Sequence | np.ndarray) or getattr(given, "ndim", 1) == 0:
         return given
@@ -64,7 +65,7 @@ def _parse_spacing_along_dim(layer: object, given: Any) -> Any:
 
 
 def compute_cell_widths(spacing: float | CellPositions, n: int, name: str) -> np.ndarray:
-    """Return the signed widths of n cells along a dim. Widths are negative if positions decrease.
+    """Return the signed widths of n cells along a dim, which are negative if positions decrease.
 
     Raises ShapeError, with the `name` of the dim, unless `spacing` is a number or the bounds of n cells."""
     if not isinstance(spacing, CellPositions):
@@ -75,8 +76,8 @@ def compute_cell_widths(spacing: float | CellPositions, n: int, name: str) -> np
 
 
 def compute_stencil_weights(at: np.ndarray, points: np.ndarray, derivative: int) -> np.ndarray:
-    """Return the weights with which values at `points` (m, s) add up to a derivative at the m positions `at`
-    (Fornberg 1988). With s points, the derivative is exact for polynomials of degree up to s - 1."""
+    """Return weights (m, s) for computing derivatives at the m positions `at` as weighted sums of the values at
+    `points`, (m, s) (Fornberg 1988). With s points, the derivative is exact for polynomials of degree up to s - 1."""
     count = points.shape[1]
     weights = np.zeros((*points.shape, derivative + 1))
     weights[:, 0, 0] = 1.0
@@ -98,6 +99,6 @@ def compute_stencil_weights(at: np.ndarray, points: np.ndarray, derivative: int)
 
 
 def shape_along_dim(env: LayerContext, weights: np.ndarray, x: Array, d: int) -> Array:
-    """Return one weight per cell along cell dim `d` as an array that multiplies (samples, channels, *cells), with the
-    dtype of `x`."""
+    """Return `weights`, which has one number per cell along cell dim `d`, in a shape that broadcasts with (samples,
+    channels, *cells), and in the dtype of `x`."""
     return env.xp.asarray(weights.astype(x.dtype)).reshape(-1, *(1,) * (x.ndim - 3 - d))

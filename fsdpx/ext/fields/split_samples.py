@@ -33,7 +33,7 @@ class SplitSamples(ABC):
 
     has_complete_samples: ClassVar = False
     whole: ClassVar[str]
-    """What the ranks hold parts of, for errors."""
+    """Name, for error messages, of what the ranks hold parts of."""
 
     @abstractmethod
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any: ...

@@ -1,4 +1,4 @@
-"""Partitions of the values on cell faces, next to the partition of the cells."""
+"""Partitions of the values on cell faces, given the partition of the cells."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["find_face_cuts", "find_shared_face_ghosts", "list_face_partitions"]
 
 
 def find_face_cuts(cuts: Cuts) -> Cuts:
-    """Return the cuts of the n + 1 faces across a dim of n cells: each rank has the low faces of its cells, and the
-    last rank with cells also has the last face."""
+    """Return the cuts of the n + 1 faces across a dim of n cells. Each rank has the low faces of its cells, and the
+    last rank that has cells also has the last face."""
     return make_output_cuts(cuts, cuts, cuts[-1] + 1)
 
 
 def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths]) -> tuple[GhostWidths, ...]:
-    """Return the widths of ghost cells of arrays that have both faces of each cell. The high face of a rank's last
-    cell, which the next rank owns, is an additional ghost cell.
+    """Return the widths of the ghost cells of arrays that hold both faces of each cell. The high face of a rank's last
+    cell belongs to the next rank, and is therefore an additional ghost cell.
 
-    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` the widths of ghost cells. A rank
-    beyond the end of the field owns no cells; the only face in its arrays is the last one, as a ghost below its
+    `cuts` and `faces` are the cuts of cells and of faces along the dim, and `sides` are the widths of ghost cells. A
+    rank beyond the end of the field owns no cells; its arrays hold only the last face, as a ghost cell below its
     part."""
     found = []
     for rank, (low, high) in enumerate(sides):
@@ -33,7 +33,7 @@ def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths
 
 
 def list_face_partitions(parts: FieldPartition) -> list[FieldPartition]:
-    """Return the partition of the cells, followed by the partitions of the faces across one or more dims."""
+    """Return the partition of the cells, followed by those of the faces across each combination of one or more dims."""
     both = [(cuts, find_face_cuts(cuts)) for cuts in parts.cuts]
     found = [parts.with_cuts(cuts) for cuts in product(*both)]
     return sorted(found, key=lambda one: sum(one.shape))

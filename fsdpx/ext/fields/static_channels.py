@@ -1,4 +1,4 @@
-"""`StaticChannels`: fixed channels, such as topography or a land mask, next to the channels of a field."""
+"""`StaticChannels`: appends fixed channels, such as topography or a land mask, to a field."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["StaticChannels"]
 
 
 class StaticChannels(FieldLayer, HoldsLocalArray):
-    """Appends fixed channels to a field, such as topography, a land mask or coefficients. They are given once, get no
-    gradient, and are not saved in checkpoints.
+    """Appends fixed channels, such as topography, a land mask or coefficients, to a field. Their values are passed only
+    once, when the layer is made; they get no gradient, and are not saved in checkpoints.
 
     It maps (samples, channels, *cells) to (samples, channels + constants, *cells). Inside the model of a `Rollout`, all
-    steps read them.
+    steps read the fixed channels.
 
     Parameters
     ----------
@@ -34,7 +34,8 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
             raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 
     def __repr__(self) -> str:
-        """Return text without the values: ranks compare this text, but each rank has different values."""
+        """Return a description that leaves out the values, because ranks compare descriptions, but each has different
+        values."""
         return "StaticChannels()"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -53,7 +54,7 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
             )
 
     def _get_constants(self, env: LayerContext, x: Array) -> Array:
-        """Return the values as (1, constants, *cells), in the dtype of x."""
+        """Return the fixed values as (1, constants, *cells), in the dtype of x."""
         cells = tuple(x.shape[2:])
         has_channels = self.values.ndim == len(cells) + 1
         if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field

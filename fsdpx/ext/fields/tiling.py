@@ -13,7 +13,7 @@ __all__ = ["Tiling", "find_tiling"]
 
 Interval = tuple[int, int]
 Part = tuple[Interval, ...]
-"""The cells [start, stop) of a rank along each dim."""
+"""The range [start, stop) of a rank's cells along each dim."""
 
 
 class Tiling(NamedTuple):

@@ -19,7 +19,7 @@ __all__ = ["UNet"]
 
 ACTIVATIONS: dict[str, Any] = {"relu": ReLU, "tanh": Tanh, "gelu": GELU, "silu": SiLU}
 GROUP = 8
-"""Channels in each group of `norm="group"`."""
+"""Number of channels in each group with `norm="group"`."""
 
 
 class SkipConnection(Concat):
@@ -40,20 +40,20 @@ class SkipConnection(Concat):
 
 
 class UNet(Graph):
-    """U-Net over (samples, in_channels, *cells), which can load weights of the common PyTorch implementation.
+    """U-Net for (samples, in_channels, *cells). It can load weights from the common PyTorch implementation.
 
-    Each level has two convolutions with windows of 3 cells and no bias, each followed by a norm and an activation. Max
-    pools over 2 cells lead to the next lower level, and transposed convolutions over 2 cells lead back up. Field sizes
-    must be multiples of 2^depth. Parameters are named `encoder1.enc1conv1.weight`,
+    Each level has two convolutions with a kernel size of 3 and no bias, each followed by a norm and an activation. Max
+    pools of size 2 lead to the next lower level, and transposed convolutions of size 2 lead back up. The sizes of the
+    field must be multiples of 2^depth. Parameters are named `encoder1.enc1conv1.weight`,
     `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and `conv.weight`.
 
     Parameters
     ----------
-    in_channels, out_channels : channels of the input and of the output field
+    in_channels, out_channels : number of channels of the input and of the output field
     dims : number of cell dims, 1 to 3; default 2
-    width : channels of the first level; each level has twice as many as the one above. Default 32
-    depth : number of levels above the lowest level; default 4
-    padding : values beyond the ends of the field, as `padding_mode` of `Conv`; default "zeros"
+    width : number of channels in the first level; each level has twice as many as the one above it. Default 32
+    depth : number of levels above the lowest one; default 4
+    padding : values beyond the ends of the field, as for `padding_mode` in `Conv`; default "zeros"
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None
     activation : "relu" (default), "tanh", "gelu" or "silu"
     """

@@ -22,7 +22,7 @@ __all__ = [
 
 T = TypeVar("T")
 UNKNOWN = (0, 0)
-"""Shape of the array that a rank without nodes or edges passes as [], whose number of columns is unknown."""
+"""Shape of an array that a rank without nodes or edges passes as [], so that its number of columns is unknown."""
 
 
 def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:

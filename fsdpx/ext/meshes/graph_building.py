@@ -18,10 +18,10 @@ from fsdpx.ext.meshes.local_graph import LocalGraph, PartSizes
 __all__ = ["BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays", "raise_first_error"]
 
 NEARLY_ALL = 0.1
-"""Share of edges without a reverse edge below which the graph is assumed to be undirected."""
+"""Fraction of edges without a reverse edge below which the graph is assumed to be undirected."""
 TOLERANCE = 1e-6
-"""Largest difference between the values that two ranks pass for a node or edge, relative to the largest coordinate of
-all nodes, or to the largest value of the feature."""
+"""Maximum allowed difference between the values that two ranks pass for the same node or edge, relative to the largest
+coordinate of all nodes or the largest value of the feature, respectively."""
 
 Table = np.ndarray
 

@@ -22,7 +22,7 @@ __all__ = ["MeshLevel", "Prolong", "Restrict"]
 
 
 MAX_DRY_LINKS = 8
-"""Maximum number of maps that are kept for dry runs."""
+"""Maximum number of maps between the two meshes that are cached for dry runs."""
 
 
 class LevelLink(NamedTuple):

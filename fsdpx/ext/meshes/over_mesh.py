@@ -21,7 +21,7 @@ class TakesRows:
     """Base class for layers that read values of nodes or edges of a mesh, and may convert one to the other."""
 
     reads: ClassVar[tuple[str, ...]] = ("nodes",)
-    """What the rows of each input are: "nodes", with or without ghosts, or "edges"."""
+    """What the rows of each input are: "nodes" (with or without ghosts) or "edges"."""
     gives: ClassVar[str] = "nodes"
     """What the rows of the result are: "nodes", "ghosts" (nodes with ghosts) or "edges"."""
 
@@ -45,8 +45,8 @@ class DropGhosts(Layer):
     """Removes the rows of ghosts: (samples, nodes + ghosts, features) -> (samples, nodes, features)."""
 
     parts: Any = None
-    """Distribution of the input, a `MeshPartition`. It is not an argument, because ranks compare the repr of layers,
-    which shows the arguments."""
+    """The `MeshPartition` of the input. It is not an argument of the constructor, because ranks compare the repr of
+    layers, which shows these arguments."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         return env.xp.ascontiguousarray(x[:, : self.parts.graph.nodes]), ()

@@ -12,7 +12,8 @@ from fsdpx.core.array.kernels.dispatch import kernel
 __all__ = ["WindowStrides", "correlate", "correlate_backward_input", "correlate_backward_params"]
 
 GradientTarget = tuple[Any, bool] | None
-"""The array for a gradient, and whether to add to this array; None if the gradient is not needed."""
+"""The array for a gradient, and whether to add the gradient to the array instead of overwriting it; None if the
+gradient is not needed."""
 
 
 def write_or_add_gradient(target: Any, value: Any) -> None:
@@ -60,17 +61,18 @@ class WindowStrides(NamedTuple):
 
 
 LANES = 16
-"""Channels that the Winograd kernels process at a time. The number of channels must be a multiple of this number."""
+"""Number of channels that the Winograd kernels process at a time. The total number of channels must be a multiple of
+it."""
 TILE = 4
-"""Rows and columns of results of a Winograd tile."""
+"""Number of rows, and of columns, of outputs in a Winograd tile."""
 MIN_TILES = 32
 """Minimum number of tiles for Winograd's algorithm. With fewer tiles, reading the weights takes more time than the
 algorithm saves."""
 MIN_FILLED_SHARE = 0.6
-"""Minimum share of the tiles' pixels that are inside the result. Below this share, most of the saving is lost."""
+"""Minimum fraction of the tiles' pixels that are inside the output. Below it, most of the saving is lost."""
 GROUP_OUTPUTS = 8
-"""Minimum number of outputs for which compiled convolutions fill their lanes. Smaller groups are computed together, as
-one convolution of which most weights are 0."""
+"""Minimum number of outputs with which compiled convolutions fill their lanes. Groups with fewer outputs are computed
+together, as one convolution in which most weights are 0."""
 
 
 def suits_winograd(shape: Sequence[int], weight: Sequence[int], strides: WindowStrides, sizes: Sequence[int]) -> bool:

@@ -186,8 +186,8 @@ def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 PLANES, ONES = 36, 7
-"""PLANES: number of elementwise products of a tile. ONES: a plane whose element enters each result once, so that a bias
-added to this plane is added to all results."""
+"""PLANES: number of elementwise products per tile. ONES: index of a plane that enters each result with factor 1, so
+that a bias added to this plane is added to all results."""
 A = ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1))
 B = (
     (4, 0, -5, 0, 1, 0), (0, -4, -4, 1, 1, 0), (0, 4, -4, -1, 1, 0), (0, -2, -1, 2, 1, 0), (0, 2, -1, -2, 1, 0),
@@ -198,12 +198,12 @@ G = (
     (0, 0, 1),
 )  # fmt: skip
 TILE_BLOCK = 1 << 21
-"""Approximate bytes of a block of tiles, chosen so that the block stays in the cache between the three passes."""
+"""Approximate size, in bytes, of a block of tiles, chosen so that the block stays in the cache between the three passes
+over it."""
 TILES_PER_STEP = 64
-"""Minimum number of tiles in a block. It limits how often the weights are read, because they are read once for each
-block."""
+"""Minimum number of tiles in a block. It limits how often the weights are read, which is once per block."""
 LONG = 256
-"""Maximum number of products summed at once. It is limited because rounding errors grow with the length of a sum."""
+"""Maximum number of products that are summed at once, limited because rounding errors grow with the length of a sum."""
 
 
 def _transpose(matrix: Any) -> Any:
@@ -301,8 +301,8 @@ def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
 
 
 MAX_DIRECT_WEIGHTS = 1 << 12
-"""Maximum number of weights of a one-cell window for which direct convolution is faster than BLAS. Direct convolution
-adds the bias without a further pass, and its weights stay in the cache."""
+"""Maximum number of weights for which direct convolution with a one-cell window is faster than BLAS. Direct convolution
+adds the bias without a further pass, and this number of weights stays in the cache."""
 
 
 @lru_cache(1 << 10)

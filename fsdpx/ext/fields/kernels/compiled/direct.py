@@ -33,17 +33,17 @@ __all__ = [
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
-"""WIDE: bytes of a block of channels that are computed together. NARROW: bytes of the last block if few channels are
-left."""
+"""WIDE: size, in bytes, of a block of channels that are computed together. NARROW: size of the last block if few
+channels are left."""
 WIDE_ROWS = 8 if "avx512f" in read_cpuinfo_field("flags").split() else 6
 NARROW_ROWS = 8
-"""Maximum numbers of outputs in a strip of WIDE rows and of NARROW rows, such that the strip fits into registers. With
-AVX-512, a WIDE row fills one of 32 registers, and fewer than 8 rows do not keep both multipliers busy."""
+"""Maximum number of outputs in a strip with WIDE rows, and with NARROW rows. Strips of these sizes fit into registers.
+With AVX-512, a WIDE row fills one of 32 registers, and fewer than 8 rows do not keep both multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
-"""Maximum number of cells in a strip if there are one, two, three or four output channels."""
+"""Maximum number of cells in a strip for one, two, three and four output channels."""
 NEAR_BYTES = 3 << 13
-"""Bytes of the cells and output gradients over which the gradient of weights loops repeatedly, so that they stay in the
-cache."""
+"""Size, in bytes, of the cells and output gradients over which the computation of the weight gradient loops repeatedly.
+It is chosen so that they stay in the cache."""
 
 
 def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:

@@ -35,8 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 ROW_ELEMENTS = 64
-"""Number of elements that a row should have: as many as the loops over columns keep in registers, so that they read
-memory from front to back."""
+"""Number of elements that a row should have. The loops over columns keep this many in registers, so that they read
+memory sequentially."""
 
 
 @jit
