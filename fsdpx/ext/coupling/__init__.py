@@ -1,1 +1,1 @@
-"""Solvers and trainers on different ranks of one MPI job that exchange fields and weights."""
+"""Exchange of fields and weights between solvers and trainers that run on different ranks of one MPI job."""

@@ -1,4 +1,4 @@
-"""`Bridge`: the exchange of fields and weights between solver ranks and training ranks of one job."""
+"""`Bridge`: exchanges fields and weights between the solver ranks and training ranks of one job."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Bridge:
         """
         self._require_open("send")
         arrays = [self._without_ghosts(field, f"Bridge.send: field {i}") for i, field in enumerate(fields)]
-        pack_message(scalars, ())  # if this raises, it does so before the snapshot gets a number
+        pack_message(scalars, ())  # invalid values raise here, before the snapshot gets a number
         overlaps = self._overlaps_out
 
         def make_body(rank: int) -> np.ndarray:
@@ -291,7 +291,7 @@ class Bridge:
     def _plan_weight_stream(
         self, side: str, parts: Mapping[str, Mapping[int, PartFacts]], mode: str, depth: int | None
     ) -> None:
-        """Open the stream of weights, in which each solver rank receives from one training rank."""
+        """Open the stream of weights. Each solver rank receives weights from one training rank."""
         solvers, trainers = list(parts["solver"]), list(parts["trainer"])
         if side == "trainer":
             place = trainers.index(self._comm.rank)

@@ -1,4 +1,4 @@
-"""Find the cells that the ranks of two grids exchange, and pack them into messages."""
+"""Finds the cells that the ranks of two grids exchange, and packs them into messages."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def exchanges_messages(
 
 
 def find_overlap(rank: int, own: PartFacts, theirs: PartFacts) -> Overlap:
-    """Return the cells that two parts have in common."""
+    """Return the cells that this rank's part `own` and the part `theirs` of rank `rank` have in common."""
     ranges = {}
     for letter, (start, stop) in theirs.ranges.items():
         first, last = own.ranges[letter]

@@ -103,7 +103,7 @@ class Incoming:
         self._handle: Handle | None = None
 
     def try_receive(self) -> tuple[int, ...] | None:
-        """Return the next message, or None if it has not arrived."""
+        """Return the next message, or None if it has not arrived yet."""
         if self._handle is None:
             self._handle = self._comm.recv(self._buffer, self._rank, self._tag, what="the bridge")
         if not self._handle.test():
@@ -120,7 +120,7 @@ class Outgoing:
         self._under_way: list[Handle] = []
 
     def send(self, rank: int, *words: int, body: np.ndarray | None = None) -> None:
-        """Start sending integers to `rank`, followed by `body` if given."""
+        """Start sending the integers `words` to rank `rank`, followed by `body` if given."""
         for array in (np.array(words, np.int64), body):
             if array is not None:
                 self._under_way.append(self._comm.send(array, rank, self._tag, what="the bridge"))

@@ -1,1 +1,1 @@
-"""Training on fields of PDE solvers, where each sample is partitioned over ranks by domain decomposition."""
+"""Training on fields from PDE solvers. Each sample is partitioned over ranks by domain decomposition."""

@@ -18,7 +18,7 @@ def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str =
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
-        values[...] = flat.reshape(values.shape)  # if `values` is not in C order, `flat` is a copy
+        values[...] = flat.reshape(values.shape)  # needed if `flat` is a copy, because `values` is not in C order
     return values
 
 
@@ -44,9 +44,9 @@ def all_reduce_moments(
 
 
 def all_gather_and_merge_moments(env: LayerContext, moments: Array, what: str) -> Array:
-    """All-gather the moments (count, mean, sum of squared deviations) of all ranks that hold parts of the field, and
-    return them merged in rank order by the rule of Chan et al. (1979). Communicates only if the field is partitioned.
-    `what` names the moments in error messages."""
+    """All-gather the moments (count, mean, sum of squared deviations) of all parts of the field, and merge them in rank
+    order by the rule of Chan et al. (1979). Communicates only if the field is partitioned. `what` names the moments in
+    error messages."""
     xp, ranks = env.xp, env.mesh.parts
     if ranks.size == 1:
         return moments

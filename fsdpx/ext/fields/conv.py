@@ -171,8 +171,8 @@ def require_divisible_channels(layer: Layer, in_channels: int, out_channels: int
 
 
 def make_conv_specs(layer: Any, shape: tuple[int, ...]) -> dict[str, ParameterSpec]:
-    """Return the parameter specs of a convolution: a weight of `shape` and, if the layer has one, a bias, both
-    initialized as in PyTorch."""
+    """Return the parameter specs of a convolution: a weight of shape `shape` and, if the layer has a bias, the bias.
+    The bias and, by default, the weight are initialized as in PyTorch."""
     default = uniform(1.0 / math.sqrt(math.prod(shape[1:])))
     specs = {"weight": ParameterSpec(shape, layer.init or default)}
     if layer.bias:
@@ -216,7 +216,7 @@ def get_local_shape(env: LayerContext, parts: FieldPartition) -> tuple[int, ...]
 
 
 class WindowLayer(FieldLayer):
-    """Base class of convolutions and pools, which compute each output from the cells under a sliding window."""
+    """Base class for convolutions and pools, which compute each output from the cells under a sliding window."""
 
     window: ConvWindow
 
@@ -230,8 +230,8 @@ class WindowLayer(FieldLayer):
     def plan_outputs_halo_and_padding(
         self, parts: FieldPartition
     ) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
-        """Return what this layer needs to run on a partitioned field: the partition of its outputs, the halo to
-        exchange along each dim, and the number of zeros that the kernel itself adds before the field along each dim.
+        """Return what this layer needs in order to run on a partitioned field: the partition of its outputs and, for
+        each dim, the halo to exchange and the number of zeros that the kernel itself adds before the field.
 
         Raises ShapeError, naming the layer, if the field is too small."""
         try:

@@ -69,7 +69,7 @@ class FieldVariable:
     storage: NumberEncoding | None = None
 
     def size_along(self, letter: str) -> int | None:
-        """Return the size of the dim `letter`, or None if the field does not have this dim."""
+        """Return the size of the dim with letter `letter`, or None if the field does not have this dim."""
         return self.shape[self.dims.index(letter)] if letter in self.dims else None
 
     @property
@@ -147,7 +147,7 @@ def _select_field_names(
 
 
 def find_cell_letters(path: Path, root: Any, dims: str | None, letters: str | None) -> str:
-    """Return the letters of the cell dims, such as "yx", in the order in which the file stores them."""
+    """Return the letters of the cell dims, such as "yx", in the order of the dims in the file."""
     if dims is not None:
         cells = "".join(letter for letter in dims if letter not in "ntc")
         if len(set(dims.rstrip("c"))) != len(dims.rstrip("c")) or (letters and sorted(cells) != sorted(letters)):
@@ -232,7 +232,7 @@ Name = str | os.PathLike[str]
 
 
 class GridLike(Protocol):
-    """Protocol of the attributes of `fsdpx.Grid` that `FieldDataset` uses."""
+    """Protocol with the attributes of `fsdpx.Grid` that `FieldDataset` uses."""
 
     layout: str
     coords: tuple[int, ...]
@@ -245,7 +245,7 @@ class GridLike(Protocol):
 
 @runtime_checkable
 class MeshLike(Protocol):
-    """Protocol of the attributes of `fsdpx.Partition` that `FieldDataset` uses."""
+    """Protocol with the attributes of `fsdpx.Partition` that `FieldDataset` uses."""
 
     @property
     def numbers(self) -> np.ndarray: ...

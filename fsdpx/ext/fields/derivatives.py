@@ -50,7 +50,7 @@ class StencilTap(NamedTuple):
 
 
 class DerivativeTerm(NamedTuple):
-    """One derivative that a layer sums into its output, such as dv/dx in a curl.
+    """One of the derivatives that a layer adds up in its output, such as dv/dx in a curl.
 
     The input channels `taken` are differentiated along one coordinate, multiplied by `sign`, and added to the output
     channels `given`."""
@@ -79,7 +79,7 @@ def _is_permutation(dims: Any) -> bool:
 
 
 class _DerivativeLayer(FieldLayer):
-    """Base class for layers that sum finite-difference derivatives of their input. Subclasses list these derivatives
+    """Base class for layers that add up finite-difference derivatives of their input. Subclasses list these derivatives
     in `_list_terms`."""
 
     def __init__(
@@ -248,7 +248,7 @@ class FieldGradient(_DerivativeLayer):
     """Finite-difference gradient of each channel: maps (samples, channels, *cells) to (samples, channels x dims,
     *cells).
 
-    The derivatives of a channel along all coordinates are consecutive output channels. Parameters as in
+    The derivatives of a channel along all coordinates are consecutive output channels. The parameters are as in
     `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
@@ -261,7 +261,7 @@ class FieldGradient(_DerivativeLayer):
 class FieldDivergence(_DerivativeLayer):
     """Finite-difference divergence of vectors: maps (samples, vectors x dims, *cells) to (samples, vectors, *cells).
 
-    The components of a vector are consecutive channels. Parameters as in `FieldDerivative`."""
+    The components of a vector are consecutive channels. The parameters are as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(j, None, dims), slice(None)) for j in range(dims)]
@@ -276,9 +276,9 @@ class FieldDivergence(_DerivativeLayer):
 class FieldCurl(_DerivativeLayer):
     """Finite-difference curl of vectors, whose components are consecutive channels.
 
-    In two dims, it maps (samples, vectors x 2, *cells) to (samples, vectors, *cells), the scalar dv/dx - du/dy of each
-    vector (u, v). In three dims, it maps (samples, vectors x 3, *cells) to the same shape. x, y and z are the
-    coordinates. Parameters as in `FieldDerivative`."""
+    In two dims, (samples, vectors x 2, *cells) is mapped to (samples, vectors, *cells): the curl of a vector (u, v) is
+    the scalar dv/dx - du/dy. In three dims, (samples, vectors x 3, *cells) is mapped to the same shape. x, y and z are
+    the coordinates. The parameters are as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         if dims == 2:

@@ -1,4 +1,4 @@
-"""The communicator that a domain, such as a `Grid`, keeps for itself."""
+"""The duplicate of a communicator that a domain, such as a `Grid`, keeps for its own use."""
 
 from __future__ import annotations
 

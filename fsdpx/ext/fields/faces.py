@@ -54,7 +54,7 @@ class NeighborMove(NamedTuple):
 
 
 class _NeighborLayer(FieldLayer):
-    """Base class of layers that combine two neighbors along one dim."""
+    """Base class for layers that compute each output from two neighboring values along one dim."""
 
     def __init__(self, dim: int, derivative: int, spacing: FaceSpacing, faces: str, padding_mode: Sides) -> None:
         name = type(self).__name__

@@ -41,7 +41,7 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
 
 
 def drop_ghost_cells(env: LayerContext, state: Array, parts: FieldPartition) -> Array:
-    """Return a view of this rank's part of a field, (samples, channels, *cells), without its ghost cells."""
+    """Return a view of `state`, this rank's part of a field, (samples, channels, *cells), without its ghost cells."""
     return state[_make_own_index(env, parts)]
 
 
@@ -53,7 +53,7 @@ def add_to_own_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldP
 
 
 def _make_own_index(env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
-    """Return the index of this rank's own cells in an array with ghost cells."""
+    """Return the index that selects this rank's own cells from an array with ghost cells."""
     index = [slice(None), slice(None)]
     for d, (cuts, sides) in enumerate(zip(parts.cuts, parts.ghosts, strict=True)):
         (start, stop), low = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)][0]

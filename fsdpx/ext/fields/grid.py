@@ -192,8 +192,8 @@ class Grid(Domain):
 
     @property
     def comm(self) -> Any:
-        """The communicator of the grid's ranks: a duplicate of the one passed to `Grid`, or that one itself if it
-        cannot be duplicated. None in a dry run.
+        """The communicator of the grid's ranks: a duplicate of the communicator passed to `Grid` or, if it cannot be
+        duplicated, that communicator itself. None in a dry run.
 
         Raises ConfigError after `close`."""
         if self._free is not None and not self._free.alive:
@@ -730,7 +730,7 @@ class Grid(Domain):
     def _require_cell_shape(
         self, method: str, shape: tuple[int, ...], cells: Sequence[int], expected: str, hint: str = ""
     ) -> None:
-        """Raise DataError if the cell dims of an array of `shape` do not have the sizes `cells`."""
+        """Raise DataError if the cell dims of an array of shape `shape` do not have the sizes `cells`."""
         if len(shape) < len(cells) or self._with_cell_sizes(cells, shape) != shape:
             sizes = dict(zip(self._dim_letters, cells, strict=True))
             raise DataError(
@@ -877,7 +877,7 @@ class FieldSamples(SplitSamples):
 
 
 def _count_cells_with_ghosts(cells: Sequence[int], ghosts: Sequence[GhostWidths]) -> tuple[int, ...]:
-    """Return the number of cells along each dim, including the ghost cells on both sides."""
+    """Return the number of cells along each dim, including ghost cells on both sides."""
     return tuple(low + n + high for n, (low, high) in zip(cells, ghosts, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Group norm and instance norm, whose statistics cover all cells of a field that may be partitioned over ranks."""
+"""Group norm and instance norm. Their statistics cover all cells of a field, which may be partitioned over ranks."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class GroupNorm(Layer):
         return env.xp.repeat(a, self.num_channels // self.num_groups, axis=1)
 
     def _refuses_single_values(self, env: LayerContext, x: Array) -> bool:
-        """Return whether a group with a single value raises DataError. As in PyTorch, it does only if the batch has one
-        sample."""
+        """Return whether a group with a single value raises DataError. As in PyTorch, this is the case only if the
+        batch has one sample."""
         return x.shape[0] == 1 and env.mesh.data.size == 1 and not getattr(env.xp, "holds_no_data", False)
 
 

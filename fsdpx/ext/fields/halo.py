@@ -116,8 +116,8 @@ class HaloSpec:
 
     @property
     def is_covered_by_ghosts(self) -> bool:
-        """True if each rank already holds all cells that it needs, as own or ghost cells, so that nothing is
-        exchanged."""
+        """True if each rank already holds all cells that it needs, as its own cells or as ghost cells, so that nothing
+        is exchanged."""
         if not self.ghosts:
             return False
         pairs = zip(self.needs, self.available_intervals, strict=True)
@@ -220,7 +220,7 @@ def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, P
 
 
 def to_slice_if_consecutive(indices: np.ndarray) -> Any:
-    """Return a slice for consecutive indices, and the index array unchanged otherwise."""
+    """Return a slice if the indices are consecutive, otherwise the index array unchanged."""
     first, last = int(indices[0]), int(indices[-1])
     if last - first == indices.size - 1 and (np.diff(indices) == 1).all():
         return slice(first, last + 1)
@@ -309,7 +309,7 @@ class DimEnds(NamedTuple):
 
     Attributes
     ----------
-    dim : number of the cell dim
+    dim : index of the cell dim
     periodic : whether the layer continues the field periodically
     text : description of what the layer does, for warnings
     advice : what the user should choose if the dim is not periodic, and what if it is
@@ -355,8 +355,8 @@ class FieldLayer(Layer):
         return self.parts or FieldPartition.on_one_rank(x.shape[2:])
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
-        """Return, for each dim beyond whose ends the layer reads, how it continues a field with `dims` cell dims
-        there."""
+        """Return how the layer continues a field with `dims` cell dims beyond its ends: one `DimEnds` for each dim
+        along which the layer reads beyond the ends."""
         return []
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
@@ -374,7 +374,7 @@ class FieldLayer(Layer):
 
 
 def get_rank_along(env: LayerContext, cuts: Cuts, d: int) -> int:
-    """Return this rank's coordinate in the grid along cell dim `d`, or 0 if the dim is not partitioned."""
+    """Return this rank's coordinate in the grid along cell dim `d`. It is 0 if the dim is not partitioned."""
     return 0 if len(cuts) == 2 else env.mesh.domain[d].rank
 
 
@@ -385,8 +385,8 @@ def get_local_range(env: LayerContext, cuts: Cuts, d: int) -> tuple[int, int]:
 
 
 def require_field_shape(layer: object, x: Array, dims: int, channels: int | None = None) -> None:
-    """Raise ShapeError unless `x` is (samples, channels, *cells) with `dims` cell dims and, if given, `channels`
-    channels."""
+    """Raise ShapeError unless `x` is (samples, channels, *cells) with `dims` cell dims and, if `channels` is given,
+    this number of channels."""
     if x.ndim != dims + 2 or channels not in (None, x.shape[1]):
         wanted = "channels" if channels is None else channels
         cells = ", ".join(("depth", "height", "width")[3 - dims :])

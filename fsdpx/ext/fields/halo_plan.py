@@ -35,7 +35,7 @@ class CellCopy(NamedTuple):
 
     Attributes
     ----------
-    box : number of the box; 0 is the rank's own part
+    box : index of the box; 0 is the rank's own part
     there : index of the cells in the message or slab
     here : index of the cells in the box
     """

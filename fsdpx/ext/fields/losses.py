@@ -56,7 +56,7 @@ class _FieldLoss(Loss):
         return all_reduce_over_parts(env, xp.stack([many, *found]), type(self).__name__)
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
-        """Return, for each dim, the first cell of each rank, followed by the number of cells of the field."""
+        """Return, for each dim, the first cell of each rank's part, followed by the number of cells of the field."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _compute_loss_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
@@ -160,7 +160,7 @@ class RelativeL2(_RootLoss):
 class RMSE(_RootLoss):
     """Root mean squared error over the cells of each channel, averaged over channels and samples.
 
-    Output and target are (samples, channels, *cells) of the same shape.
+    Output and target have the same shape (samples, channels, *cells).
 
     Parameters
     ----------

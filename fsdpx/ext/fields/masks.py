@@ -67,7 +67,7 @@ class Mask(FieldLayer, HoldsLocalArray):
             raise ShapeError(f"{self!r}: the mask has {self.cells.shape} cells, and this rank's part {cells}")
 
     def _get_mask(self, env: LayerContext, x: Array) -> Array:
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may be the full field, so skip the check
             return env.xp.empty(x.shape[2:], dtype=bool)
         self.require_local_cells(x.shape[2:])
         key = "mask", id(self)

@@ -140,8 +140,8 @@ class AvgPool(Pool):
         return 1 if shares is not None else self.divisor_override or math.prod(self.window.kernel)
 
     def _compute_reciprocal_counts(self, env: LayerContext, parts: FieldPartition, dtype: Any) -> Array | None:
-        """Return 1 / (number of averaged cells) for each output of this rank, or None if all outputs have the same
-        divisor."""
+        """Return 1 / (number of averaged cells) for each output of this rank, or None if this number is the same for
+        all outputs."""
         all_count = not self.ceil_mode and (self.count_include_pad or not any(self.window.low))
         if self.divisor_override is not None or all_count:
             return None
@@ -226,7 +226,7 @@ class AdaptiveAvgPool(FieldLayer):
         return kernels.cast_float(env.xp, dx, dy.dtype), ()
 
     def _get_local_result_index(self, env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
-        """Return the index that selects this rank's outputs from the array of all outputs."""
+        """Return the index that selects this rank's outputs from an array of all outputs."""
         cells = (slice(*get_local_range(env, cuts, d)) for d, cuts in enumerate(self.partition_outputs(parts).cuts))
         return (slice(None), slice(None), *cells)
 

@@ -336,7 +336,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         assert self.noise_weights is not None
         weights = self.noise_weights if parts.has_cells else self.noise_weights.of_nodes
         require_weights_of_channels(self, "noise_weights", weights, first)
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run, the field may be the full one
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, noise may be that of the full field
             return noise
         weights.require_broadcastable(self, first.shape, "noise_weights", ShapeError)
         return parts.to_channels_first(first * weights.reshape_to_broadcast(env, first))

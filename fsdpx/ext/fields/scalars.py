@@ -183,7 +183,7 @@ class _GlobalReduction(FieldLayer):
         return Replicated()
 
     def _get_field(self, x: Array) -> Array:
-        """Return the input with the channels in dim 1."""
+        """Return the input `x`, with its channels in dim 1."""
         if x.ndim < 3:
             raise ShapeError(f"{self!r} wants a field (samples, channels, *cells), got {tuple(x.shape)}")
         return self.get_partition(x).to_channels_first(x)
@@ -245,7 +245,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
             return None
         weights = self.weights if self.get_partition(x).has_cells else self.weights.of_nodes
         require_weights_of_channels(self, "weights", weights, x)
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may be the full field, so skip the check
             return env.xp.empty((1, *x.shape[1:]), dtype=x.dtype)
         weights.require_broadcastable(self, x.shape, error=ShapeError)
         return weights.reshape_to_broadcast(env, x)

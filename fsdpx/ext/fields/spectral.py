@@ -133,8 +133,8 @@ class SpectralConv(FieldLayer):
         return None if self.parts is None or self.parts.is_on_one_rank else env.mesh.parts
 
     def _select_weights_of_own_modes(self, env: LayerContext, weight: Array) -> Array:
-        """Return the weights of the modes that this rank multiplies, as (modes, in, 2 out) with real and imaginary
-        parts interleaved."""
+        """Return the weights for the modes that this rank multiplies, as (modes, in, 2 out) with interleaved real and
+        imaginary parts."""
         start, stop = self._get_own_mode_bounds(env)
         flat = weight.reshape(self.in_channels, self.out_channels, math.prod(self.modes), 2)
         own = kernels.to_float32(env.xp, flat[:, :, start:stop].transpose(2, 0, 1, 3))
@@ -159,8 +159,8 @@ class SpectralConv(FieldLayer):
         return found
 
     def _reduce_scatter_modes(self, env: LayerContext, modes: Array) -> Array:
-        """Reduce-scatter the ranks' partial sums (samples, channels, *modes, 2), and return the modes that this rank
-        multiplies as (own modes, samples, channels, 2)."""
+        """Reduce-scatter the ranks' partial sums `modes`, (samples, channels, *modes, 2), and return those modes that
+        this rank multiplies, as (own modes, samples, channels, 2)."""
         ranks = self._get_field_communicator(env)
         rows = modes.reshape(*modes.shape[:2], math.prod(self.modes), 2).transpose(2, 0, 1, 3)
         return rows if ranks is None else collectives.reduce_scatter_dim(env.xp, ranks, rows, 0, what=env.random.path)
@@ -233,8 +233,8 @@ def _flatten_cells(x: Array) -> Array:
 
 
 class ChannelScale(Layer):
-    """Multiplies each channel of (samples, channels, *cells) by a learned factor, `weight (1, channels, 1, ...)`,
-    initially 1.
+    """Multiplies each channel of (samples, channels, *cells) by a learned factor. The factors are the parameter `weight
+    (1, channels, 1, ...)`, and are initially 1.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ class ChannelScale(Layer):
 
 
 class GridEmbedding(FieldLayer):
-    """Appends the position of each cell to its channels, one channel per dim of (samples, channels, *cells).
+    """Appends the position of each cell to the channels of (samples, channels, *cells), as one channel per cell dim.
 
     The position of cell i along a dim of n cells is i / n. If the field is partitioned, i and n count the cells of the
     full field."""
@@ -368,7 +368,7 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
         to = np.stack([cosine, -sine], axis=-1).reshape(stop - start, 2 * k) / n
         back = np.stack([cosine * twice, -sine * twice], axis=-1).reshape(stop - start, 2 * k)
         return to, back.T
-    # both matrices have the dims (cells, 2, modes, 2) before they are reshaped
+    # before they are reshaped, both matrices have the dims (cells, 2, modes, 2)
     to = np.stack([np.stack([cosine, -sine], -1), np.stack([sine, cosine], -1)], axis=1) / n
     back = np.stack([np.stack([cosine, sine], -1), np.stack([-sine, cosine], -1)], axis=1)
     return to.reshape(2 * (stop - start), 2 * k), back.transpose(2, 1, 0, 3).reshape(2 * k, -1)

@@ -57,7 +57,7 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
         """Return the fixed values as (1, constants, *cells), in the dtype of x."""
         cells = tuple(x.shape[2:])
         has_channels = self.values.ndim == len(cells) + 1
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may have the shape of the full field
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, x may be the full field, so skip the check
             return env.xp.empty((1, self.values.shape[0] if has_channels else 1, *cells), dtype=x.dtype)
         self.require_local_cells(cells)
         key = "static channels", id(self), np.dtype(x.dtype).str

@@ -1,1 +1,1 @@
-"""Meshes and graphs that are partitioned over ranks, and graph networks on them."""
+"""Meshes and graphs that are partitioned over ranks, and graph networks that run on them."""

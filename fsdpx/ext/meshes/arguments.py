@@ -1,5 +1,5 @@
-"""Checks of the arguments that ranks pass to a `Partition`. An error on one rank is raised on all ranks, so that no
-rank waits for another."""
+"""Checks of the arguments that ranks pass to `Partition`. An error on one rank is raised on all ranks, so that no rank
+waits forever for another."""
 
 from __future__ import annotations
 
@@ -178,5 +178,5 @@ def _parse_features(name: str, given: Any, rows: set[int]) -> np.ndarray | None:
 def to_array(name: str, given: Any) -> np.ndarray:
     try:
         return np.asarray(given)
-    except (TypeError, ValueError) as error:  # if rows differ in length
+    except (TypeError, ValueError) as error:  # raised if rows differ in length
         raise ConfigError(f"{name} must be an array: {error}") from error

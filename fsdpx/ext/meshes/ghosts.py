@@ -99,7 +99,7 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
         for handle, flat, rows in arriving:
             handle.wait()
             if not has_no_data(env):
-                dx[:, rows] += flat.reshape(samples, rows.size, features)  # no row occurs twice in a message
+                dx[:, rows] += flat.reshape(samples, rows.size, features)  # += works: rows in a message are distinct
         for handle in leaving:
             handle.wait()
         return dx

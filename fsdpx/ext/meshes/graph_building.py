@@ -334,5 +334,6 @@ def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: in
 
 
 def _find_offsets(sorted_rows: Table, count: int) -> Table:
-    """Return the index at which each of `count` rows begins in a sorted array, followed by the array's length."""
+    """Return the index at which each of the rows 0 to count - 1 begins in the sorted array `sorted_rows`, followed by
+    the length of this array."""
     return np.searchsorted(sorted_rows, np.arange(count + 1)).astype(np.int64)

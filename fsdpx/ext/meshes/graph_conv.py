@@ -1,4 +1,4 @@
-"""Graph convolutions: `GraphConv` and the graph attention `GATConv`, with the parameters of PyTorch Geometric."""
+"""Graph convolutions: `GraphConv`, and graph attention, `GATConv`. Parameters are the same as in PyTorch Geometric."""
 
 from __future__ import annotations
 

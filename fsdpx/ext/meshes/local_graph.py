@@ -92,14 +92,14 @@ class LocalGraph:
 
     @property
     def sizes(self) -> PartSizes:
-        """The sizes of this part."""
+        """The sizes of this part of the graph."""
         sends = tuple((rank, int(rows.size)) for rank, rows in self.sends)
         receives = tuple((rank, stop - first) for rank, first, stop in self.receives)
         return PartSizes(int(self.nodes), int(self.ghosts), int(self.edges), sends, receives)
 
     @property
     def row_count(self) -> int:
-        """Number of owned nodes and ghosts."""
+        """Total number of owned nodes and ghosts."""
         return self.nodes + self.ghosts
 
     @cached_property
@@ -249,7 +249,7 @@ class GraphLayer(Layer, TakesRows):
 
     @property
     def has_ghosts(self) -> bool:
-        """Whether the rows of the first input include the ghosts."""
+        """Whether the first input has rows for ghosts as well."""
         return self.parts is not None and self.parts.kind == "ghosts"
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:

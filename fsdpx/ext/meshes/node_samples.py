@@ -21,7 +21,7 @@ __all__ = ["NodeSamples", "PartitionedNodes"]
 
 
 class PartitionedNodes(Protocol):
-    """Protocol of the attributes of a `Partition` that `NodeSamples` uses."""
+    """Protocol with the attributes of a `Partition` that `NodeSamples` uses."""
 
     dims: tuple[int, ...]
     total_edges: int
@@ -40,15 +40,15 @@ class PartitionedNodes(Protocol):
 
 @dataclass(frozen=True)
 class NodeSamples(SplitSamples):
-    """The sample layout of a `Partition`: the model reads (samples, nodes, features), (samples, edges, features) and
-    scalars (samples, n).
+    """The sample layout of a `Partition`. Inputs of the model are node values (samples, nodes, features), edge values
+    (samples, edges, features) or scalars (samples, n).
 
     Attributes
     ----------
     partition : the mesh
     input_kinds, output_kinds : how each input and output of the model is distributed: a `MeshPartition`, or
         `Replicated` for scalars
-    axes : the communicators of the ranks
+    axes : the communicators of the device mesh on this rank
     """
 
     partition: PartitionedNodes

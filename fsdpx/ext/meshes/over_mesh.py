@@ -18,7 +18,8 @@ __all__ = ["TakesRows", "partition_model_of_mesh"]
 
 
 class TakesRows:
-    """Base class for layers that read values of nodes or edges of a mesh, and may convert one to the other."""
+    """Base class for layers that read node or edge values on a mesh, and may convert node values to edge values or vice
+    versa."""
 
     reads: ClassVar[tuple[str, ...]] = ("nodes",)
     """What the rows of each input are: "nodes" (with or without ghosts) or "edges"."""
@@ -93,7 +94,7 @@ class _Values:
         self._kinds: dict[int, str] = {}
 
     def add(self, kind: str = "") -> int:
-        """Add a value, and return its number."""
+        """Add a new value, of kind `kind` if known, and return its number."""
         self._parents.append(len(self._parents))
         self.set_kind(self._parents[-1], kind)
         return self._parents[-1]

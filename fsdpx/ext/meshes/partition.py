@@ -322,7 +322,7 @@ class Partition(Domain):
         if not undirected:
             taken, made._passed_edges = np.flatnonzero(wanted), given.edges.shape[1]
             made._routes = made._routes._replace(sent=[taken[rows] for rows in made._routes.sent])
-        made._local_rows = made.local_shape[0]  # the caller has no ghosts
+        made._local_rows = made.local_shape[0]  # the caller's arrays have no rows for ghosts
         made._owned_rows, none = np.arange(made._local_rows), np.zeros(0, np.int64)
         made._ghost_rows = made._lent_rows = [none] * size
         return made
@@ -406,7 +406,7 @@ class Partition(Domain):
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish the construction of the partition from this rank's arguments, which `parse` returns.
 
-        The caller's arrays have only the first `rows` of these rows, or all of them if `rows` is None."""
+        The caller's arrays have only the first `rows` rows of these arguments, or all rows if `rows` is None."""
         rank, size = _get_rank_and_size(comm)
         given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
@@ -464,7 +464,7 @@ class Partition(Domain):
 
     @property
     def numbers(self) -> np.ndarray:
-        """Global numbers of the nodes that this rank owns, in the order of their rows in arrays."""
+        """Global numbers of the nodes that this rank owns, in the order of the nodes' rows in arrays."""
         if self.graph.numbers.size < self.graph.nodes:
             raise ConfigError(f"{self}: only sizes are known; pass it to a plan or a dry run")
         return self.graph.numbers[: self.graph.nodes]
@@ -544,7 +544,7 @@ class Partition(Domain):
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
         if mesh.domain not in ((), self.dims):
             raise ConfigError(f"Mesh(domain={mesh.domain}): the partition has {self.dims[0]} ranks; omit one of them")
-        if self._comm is None:  # in a dry run, groups of consecutive data ranks
+        if self._comm is None:  # a dry run uses groups of consecutive data ranks
             return make_sample_groups(mesh, world.rank, self.dims, [None] * world.size)
         mine = [int(r) for r in all_gather_plain_data(self.comm, world.rank)]
         return make_sample_groups(mesh, world.rank, self.dims, world.all_gather_data(mine))

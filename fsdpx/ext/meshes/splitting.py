@@ -1,4 +1,4 @@
-"""Division of a whole graph into parts: by coordinates, or with METIS."""
+"""Divides a whole graph into parts, either by coordinates or with METIS."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def group_norm_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any
 
 @kernel(narrow=0)
 def group_norm_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return, as (2, samples, channels) float64, the sums over the cells of each channel of each sample of dy and of dy
-    * (x - mean) * rstd. mean and rstd are (samples, channels)."""
+    """Return two sums over cells for each channel of each sample: of dy, and of dy * (x - mean) * rstd. The result is
+    (2, samples, channels) float64; mean and rstd are (samples, channels)."""
     normal = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(rstd, x)
     return xp.stack([xp.sum(a, axis=tuple(range(2, x.ndim)), dtype=np.float64) for a in (dy, dy * normal)])
 

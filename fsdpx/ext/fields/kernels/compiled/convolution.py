@@ -149,7 +149,7 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 
 
 def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
-    """Return a compiled loop that transforms planes, the results of Winograd's matmuls, to patches of an image.
+    """Return a compiled loop that transforms planes, the results of Winograd's matmuls, to image patches.
 
     The loop computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. It takes the same
     arguments as the loop from `make_winograd_input_loop`."""
@@ -256,7 +256,8 @@ def _convolve_winograd_tiles(first, last, x, y, u, block, row, start, edge, down
 
 
 def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int, backward: bool = False) -> np.ndarray:
-    """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), by Winograd's algorithm.
+    """Return the convolution of x (samples, height, width, in) with weight (out, in, 3, 3), computed by Winograd's
+    algorithm.
 
     If `backward`, x is instead the gradient of the output, the result is the gradient of the input, and `padding` is 2
     minus the padding of the convolution."""
@@ -273,7 +274,7 @@ def convolve_winograd(x: np.ndarray, weight: np.ndarray, bias: Any, padding: int
 
 
 def winograd_backward_weight(gemm_address: int, x: np.ndarray, dy: np.ndarray, padding: int) -> np.ndarray:
-    """Return the gradient of the weight as (out, 3, 3, in), by Winograd's algorithm."""
+    """Return the gradient of the weight, computed by Winograd's algorithm, as (out, 3, 3, in)."""
     inner, outer = x.shape[3], dy.shape[3]
     down, right = count_winograd_tiles(dy.shape[1]), count_winograd_tiles(dy.shape[2])
     du, dw = _allocate_planes(x, outer * inner), np.zeros((outer, 3, 3, inner), x.dtype)

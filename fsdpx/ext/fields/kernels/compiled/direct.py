@@ -343,8 +343,8 @@ def compute_line_by_strips(
 def _compute_line_by_dot_products(
     like, outputs, length, x, x_step, y, y_step, start, add, w, w_step, counts, x_steps, w_steps, run
 ):
-    """Compute a line of outputs with few channels, strip by strip. `run` is the number of bytes that are multiplied at
-    each window offset."""
+    """Compute a line of outputs that have few channels, strip by strip, by dot products. `run` is the number of bytes
+    that are multiplied at each window offset."""
     at, most, run = 0, FEW_OUTPUTS[outputs - 1], run // NARROW
     while at < length:
         rows = choose_strip_output_count(length - at, most)
