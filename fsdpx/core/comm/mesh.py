@@ -1,4 +1,4 @@
-"""The device mesh: coordinates of each rank along the axes pipe (pipeline), replica, shard and tensor, and the
+"""The device mesh: the coordinates of each rank along the axes pipe (pipeline), replica, shard and tensor, and the
 communicators along these axes."""
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = [
 ]  # fmt: skip
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""The axes from the slowest to the fastest in the default rank order, so that neighbors on the tensor axis are on the
+"""The axes in the default rank order, from the slowest to the fastest, so that neighbors on the tensor axis are on the
 same host."""
 
 
 AXES_OF_ONE_REPLICA = ("pipe", "shard", "tensor")
-"""The axes over which the ranks of one replica are spread."""
+"""The axes along which the ranks of one replica are arranged."""
 
 
 class MeshCoordinates(NamedTuple):
@@ -43,22 +43,22 @@ class MeshCoordinates(NamedTuple):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Mesh:
-    """The number of ranks along each of the four mesh axes. One of them may be None; it is then chosen so that all
-    ranks are used.
+    """The number of ranks along each of the four mesh axes. One of these numbers may be None; it is then chosen so that
+    all ranks are used.
 
-    The ranks among which one sample is divided (`domain`) are neighbors on the data axis, which is replica x shard.
-    They hold parameters like all other data ranks. For example, `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes
-    two samples at a time, each divided among 4 ranks.
+    The ranks among which a sample is divided (`domain`) are neighbors on the data axis, which is replica x shard. They
+    hold parameters like all other data ranks. For example, `Mesh(replica=2, domain=(2, 2))` on 8 ranks processes two
+    samples at a time, each divided among 4 ranks.
 
     Parameters
     ----------
     replica : number of copies of the model on the data axis
-    shard : number of ranks over which each copy is sharded; None (default): as many as needed to use all ranks
+    shard : number of ranks over which each copy is sharded; None (default): the number with which all ranks are used
     pipe : number of pipeline stages
     tensor : number of ranks over which single layers are sharded (tensor parallelism)
     order : the axes from the slowest to the fastest in rank order; ranks are usually numbered host by host, so the last
         axis stays inside a host
-    domain : number of ranks along each of the 1 to 3 dims of a field, for `distribute(domain=grid)`
+    domain : number of ranks along each of the 1 to 3 dimensions of a field, for `distribute(domain=grid)`
     """
 
     replica: int | None = 1
@@ -83,12 +83,12 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Return the mesh that a command-line text describes, such as `pipe=2,tensor=2`.
+        """Return the mesh that a command-line argument such as `pipe=2,tensor=2` describes.
 
         Parameters
         ----------
         text : comma-separated axis=width pairs, optionally with a pair such as domain=2x2; axes that are left out have
-            their default width
+            their default widths
 
         Returns
         -------
@@ -98,7 +98,7 @@ class Mesh:
         Raises
         ------
         MeshError
-            for any other text"""
+            if `text` has another form"""
         widths: dict[str, Any] = {}
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
@@ -119,13 +119,12 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks of the mesh. Raises MeshError while the width of an axis is None."""
+        """Number of ranks in the mesh. Raises MeshError if the width of an axis is None."""
         return prod(self.shape)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Number of ranks along each axis, in the order of `AXES`. Raises MeshError while the width of an axis is
-        None."""
+        """Number of ranks along each axis, in the order of `AXES`. Raises MeshError if the width of an axis is None."""
         pipe, replica, shard, tensor = self._get_axis_widths()
         if pipe is None or replica is None or shard is None or tensor is None:
             raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
@@ -141,12 +140,12 @@ class Mesh:
         Returns
         -------
         int
-            number of ranks along it
+            number of ranks along the axis
 
         Raises
         ------
         MeshError
-            while the width of an axis is None
+            if the width of an axis is None
         """
         if axis == "world":
             return self.size
@@ -155,7 +154,8 @@ class Mesh:
         return self.shape[AXES.index(axis)]
 
     def resolve_open_axis(self, world_size: int) -> Mesh:
-        """Return this mesh with a width for the axis that is None, chosen so that all ranks are used.
+        """Return this mesh with all widths set. If the width of an axis is None, it is chosen so that all ranks are
+        used.
 
         Parameters
         ----------
@@ -185,8 +185,8 @@ class Mesh:
         return replace(self, **filled)
 
     def fill_from_strategy(self, strategy: str | Sharding, world_size: int) -> Mesh:
-        """Return this mesh with all widths set. Replica and shard widths that the mesh leaves open are determined by
-        the sharding strategy.
+        """Return this mesh with all widths set. If the replica and shard widths are not set, the sharding strategy
+        determines them.
 
         Parameters
         ----------
@@ -209,12 +209,12 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                # the ranks that divide a sample among them each hold a full copy of the model
+                # each of the ranks that divide a sample among themselves holds a full copy of the model
                 mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 
     def coordinates_of(self, rank: int) -> MeshCoordinates:
-        """Return the coordinates of a rank; the last axis of `order` varies fastest.
+        """Return the coordinates of a rank. The coordinate along the last axis in `order` varies fastest.
 
         Parameters
         ----------
@@ -247,7 +247,7 @@ class Mesh:
         Returns
         -------
         int
-            replica coordinate * width of the shard axis + shard coordinate
+            (replica coordinate) * (width of the shard axis) + (shard coordinate)
 
         Raises
         ------
@@ -274,7 +274,7 @@ class Mesh:
         return rank
 
     def ranks_along(self, coordinates: MeshCoordinates, axes: tuple[str, ...]) -> list[int]:
-        """Return the ranks that differ from `coordinates` only along `axes`.
+        """Return the ranks whose coordinates differ from `coordinates` only along `axes`.
 
         Parameters
         ----------
@@ -297,8 +297,8 @@ class Mesh:
 
 
 def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
-    """Return `widths`, the number of ranks along each of 1 to 3 dims, as a tuple. If `widths` is anything else, raise
-    a MeshError that names the option `name`."""
+    """Return `widths` (the number of ranks along each of 1 to 3 dimensions) as a tuple. If `widths` is anything else,
+    raise a MeshError that contains the name `name` of the option."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
         raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
@@ -311,14 +311,14 @@ class MeshAxes:
 
     Attributes
     ----------
-    replica, shard, pipe, tensor : ranks that differ from this rank only along that axis
+    replica, shard, pipe, tensor : ranks whose coordinates differ from this rank's only along this axis
     data : ranks along the data axis, which is replica x shard
     world : all ranks
     group : ranks that train in lockstep: all ranks, or those of one replica if replicas train independently (local SGD)
     parts : data ranks among which this rank's samples are divided
-    domain : for each dim along which samples are divided, the ranks of `parts` along that dim
-    samples : data ranks that hold the same part as this rank, but of different samples
-    counters : counts of calls and bytes, by axis
+    domain : for each dimension along which samples are divided, the ranks of `parts` along this dimension
+    samples : data ranks that hold the same part as this rank, but of other samples
+    counters : counts of calls and bytes for each axis
     groups : the groups of ranks that share samples; None if samples are not divided"""
 
     mesh: Mesh
@@ -339,15 +339,15 @@ class MeshAxes:
 
     @property
     def reduction_axes(self) -> tuple[str, ...]:
-        """Names of the axes over which gradients are summed: those of "shard" and "replica" that have several ranks,
-        or "shard" if neither has."""
+        """Names of the axes over which gradients are summed: "shard" and "replica", without an axis that has only one
+        rank. If both have only one rank, this is only "shard"."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
     @cached_property
     def ranks_sharing_samples(self) -> list[list[int]]:
-        """The data ranks, grouped by the samples that they share; each inner list holds the ranks among which the same
-        samples are divided."""
+        """The data ranks, grouped by the samples that they share. Each inner list holds the data ranks among which the
+        same samples are divided."""
         if self.groups is None:
             return [[rank] for rank in range(self.data.size)]
         data = self.mesh.ranks_along(self.coordinates, ("replica", "shard"))
@@ -355,17 +355,18 @@ class MeshAxes:
 
     @property
     def uncounted_world(self) -> Communicator:
-        """A communicator of all ranks that does not count its traffic, for messages that are not part of training."""
+        """A communicator of all ranks whose traffic is not counted, for messages that are not part of training."""
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a new communicator of `ranks`, which are ranks of the world. Its traffic is counted under `name`, and
-        the caller closes it. Collective: all ranks call it, each with the group that it joins."""
+        """Return a new communicator of `ranks` (ranks of `world`), whose traffic is counted under `name`. The caller
+        must close it. Collective: all ranks must call this, each with the group that it joins."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)
 
     def close(self) -> None:
-        """Free the communicators that `connect_axes` opened; the communicator passed to it stays open. Collective."""
+        """Close the communicators that `connect_axes` opened. The communicator that was passed to it stays open.
+        Collective."""
         for comm in self.opened_communicators:
             comm.close()
 
@@ -376,9 +377,9 @@ class SampleGroups(NamedTuple):
     Attributes
     ----------
     axis : name under which messages between the ranks of a group are counted
-    dims : number of ranks along each dim that is divided
-    own_ranks : world ranks that hold parts of this rank's samples; the last dim varies fastest
-    members : for each group on this data axis, its world ranks, in the order of `own_ranks`"""
+    dims : number of ranks along each divided dimension
+    own_ranks : world ranks that hold parts of this rank's samples; the position along the last dimension varies fastest
+    members : for each group on this data axis, its world ranks, in the same order as `own_ranks`"""
 
     axis: str
     dims: tuple[int, ...]
@@ -386,7 +387,8 @@ class SampleGroups(NamedTuple):
     members: tuple[tuple[int, ...], ...]
 
     def ranks_along(self, rank: int, dim: int) -> list[int]:
-        """Return the world ranks whose grid position differs from that of `rank` only along dim `dim`, in order."""
+        """Return the world ranks whose position in the grid differs from that of `rank` only along dimension `dim`, in
+        the order of their positions."""
         rank_index, step = self.own_ranks.index(rank), prod(self.dims[dim + 1 :])
         first = rank_index - rank_index // step % self.dims[dim] * step
         return [self.own_ranks[first + i * step] for i in range(self.dims[dim])]
@@ -397,15 +399,15 @@ def connect_axes(
 ) -> MeshAxes:
     """Create the communicators of this rank along the axes of `mesh`. Collective.
 
-    Each distinct group is created once; an axis of width 1 gets a communicator of one rank, without MPI. Calls are
-    counted by axis name.
+    Each distinct group is created only once. An axis of width 1 gets a communicator of one rank, without MPI. Calls are
+    counted under the name of the axis.
 
     Parameters
     ----------
-    mesh : mesh; if the width of one axis is None, it is chosen so that all ranks of `comm` are used
-    comm : communicator of all ranks of the mesh
-    check : whether ranks exchange a fingerprint of each collective before it starts
-    local : whether replicas train independently (local SGD), so that `group` is one replica
+    mesh : the mesh; if the width of an axis is None, it is chosen so that all ranks of `comm` are used
+    comm : communicator of all ranks in the mesh
+    check : whether ranks compare a fingerprint of each collective before it starts
+    local : whether replicas train independently (local SGD), so that `group` consists of one replica
     samples : the groups of ranks that share samples (default: each data rank has its own samples)
 
     Returns
@@ -444,7 +446,7 @@ def connect_axes(
     if samples is None:
         comms |= {"parts": CountingCommunicator(single_comm, "parts", counters), "samples": comms["data"]}
         return MeshAxes(mesh, place, **comms, counters=counters, opened_communicators=tuple(communicators))  # type: ignore[arg-type]
-    # creating a group is collective over all ranks, so all ranks must create the groups in the same order
+    # creating a group is a collective of all ranks, so all ranks must create their groups in the same order
     here = samples.own_ranks
     parts = single_comm if len(here) == 1 else open_subgroup(here)
     others = [member[here.index(comm.rank)] for member in samples.members]
@@ -475,5 +477,5 @@ def connect_axes(
 
 
 def make_single_rank_axes() -> MeshAxes:
-    """Return the mesh communicators of a job with a single rank, without MPI."""
+    """Return the `MeshAxes` of a job with a single rank, without MPI."""
     return connect_axes(Mesh(), make_single_rank_communicator())

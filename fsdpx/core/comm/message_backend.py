@@ -1,7 +1,7 @@
-"""The base class of backends that send messages between processes, and the transfer of GPU arrays by such backends.
+"""The base class of backends that send messages between processes, and the transfer of GPU arrays with such backends.
 
-A large GPU array is sent through pinned host buffers in overlapping chunks. Transfers with different ranks advance
-independently.
+A large GPU array is sent in chunks through pinned host buffers, and the transfers of its chunks overlap. Transfers to
+and from different ranks advance independently.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ __all__ = [
 
 
 def find_inner_with_attribute(comm: Any, name: str) -> Any:
-    """Search `comm` and the communicators that it wraps, from the outside in, and return the first one that has an
-    attribute `name`; None if there is none."""
+    """Search `comm` and the communicators that it wraps, from the outside in. Return the first one that has an
+    attribute `name`, or None if there is none."""
     while comm is not None and not hasattr(comm, name):
         comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
     return comm
 
 
 CHUNK_BYTES = 1 << 20
-"""Size of a chunk, and of its pinned buffer, in bytes."""
+"""Maximum size of a chunk, and of the pinned buffer for it, in bytes."""
 CHUNK_SLOTS = 4
 
 
 def has_gpu_array(arrays: Iterable[Array]) -> bool:
-    """Return whether at least one array is on a GPU. Entries may be None."""
+    """Return whether at least one array is on a GPU. Some entries of `arrays` may be None."""
     return any(type(array) is not np.ndarray and get_device_of_array(array) is not CPU for array in arrays)
 
 
 def synchronize_devices(arrays: Iterable[Array]) -> None:
-    """Wait until the GPUs of these arrays have completed all work that this thread has issued. MPI does not know about
-    streams, so this must precede a transfer."""
+    """Wait until the GPUs of these arrays have completed all work that this thread has issued. This must be called
+    before a transfer, because MPI does not know about GPU streams."""
     for device in {get_device_of_array(array) for array in arrays}:
         device.synchronize()
 
 
 def is_sent_in_chunks(call: Call) -> bool:
-    """Return whether a call on GPU arrays is carried out by messages in chunks. The answer is the same on all ranks.
+    """Return whether the GPU arrays of a call are sent as messages in chunks. The result is the same on all ranks.
 
-    This is the case if an array is larger than one chunk, or if array lengths may differ between ranks."""
+    They are if an array is larger than one chunk, or if the sizes of arrays may differ between ranks."""
     return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )
 
 
 def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """Start the sends and receives of a call, in chunks that go through host memory. All arrays are on the same GPU.
-    The scratch memory is CHUNK_SLOTS chunks of pinned memory for each array."""
+    """Start the sends and receives of a call in chunks, through host memory. All arrays must be on the same GPU. Each
+    array needs scratch memory: `CHUNK_SLOTS` chunks of pinned host memory."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = get_device_of_array(arrays[0]).make_copier(arrays[0])
 
@@ -85,12 +85,12 @@ def start_messages_through_host(comm: MessageBackend, call: Call, outgoing: Pair
 
 
 Phase = Callable[[Array, Array], Handle]
-"""A function of a pinned buffer and a chunk on the GPU that returns a handle."""
+"""A function (pinned buffer, chunk on the GPU) that starts a transfer and returns its handle."""
 
 
 class _ChunkPipeline:
-    """The transfer of one GPU array to or from one rank, chunk by chunk. Each chunk is copied between the GPU and a
-    pinned buffer, and sent from or received into that buffer."""
+    """The transfer of one GPU array to or from one rank, chunk by chunk. A chunk is either copied from the GPU to a
+    pinned buffer and sent from there, or received into a pinned buffer and copied to the GPU."""
 
     def __init__(self, array: Array, first: Phase, second: Phase) -> None:
         data = array.view("uint8")
@@ -116,8 +116,8 @@ class _ChunkPipeline:
 
 
 class _ChunkPipelines:
-    """The handle of a call whose arrays are all transferred in chunks. The arrays advance independently of each other.
-    """
+    """The handle of a call whose arrays are all transferred in chunks. The transfers of the arrays advance
+    independently."""
 
     def __init__(self, comm: MessageBackend, call: Call, belts: list[_ChunkPipeline]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
@@ -136,7 +136,7 @@ class _ChunkPipelines:
 
 
 DEFAULT_TIMEOUT_SECONDS = 1800.0
-"""Longest wait before CommTimeout, in seconds."""
+"""Default for the maximum duration of a wait before CommTimeout is raised, in seconds."""
 
 
 class MessageBackend(Backend):
@@ -144,7 +144,7 @@ class MessageBackend(Backend):
 
     Attributes
     ----------
-    library : short name of the library that transfers the bytes
+    library : short name of the library that transfers data
     timeout : maximum duration of a single wait, in seconds"""
 
     library: ClassVar[str]
@@ -157,8 +157,8 @@ class MessageBackend(Backend):
     @property
     @abstractmethod
     def native_verbs(self) -> frozenset[str]:
-        """Names of the operations that the library itself provides; it provides reductions only for dtypes that it can
-        add. All other operations are built from messages."""
+        """Names of the operations that the library itself provides (reductions only for dtypes that it can add). All
+        other operations are built from messages."""
 
     def start_single_message(self, call: Call) -> Handle:
         """Start a single "send" or "recv" call."""
@@ -166,18 +166,18 @@ class MessageBackend(Backend):
         return self.start_messages(call, pairs, []) if call.verb == "send" else self.start_messages(call, [], pairs)
 
     def start_gpu_transfer(self, call: Call, start_on_host: Callable[[Call], Handle]) -> Handle:
-        """Start a call on GPU arrays with a library that supports only host memory.
+        """Start a call whose arrays are on a GPU, with a library that supports only host memory.
 
         Small arrays are copied to the host and passed to `start_on_host`. Large arrays are sent as messages in chunks,
-        and sums are computed on the GPU.
+        and their sums are computed on the GPU.
         """
         if not is_sent_in_chunks(call):
             return start_through_host(call, start_on_host)
         return self.start_single_message(call) if call.verb in ("send", "recv") else super().start_transfer(call)
 
     def start_all_gather_with_gaps(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
-        """Start an all-gather in which rank r's piece of `counts[r]` elements is stored at index `displs[r]` of
-        `recv`, so that there may be gaps between pieces. Supports up to 2^31 elements."""
+        """Start an all-gather that stores rank r's piece, which has `counts[r]` elements, at index `displs[r]` of
+        `recv`, so that there may be gaps between pieces. `recv` may have up to 2^31 elements."""
         send, recv = call.arrays
         parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
         copy_unless_same(parts[self.rank], send)

@@ -58,19 +58,20 @@ __all__ = [
 
 _NAMES = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
 DEATH_ERROR_CODES = {getattr(MPI, name, MPI.ERR_UNKNOWN) for name in _NAMES} - {MPI.ERR_UNKNOWN}
-"""Error classes that report a death. Empty if the MPI library, or mpi4py before version 4, does not support user-level
-failure mitigation (ULFM)."""
+"""MPI error classes that report the death of a rank. The set is empty if the MPI library or mpi4py (before version 4)
+does not support user-level failure mitigation (ULFM)."""
 
 
 @cache
 def is_ulfm_active() -> bool:
-    """Return whether this job continues when a rank dies. This requires Open MPI started with `mpiexec --with-ft
-    ulfm`; all other launchers end the job, even MPICH's with -disable-auto-cleanup."""
+    """Return whether this job continues when a rank dies. It does only with Open MPI, started by `mpiexec --with-ft
+    ulfm`. All other launchers end the job, even that of MPICH with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
 def require_ulfm() -> None:
-    """Raise ConfigError if this version of mpi4py cannot ask MPI which ranks have died."""
+    """Raise ConfigError if this version of mpi4py does not provide the functions for finding out which ranks have
+    died."""
     if not hasattr(MPI, _NAMES[0]):
         raise ConfigError(
             f"ranks that outlive others (mpiexec --with-ft ulfm) need mpi4py 4.0 or newer, and this is "
@@ -79,7 +80,7 @@ def require_ulfm() -> None:
 
 
 def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of `comm` that MPI on this rank knows to be dead."""
+    """Return the ranks of `comm` that MPI, on this rank, knows to be dead."""
     if not DEATH_ERROR_CODES:
         return ()
     failed, everyone = comm.Get_failed(), comm.Get_group()
@@ -92,9 +93,9 @@ def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 def skip_finalize_barrier() -> None:
     """Make MPI_Finalize skip its barrier in this process.
 
-    If several ranks die at about the same time, the launcher of Open MPI 5.0 sometimes still waits for dead ranks in
-    that barrier, and the job never ends. This call is equivalent to OMPI_MCA_async_mpi_finalize=1, which would have to
-    be set before MPI is initialized.
+    If several ranks die at about the same time, the launcher of Open MPI 5.0 sometimes keeps waiting for the dead ranks
+    in that barrier, and the job never ends. This function has the same effect as OMPI_MCA_async_mpi_finalize=1, but
+    that variable would have to be set before MPI is initialized.
     """
     with suppress(ValueError, OSError):  # other versions of Open MPI may lack this variable
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
@@ -108,9 +109,9 @@ _BOOL = np.dtype(bool)
 
 
 class MpiRequests:
-    """The handle of the MPI requests of one call. It keeps all buffers alive until all requests are complete, because
-    mpi4py keeps only some of them alive. If a request fails, each call of `test` raises the error and still advances
-    the remaining requests."""
+    """The handle for the MPI requests of one call. It keeps all buffers alive until all requests are complete, because
+    mpi4py keeps only some of them alive. If a request fails, each call of `test` advances the other requests and then
+    raises the error."""
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
@@ -139,7 +140,7 @@ class MpiRequests:
 
     @property
     def active(self) -> bool:
-        """True if MPI may still access a buffer. If one of several requests fails, the other requests stay active."""
+        """True as long as MPI may access a buffer. If one of several requests fails, the other requests stay active."""
         return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
@@ -154,11 +155,11 @@ class MpiRequests:
 
 
 def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracomm) -> CommError:
-    """Return the error to raise for an MPI error in the call described by `call_text`: RankLost if `comm` has lost a
-    rank or was revoked, else CommError.
+    """Return the error to raise after an MPI error: RankLost if `comm` has lost a rank or has been revoked, and
+    CommError otherwise. `call_text` is a description of the call.
 
-    The error class of MPI is not enough to decide this: for several requests it is only "an error in a status", and a
-    connection may break before MPI knows why."""
+    The MPI error class alone is not enough to decide this: for several requests it only means "an error in a status",
+    and a connection may break before MPI knows why."""
     dead = get_failed_ranks(comm)
     if error.Get_error_class() in DEATH_ERROR_CODES or (DEATH_ERROR_CODES and (dead or comm.Is_revoked())):
         return make_rank_lost_error(call_text, dead)
@@ -166,8 +167,8 @@ def translate_mpi_error(error: MPI.Exception, call_text: str, comm: MPI.Intracom
 
 
 def as_wire_buffer(array: Array) -> Array:
-    """Return a view of `array` with a dtype that MPI can send. MPI has no bfloat16, and not always float16, so both
-    are sent as uint16."""
+    """Return a view of `array` with a dtype that MPI can send. float16 and bfloat16 are sent as uint16, because MPI has
+    no bfloat16 and not always float16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 
@@ -176,18 +177,19 @@ def get_mpi_op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
 
 
 PROBES_PER_CHECK = 8
-"""Number of probes per check, because Open MPI polls its sockets only once in this many calls."""
+"""Number of calls of `Iprobe` per check. It is greater than 1 because Open MPI polls its sockets only once in this many
+calls."""
 
 
 class MpiWindow(Window):
-    """A one-sided window in MPI with a part for each rank of `comm`. Creating it is collective. `open_locked_part`
-    yields a copy of the data, which is written back if `write` is true.
+    """An MPI window for one-sided access, with a part for each rank of `comm`. Creating it is collective.
+    `open_locked_part` yields a copy of the data, which is written back if `write` is true.
 
-    Where the network has no remote memory access, MPI libraries serve requests for a part only while its owner is
-    inside an MPI call that polls the network. Accesses to parts on the same host need not poll the network, so ranks
-    that wait for each other only by reading words would stall the ranks of other hosts. A waiting rank therefore polls
-    the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived: from then
-    on, no other rank needs to read its words."""
+    If the network does not support remote memory access, MPI libraries serve requests for a part only while its owner
+    is inside an MPI call that polls the network. Accesses to parts on the same host don't necessarily poll the network,
+    so ranks that wait for each other only by reading words could hold up ranks on other hosts. A waiting rank therefore
+    also polls the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived,
+    because only then does no other rank need to read its words."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -206,7 +208,7 @@ class MpiWindow(Window):
             block = np.empty(stop_byte - start_byte, np.uint8)
             location = (start_byte, block.size, MPI.BYTE)
             self._win.Get([block, MPI.BYTE], rank, location)
-            # ensure that this rank holds the lock: libraries may acquire it lazily, at the first access
+            # make sure that this rank now holds the lock, because libraries may acquire it only at the first access
             self._win.Flush(rank)
             yield block
             if write:
@@ -242,22 +244,22 @@ class MpiWindow(Window):
 
 
 MAX_MESSAGE_ELEMENTS = 2**31 - 1
-"""Maximum number of elements of one MPI message: before MPI 4, counts and displacements are C ints."""
+"""Maximum number of elements in one MPI message, because counts and displacements are C ints before MPI 4."""
 
 
 class MpiCommunicator(MessageBackend):
-    """A communicator on MPI. It duplicates the given communicator (`raw` is the duplicate), so that its messages
+    """A communicator that uses MPI. It duplicates the given communicator (`raw` is the duplicate), so that its messages
     cannot be confused with those of the application that owns the original.
 
-    Testing or waiting for any handle of the process advances all transfers; no transfer is advanced by two threads at
-    once. GPU arrays are passed to MPI if `takes_gpus` is true (set by `fsdpx.ext.gpu.visible_devices`). Otherwise they
-    go through the host: small arrays are copied as a whole; large arrays are sent as messages in chunks, and sums are
-    computed on the GPU.
+    Testing any handle of the process, or waiting for it, advances all transfers. A transfer is never advanced by two
+    threads at once. GPU arrays are passed to MPI if `takes_gpus` is true (`fsdpx.ext.gpu.visible_devices` sets it).
+    Otherwise they go through host memory: small arrays are copied as a whole, and large arrays are sent in chunks, with
+    sums computed on the GPU.
 
     Attributes
     ----------
-    timeout : seconds that a wait lasts before it raises CommTimeout
-    limit : maximum number of elements of one MPI message; longer transfers are split"""
+    timeout : number of seconds after which a wait raises CommTimeout
+    limit : maximum number of elements in one MPI message; longer transfers are split"""
 
     library = "mpi"
 
@@ -284,7 +286,7 @@ class MpiCommunicator(MessageBackend):
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call. If MPI raises an exception immediately, convert it to a CommError, as is done for errors of
+        """Start a call. If MPI raises an exception at once, convert it to a CommError, as is done for errors of
         requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):
@@ -294,8 +296,8 @@ class MpiCommunicator(MessageBackend):
             raise self._translate_error(error, call) from error
 
     def _start_call(self, call: Call) -> Handle:
-        """Start a call with the MPI library. If the library lacks the operation, or if values must be combined in rank
-        order, build it from messages."""
+        """Start a call with the MPI library. If the library does not provide the operation, or if values must be
+        combined in rank order, build the operation from messages."""
         begin, reduces = _NATIVE_CALLS.get(call.verb), CALL_SPECS[call.verb].reduces
         if begin is None or (reduces and is_reduced_in_rank_order(call.op, call.arrays[0].dtype)):
             return super().start_transfer(call)
@@ -355,9 +357,9 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start a reduce-scatter whose array is too long for one MPI call, by starting one reduce for each rank's
-        piece. If the call is in place, the result goes to this rank's piece of `send` first, because the reduces to
-        other ranks are still reading the start of `send`."""
+        """Start a reduce-scatter whose array is too long for one MPI call, as one reduce for each rank's piece. If the
+        call is in place, the result is first written to this rank's piece of `send`, because reduces to other ranks may
+        still be reading the start of `send`."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -397,7 +399,7 @@ class MpiCommunicator(MessageBackend):
         return self._track_requests(call, [self.raw.Ibarrier()])
 
     def _split_message(self, array: Array) -> list[Any]:
-        """Divide `array` into parts that each fit into one MPI message. The sender and the receiver divide it in the
+        """Divide `array` into parts that each fit into one MPI message. Sender and receiver divide their arrays in the
         same way."""
         if array.size <= self.limit:
             return [array]
@@ -414,8 +416,8 @@ class MpiCommunicator(MessageBackend):
         return translate_mpi_error(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window of MPI. If ranks may die and all ranks are on one host, return a window in shared
-        memory instead, because that remains usable after a death."""
+        """Return an MPI window for one-sided access. If ranks may die and all ranks are on one host, return a window in
+        shared memory instead, because it can still be used after a death."""
 
         if is_ulfm_active() and len(set(self.all_gather_data(platform.node()))) == 1:
             skip_finalize_barrier()
@@ -435,11 +437,11 @@ class MpiCommunicator(MessageBackend):
         return group
 
     def get_failed_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that this rank knows to be dead. The result is () if a death ends the entire job."""
+        """Return the ranks that this rank knows to be dead, or () if a death would end the entire job."""
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, keep it until the process ends instead."""
+        """Free the communicator. If a rank has died, don't free it, but keep it until the process ends."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -452,7 +454,7 @@ SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0
 
 
 class MpiWorld:
-    """A stand-in for the communicator of all MPI ranks, used to abort them while no communicator is open yet."""
+    """A stand-in for the communicator of all MPI ranks. It is used to abort them while no communicator is open yet."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
@@ -468,7 +470,7 @@ class MpiWorld:
                 _exit(code)  # Open MPI 5.0 would report an abort of the last living rank as success
             if gone:  # Open MPI's launcher may hang if several ranks abort at once while another one dies
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
-            # exit even if the launcher does not react to the abort
+            # make sure that this process exits even if the launcher does not react to the abort
             stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))
             stuck.daemon = True
             stuck.start()
@@ -476,7 +478,8 @@ class MpiWorld:
 
 
 def _duplicate_communicator(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    """Return a duplicate of a communicator. Raise CommTimeout if a rank does not take part within `timeout` seconds."""
+    """Return a duplicate of a communicator. Raise CommTimeout if some rank does not take part within `timeout`
+    seconds."""
     who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
     try:
         duplicate, request = comm.Idup()
@@ -501,7 +504,8 @@ _NATIVE_CALLS: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "send": MpiCommunicator.start_single_message,
     "recv": MpiCommunicator.start_single_message,
 }
-"""Operations that MPI libraries run themselves; all others are built from messages."""
+"""Name of an operation that MPI libraries provide -> method that starts it. Other operations are built from
+messages."""
 
 
 _MAX_KEPT_HANDLES = 64
@@ -514,12 +518,12 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
     Without ULFM, this class works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` returns a
     duplicate, and `revoke` does nothing. With ULFM, the death of a rank on this host is detected within milliseconds.
-    The death of an entire host is detected when the launcher detects it: by a heartbeat if the launcher has one (10 s,
-    `--prtemca errmgr_detector_heartbeat_timeout`), else through the launcher's sockets."""
+    The death of an entire host is detected as soon as the launcher detects it, either with a heartbeat, if it has one
+    (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), or through its sockets."""
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
-        # a duplicate inherits the original's error handler, and that handler may abort
+        # a duplicate inherits the error handler of the original, which may abort the job instead of returning errors
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.survives = is_ulfm_active()
         self._parts: list[UlfmCommunicator] = []
@@ -529,8 +533,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _track_requests(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Return the handle of the requests, and keep a reference to it so that the buffers stay alive. After the loss
-        of a rank, the caller may drop the handle while other ranks are still sending."""
+        """Return a handle for the requests, and keep a reference to it so that the buffers stay alive. This is needed
+        because, after the loss of a rank, the caller may drop the handle while other ranks are still sending."""
         handle = MpiRequests(self, call, requests, buffers)
         if len(self._under_way) >= _MAX_KEPT_HANDLES:
             self._under_way = [kept for kept in self._under_way if kept.active]
@@ -545,16 +549,16 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return get_failed_ranks(self.raw)
 
     def revoke(self) -> None:
-        """Revoke this communicator and all of its subgroups, including those that this rank no longer uses, because
-        other ranks may still be waiting in them for this rank."""
+        """Revoke this communicator and all of its subgroups. This includes subgroups that this rank no longer uses,
+        because other ranks may still be waiting for it there."""
         if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
             self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Create the subgroup of this rank, and return only when all ranks have created theirs. A rank that has not
-        yet created its subgroup could not revoke it, and the other ranks of the subgroup would wait forever."""
+        """Create the subgroup of this rank, and return only when all ranks have created theirs. Otherwise a rank that
+        has not created its subgroup yet could not revoke it, and the other ranks of the subgroup would wait forever."""
         self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
         part = super().split(color, key)
         if isinstance(part, UlfmCommunicator):
@@ -564,13 +568,13 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
         return part
 
     def agree_on_flags(self, flags: int) -> int:
-        """Return the bitwise AND of every rank's flags, or 0 after a death. Failures are never acknowledged to MPI, so
-        that every agreement after a death fails on all ranks."""
+        """Return the bitwise AND of the flags of all ranks, or 0 if a rank has died. Failures are never acknowledged to
+        MPI, so that every agreement after a death fails on all ranks."""
         given = np.array([flags], np.intc)
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def is_decided() -> bool:
-            with suppress(RankLost):  # ignored here, because the wait for that transfer raises the error again
+            with suppress(RankLost):  # ignore it here, because waiting for the affected transfer raises it again
                 self.progress.advance_transfers()
             return request.Test()
 
@@ -586,7 +590,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
     def shrink(self) -> UlfmCommunicator:
         """Create a communicator of the living ranks. If one of them dies in the meantime, repeat this until all ranks
-        of the new communicator agree that none of them has died."""
+        of the new communicator agree that none of its ranks has died."""
         before = self
         while True:
             try:
@@ -607,7 +611,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
             before = shrunk
 
     def close(self) -> None:
-        """Free the communicator, or keep it until the process ends if a rank has died. In both cases, make
+        """Free the communicator or, if a rank has died, keep it until the process ends. In both cases, make
         MPI_Finalize skip its barrier, because a rank may still die before the process ends."""
         if self.survives:
             skip_finalize_barrier()

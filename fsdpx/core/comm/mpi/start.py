@@ -1,9 +1,9 @@
-"""Guard the initialization of MPI against ranks that never arrive. While MPI is being initialized, each rank waits
-inside the library and cannot run Python, so another process must enforce the time limit.
+"""Protection against ranks that never arrive at the initialization of MPI. While MPI is being initialized, each rank
+waits inside the library and cannot run Python code, so another process must enforce a time limit.
 
-The waiting ranks of a host create marker files in a folder, which `fsdpx run` reads. The first rank starts a watchdog
-process (`fsdpx/core/comm/mpi/start_watchdog.py`), which ends the job if a rank does not arrive in time. The first rank
-also removes files that killed jobs have left in shared memory, because MPI libraries do not remove them."""
+The waiting ranks of a host create marker files in a folder, which `fsdpx run` also reads. The first rank starts a
+watchdog process (`fsdpx/core/comm/mpi/start_watchdog.py`) that ends the job if a rank does not arrive in time. The
+first rank also removes files that killed jobs have left in shared memory, because MPI libraries do not remove them."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ LEFTOVER_PATTERNS = (
     "mpich_shm_*", "mpich_vci_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*",
     f"{safe_files.TEMPORARY_PREFIX}*",
 )  # fmt: skip
-"""Files of MPICH; of Open MPI (messages in versions 5 and 4, then windows); and of fsdpx."""
+"""Patterns for names of files in shared memory: those of MPICH, those of Open MPI (for messages in versions 5 and 4,
+and for windows), and those of fsdpx."""
 _REMOVED = ("mpich_", safe_files.TEMPORARY_PREFIX)
-"""Prefixes of the files that the next start removes. Files that may belong to another program are only listed."""
+"""Name prefixes of the leftover files that are removed. Other leftover files are only listed, because they may belong
+to another program."""
 LEFTOVER_AGE_SECONDS = 60.0
-"""Files younger than this may belong to a job that is starting."""
+"""Files that are younger than this are not listed, because they may belong to a job that is just starting."""
 _SESSION = "ompi."
-"""Prefix of the session folder of Open MPI, followed by the number of the process that made it."""
+"""Name prefix of the session folders of Open MPI. The number of the process that created the folder follows it."""
 _SECONDS_TO_BEGIN = 600.0
-"""Age from which a file cannot belong to a job that is starting, and may be removed."""
+"""Files that are older than this cannot belong to a job that is just starting, so they may be removed."""
 
 
 def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LEFTOVER_AGE_SECONDS) -> list[Path]:
-    """Return this user's files in `folder` that were created by an MPI library or for a shared-memory window, that no
-    process maps, and that were last written more than `seconds` ago."""
+    """Return the leftover files in `folder` that belong to this user. These are files that an MPI library or fsdpx has
+    created, that no process maps, and that were last written more than `seconds` seconds ago."""
     old = time.time() - seconds
     files_there = (path for name in LEFTOVER_PATTERNS for path in folder.glob(name) if not path.is_dir())
     stale_files = sorted(path for path in files_there if is_owned_by_user(path) and _get_write_time(path) < old)
@@ -55,12 +57,12 @@ def find_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, seconds: float = LE
 
 
 def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path | None = None) -> None:
-    """Remove files that killed jobs have left: files of fsdpx and MPICH in `folder`, and files of Open MPI in
-    `temporary` ($TMPDIR).
+    """Remove files that killed jobs have left behind: files of fsdpx and MPICH in `folder`, and session folders of Open
+    MPI in `temporary` (default: $TMPDIR).
 
-    Ranks map these files as long as they live. A file is therefore considered left over if no process maps it and it is
-    older than _SECONDS_TO_BEGIN. Processes of other containers that share the folder are not visible here, but by the
-    time a file is that old, their ranks have opened it and no longer need its name."""
+    Ranks map these files as long as they live. A file therefore counts as left over if no process maps it and it is
+    older than _SECONDS_TO_BEGIN. Processes in other containers that share the folder are not visible here. But by the
+    time a file is that old, these processes have opened it, and no longer need its name."""
     for path in find_leftover_files(folder, _SECONDS_TO_BEGIN):
         if path.name.startswith(_REMOVED):
             with suppress(OSError):  # the file may be gone, or the folder may be read-only
@@ -70,8 +72,8 @@ def remove_leftover_files(folder: Path = SHARED_MEMORY_FOLDER, temporary: Path |
 
 
 def _has_session_ended(folder: Path) -> bool:
-    """Return whether an Open MPI session folder is unused: the process that created it has ended, and no rank maps
-    files in it."""
+    """Return whether an Open MPI session folder is no longer used, that is, whether it is old, the process that created
+    it has ended, and no rank maps files in it."""
     process = folder.name.removeprefix(_SESSION)
     over = (
         process.isdecimal()
@@ -82,15 +84,15 @@ def _has_session_ended(folder: Path) -> bool:
 
 
 def _get_write_time(path: Path) -> float:
-    """Return the time at which the file was last written; infinity if the file no longer exists."""
+    """Return the time at which the file was last written, or infinity if it no longer exists."""
     with suppress(FileNotFoundError):
         return path.lstat().st_mtime
     return math.inf
 
 
 def _find_mapped_files(folder: Path) -> set[str]:
-    """Return the files in `folder` that are mapped by running processes, as far as this process may read the memory
-    maps of those processes."""
+    """Return the files in `folder` that running processes map, as far as this process may read the memory maps of those
+    processes."""
     mapped_paths = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # the process may have ended, or belong to another user
@@ -107,9 +109,9 @@ _inside: list[int] = []  # contains the rank of this process while it waits for 
 
 @contextmanager
 def guarding_mpi_start() -> Iterator[None]:
-    """Return a context manager for the initialization of MPI. If a rank does not arrive in time, or ends before it
-    arrives, the watchdog ends the job, so that the other ranks do not wait forever. There is no watchdog if MPI is
-    already initialized, because then the script decides when ranks arrive."""
+    """Context manager for the initialization of MPI. If a rank does not arrive in time, the watchdog ends the job, so
+    that the other ranks do not wait forever. There is no watchdog if MPI is already initialized, because then the
+    script decides when ranks arrive."""
     settings = environment.read_environment()
     launcher = settings.launcher
     unheeded = get_running_mpi() is not None and settings.run is None
@@ -149,8 +151,8 @@ def _make_marker_folder(settings: environment.Environment, job: str) -> Path:
 
 
 def find_waiting_ranks(run: Path) -> set[int]:
-    """Return the ranks of a job that are still waiting for the initialization of MPI, as far as this host can see
-    their marker files. `run` is the FSDPX_RUN folder of the job."""
+    """Return the ranks of a job that are still waiting for the initialization of MPI, as far as their marker files can
+    be seen from this host. `run` is the job's FSDPX_RUN folder."""
     return {
         arrival[0]
         for mark in run.glob(f"start-*/{MARK_PREFIX}*")
@@ -159,7 +161,8 @@ def find_waiting_ranks(run: Path) -> set[int]:
 
 
 def has_start_timed_out(run: Path) -> bool:
-    """Return whether the watchdog of one of the hosts has ended the job because a rank did not arrive."""
+    """Return whether the watchdog of any host has ended the job because a rank did not arrive. `run` is the job's
+    FSDPX_RUN folder."""
     return any(run.glob(f"start-*/{TIMED_OUT_MARK}"))
 
 
@@ -173,7 +176,7 @@ def remove_dead_folders(folders: Iterable[Path], is_dead: Callable[[Path], bool]
 
 
 def identify_process() -> str:
-    """Return an identifier of this process that no later process can have. It contains the start time, because the
+    """Return an identifier for this process that no later process can have. It contains the start time, because the
     process number alone may be reused."""
     return f"{os.getpid()}-{get_process_start_time(os.getpid())}"
 
@@ -182,18 +185,18 @@ def is_process_alive(owner: str) -> bool:
     """Return whether the process with the identifier `owner` (see `identify_process`) is still running on this host."""
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
-        return True  # not an identifier of a process: assume that it is alive
+        return True  # `owner` does not identify a process, so assume that what it stands for is still in use
     return get_process_start_time(int(process)) == birth if birth else get_process_start_time(int(process)) != ""
 
 
 def _start_mpi_init_watchdog(
     folder: Path, settings: environment.Environment, job: str
 ) -> subprocess.Popen[bytes] | None:
-    """Start the watchdog process; return None if another rank has started it, or if the system is not POSIX. `job` is
+    """Start the watchdog process. Return None if another rank has started it, or if the system is not POSIX. `job` is
     the result of `_identify_job`, and `folder` contains the marker files of the waiting ranks.
 
     The watchdog is a Python process without site-packages, so starting it takes only 10 ms of CPU time. The launcher
-    does not kill it together with the ranks, so it can clean up after them."""
+    does not kill it when it kills the ranks, so it can clean up after them."""
     if os.name != "posix":
         return None
     if not safe_files.try_create_marker(folder / "clock"):
@@ -211,10 +214,10 @@ def _start_mpi_init_watchdog(
 
 
 def _identify_job(launcher: environment.LauncherInfo) -> str:
-    """Return an identifier that all ranks of this job on this host share and that no other job has. Return "" if the
-    launcher cannot be found.
+    """Return an identifier of this job that is the same for all its ranks on this host, and that no other job has.
+    Return "" if the launcher cannot be found.
 
-    The identifier is that of the launcher's process, which is the nearest ancestor that is not itself part of a rank.
+    It is the identifier of the launcher's process: the nearest ancestor process that does not itself belong to a rank.
     """
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):

@@ -1,9 +1,9 @@
-"""The watchdog process of each host during the initialization of MPI. It ends a job if a rank does not arrive in time,
-and names that rank.
+"""The watchdog process that runs on each host while MPI is being initialized. If a rank does not arrive in time, it
+prints which one, and ends the job.
 
-It is run as a script and imports only the standard library, so that it starts within milliseconds. Waiting ranks
-create marker files whose names hold all information, so the watchdog opens no file: it only lists a folder that
-belongs to its own user and that no other user can enter.
+It is run as a script and imports only the standard library, so that it starts within milliseconds. The names of the
+marker files that waiting ranks create contain all information, so the watchdog opens no files. It only lists a folder
+that belongs to its own user and that no other user can enter.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mar
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""Name of a folder that marks a start as ended by the watchdog, in whatever order the deaths of ranks are then
-noticed."""
+"""Name of a folder that shows that the watchdog has ended the job. It is needed because the deaths of the ranks may
+then be noticed in any order."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 
 
 def get_process_start_time(process: int) -> str:
-    """Return the start time of a process on this host, in clock ticks of the kernel; "" if the process has ended, "0"
-    if the time cannot be read."""
+    """Return the start time of a process on this host, in clock ticks of the kernel. Return "" if the process has
+    ended, and "0" if the time cannot be read."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
             words = file.read().rpartition(")")[2].split()
@@ -43,14 +43,14 @@ def get_process_start_time(process: int) -> str:
 
 
 def parse_marker_name(name: str) -> tuple[int, str, str] | None:
-    """Parse the name of a marker file. Return (rank, process number with start time, local rank); None if `name` is
-    not that of a marker file."""
+    """Parse the name of a marker file. Return (rank, process number with start time, local rank), or None if `name` is
+    not the name of a marker file."""
     match = _MARK.fullmatch(name)
     return None if match is None else (int(match[1]), match[2], match[3])
 
 
 def find_waiting_ranks(folder: str) -> dict[int, tuple[str, str]]:
-    """Return the waiting ranks as {rank: (process number with start time, local rank)}; {} if the folder is not
+    """Return the waiting ranks as {rank: (process number with start time, local rank)}, or {} if the folder is not
     private."""
     arrivals = {}
     with suppress(FileNotFoundError):
@@ -76,8 +76,8 @@ def _list_folder_if_private(folder: str) -> list[str]:
 
 
 def _is_process_alive(owner: str) -> bool:
-    """Return whether the process that `owner` identifies by number and start time is alive. The number alone is not
-    enough, because another process may have it by now."""
+    """Return whether the process that `owner` identifies by its number and start time is alive. The number alone is not
+    enough, because by now it may belong to another process."""
     process, _, birth = owner.partition("-")
     return get_process_start_time(int(process)) == birth != ""
 
@@ -85,9 +85,9 @@ def _is_process_alive(owner: str) -> bool:
 def describe_missing_ranks(
     waiting: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool
 ) -> str:
-    """Return text that names the ranks that have not arrived, as far as this host can tell.
+    """Return an error message that names the ranks that have not arrived, as far as this host can tell.
 
-    `waiting` are the ranks that have arrived on this host. `known` says whether all ranks of this host create their
+    `waiting` are the ranks that have arrived on this host. `known` is True if all ranks of this host create their
     marker files in the same folder.
     """
     host = platform.node()
@@ -111,15 +111,15 @@ def describe_missing_ranks(
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 3" or "ranks 0, 2". This copies a function of `base.messages`, because a script without fsdpx on
-    its path cannot import it."""
+    """Format ranks as text, such as "rank 3" or "ranks 0, 2". This is a copy of a function in `base.messages`, which
+    this script cannot import because fsdpx is not on its path."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
-    """Return the ranks that are still waiting after `seconds`. Return {} as soon as MPI is initialized or no rank is
-    waiting anymore."""
+    """Wait for `seconds` seconds, and return the ranks that are still waiting. Return {} as soon as MPI has been
+    initialized or no rank is waiting any longer."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
         ready, _, _ = select.select(listens, [], [], POLL_SECONDS)
@@ -133,7 +133,7 @@ def wait_for_start_or_timeout(folder: str, seconds: float) -> dict[int, tuple[st
 
 
 def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> None:
-    """Kill the waiting ranks, so that the launcher ends the job. If the launcher does not end, terminate it as well."""
+    """Kill the waiting ranks, so that the launcher ends the job. If the launcher does not exit, terminate it too."""
     for process, _ in waiting.values():
         _send_signal_if_alive(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
@@ -145,14 +145,14 @@ def kill_waiting_ranks(waiting: dict[int, tuple[str, str]], launcher: str) -> No
 
 
 def _send_signal_if_alive(owner: str, number: signal.Signals) -> None:
-    """Send signal `number` to the process that `owner` identifies, if it is still alive."""
+    """Send signal `number` to the process that `owner` identifies, if that process is still alive."""
     with suppress(OSError):
         if _is_process_alive(owner):
             os.kill(int(owner.partition("-")[0]), number)
 
 
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
-    """Watch the initialization of MPI until it succeeds or times out. With `keep` = "keep", leave the marker files to
+    """Watch the initialization of MPI until it succeeds or times out. If `keep` is "keep", leave the marker files for
     `fsdpx run`, which reads and removes them."""
     missing = wait_for_start_or_timeout(folder, float(seconds))
     if missing:
