@@ -317,8 +317,8 @@ class FieldDataset:
     Parameters
     ----------
     files : one file, or several whose trajectories are concatenated
-    grid : the `fsdpx.Grid` of the trainer; default None: samples are full fields (channels, *cells), the layout of
-        layers. With a `fsdpx.Partition`, files hold the values of all nodes, in the order of their global numbers, and
+    grid : the `fsdpx.Grid` of the trainer; default None: samples are full fields (channels, *cells), as layers expect
+        them. With a `fsdpx.Partition`, files hold the values of all nodes, in the order of their global numbers, and
         samples are (nodes, channels) for the nodes that this rank owns
     fields : names of the datasets to read, in the order of the channels; default None: all datasets with more dims than
         there are cell dims

@@ -238,7 +238,7 @@ class FieldDerivative(_DerivativeLayer):
 class FieldLaplacian(_DerivativeLayer):
     """Finite-difference Laplacian of each channel of (samples, channels, *cells).
 
-    Parameters as in `FieldDerivative`."""
+    The parameters are as in `FieldDerivative`."""
 
     def _list_terms(self, dims: int) -> list[DerivativeTerm]:
         return [DerivativeTerm(j, slice(None), slice(None), 2) for j in range(dims)]

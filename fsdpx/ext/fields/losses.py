@@ -60,8 +60,8 @@ class _FieldLoss(Loss):
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _compute_loss_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
-        """Return this rank's share (total, weight) of the loss, which is that of the field divided by the number of
-        ranks that share it.
+        """Return this rank's share (total, weight) of the loss: the field's total and weight, each divided by the
+        number of ranks that hold parts of the field.
 
         The total for the field is the sum of those `values` whose entry in `counts` is above 0, and its weight is their
         number. All ranks of a field hold the same values, so each reports an equal share."""
@@ -298,7 +298,7 @@ class MaxError(_FieldLoss):
 
     Parameters
     ----------
-    weights, skipna : as in `RelativeL2`, except that weights are only used as a mask
+    weights, skipna : as in `RelativeL2`, except that weights are used only as a mask
     """
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -16,8 +16,8 @@ __all__ = ["NodeLoss", "bind_loss_to_nodes"]
 
 
 def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
-    """Return the loss for this rank's nodes. `cuts` describes how the nodes are divided over the ranks. A loss for
-    fields, or one with weights, sees features as channels, and nodes as the cells of a field."""
+    """Return `loss`, adapted to this rank's nodes. `cuts` describes how the nodes are divided over the ranks. A loss
+    for fields, or one with weights, sees features as channels, and nodes as the cells of a field."""
     if isinstance(loss, LossSum):
         return LossSum([(factor, bind_loss_to_nodes(term, cuts)) for factor, term in loss.terms])
     if isinstance(loss, BandRMSE | BoundaryRMSE | PhysicsLoss):

@@ -573,8 +573,8 @@ class Partition(Domain):
 
     @classmethod
     def _with_sizes_only(cls, parts: Sequence[PartSizes], rank: int, edge_features: int) -> Partition:
-        """Return a partition as `rank`, a hypothetical rank, would see it. Rows of arrays are the owned nodes, followed
-        by the ghosts."""
+        """Return the partition that the hypothetical rank `rank` would see. Arrays have rows for the owned nodes,
+        followed by rows for the ghosts."""
         made, graph = cls.__new__(cls), LocalGraph.with_sizes_only(parts[rank], edge_features)
         made._set_part(parts, rank, graph)
         made._owned_rows, made._local_rows, made._comm, made._free = np.arange(graph.nodes), graph.row_count, None, None

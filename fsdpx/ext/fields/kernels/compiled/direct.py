@@ -439,8 +439,8 @@ def _convolve_lines(
 def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, channels, sizes, packed, outputs, samples
 ):
-    """Add the gradient of the weights to `packed`, for the window offsets `from_plane` to `to_plane` along the first
-    two dims, flattened. The other arguments are as in `_convolve_lines`."""
+    """Add the gradient of the weights to `packed`, for `from_plane` to `to_plane`, the flattened window offsets along
+    the first two dims. The other arguments are as in `_convolve_lines`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     merged = moves[2, 1] == channels * word
