@@ -1,8 +1,8 @@
-"""Collectives built from point-to-point messages, for backends without a better algorithm. There are direct and ring
-algorithms, and sums that are sent in 16 bits.
+"""Collectives built from point-to-point messages, for backends that have no better algorithm. There are direct
+algorithms, a ring algorithm, and sums whose values are sent as 16-bit floats.
 
-Values are added in rank order. 16-bit floats are sent as 16 bits, added in float32 by the rank that owns the piece,
-and rounded once. In the costs below, n is the size of the full array in bytes and N the number of ranks.
+Values are added in rank order. 16-bit floats are sent unchanged, added in float32 by the rank that owns the piece, and
+rounded once.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from fsdpx.core.comm.reduction import get_ufunc, reduce_in_rank_order_into
 __all__ = ["COLLECTIVES", "ROUNDED_COLLECTIVES", "Pairs", "iterate_ring_all_reduce"]
 
 Pairs = Sequence[tuple[int, Array]]
-"""(rank, array): the rank to send the array to, or to receive it from."""
+"""Pairs (rank, array): the array to send to a rank, or to receive from it."""
 
 
 class Messenger(Protocol):
-    """What collectives that are built from point-to-point messages need from a backend."""
+    """The part of a backend that collectives built from point-to-point messages need."""
 
     rank: int
     size: int
     progress: Progress
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Start sending and receiving (rank, array) pairs with the tag of `call`; return one handle for all messages.
-        """
+        """Start sending and receiving arrays, given as (rank, array) pairs, with the tag of `call`. Return one handle
+        for all messages."""
 
 
 Collective = Callable[[Messenger, Call], Handle]
 
 
 def start_all_gather(comm: Messenger, call: Call) -> Handle:
-    """Start an all-gather in which each rank sends its piece directly to all other ranks. Each of N ranks sends
-    n(N-1)/N bytes of an array of n bytes."""
+    """Start an all-gather in which each rank sends its piece directly to all other ranks. For n bytes on N ranks, each
+    rank sends n(N-1)/N bytes."""
     (_, recv), (pieces,) = call.arrays, call.partitions
     own_part = pieces.get_piece(recv, comm.rank)
     copy_unless_same(own_part, call.arrays[0])
@@ -64,16 +64,16 @@ def start_all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def start_reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Start a reduce-scatter in which every rank sends each piece of its array directly to the owner of that piece,
-    which adds up the pieces it receives. Each of N ranks sends n(N-1)/N bytes of an array of n bytes, and uses n bytes
-    of scratch memory."""
+    """Start a reduce-scatter in which each rank sends the pieces of its array directly to their owners, and each owner
+    adds up the pieces that it receives. For n bytes on N ranks, each rank sends n(N-1)/N bytes and uses n bytes of
+    scratch memory."""
     send, recv = call.arrays
     return GeneratorHandle(_reduce_to_owners(comm, call, send, recv, call.partitions[0]), comm.progress)
 
 
 def start_all_reduce(comm: Messenger, call: Call) -> Handle:
-    """Start an all-reduce as a reduce-scatter followed by an all-gather. Each of N ranks sends 2n(N-1)/N bytes for an
-    array of n bytes, and uses n bytes of scratch memory."""
+    """Start an all-reduce as a reduce-scatter followed by an all-gather. For n bytes on N ranks, each rank sends
+    2n(N-1)/N bytes and uses n bytes of scratch memory."""
     (buf,) = call.arrays
     pieces = make_balanced_partition(buf.size, comm.size)
     own_part = pieces.get_piece(buf, comm.rank)
@@ -92,7 +92,7 @@ def start_broadcast(comm: Messenger, call: Call) -> Handle:
 
 def start_reduce(comm: Messenger, call: Call) -> Handle:
     """Start a reduce as a reduce-scatter followed by a gather. For n bytes on N ranks, the root receives 2n(N-1)/N
-    bytes and each other rank sends n bytes; the scratch memory is n + n/N bytes."""
+    bytes, and each other rank sends n bytes. Each rank uses n + n/N bytes of scratch memory."""
     send, recv = call.arrays
     pieces = make_balanced_partition(send.size, comm.size)
     own_part = namespace_of(send).empty(pieces.counts[comm.rank], dtype=send.dtype)
@@ -121,7 +121,7 @@ def start_scatter(comm: Messenger, call: Call) -> Handle:
 
 
 def start_all_to_all(comm: Messenger, call: Call) -> Handle:
-    """Start an all-to-all in which each piece is sent directly to its destination."""
+    """Start an all-to-all in which each piece is sent directly to the rank that receives it."""
     (send, recv), (sent, received) = call.arrays, call.partitions
     copy_unless_same(received.get_piece(recv, comm.rank), sent.get_piece(send, comm.rank))
     return comm.start_messages(
@@ -169,21 +169,21 @@ def _list_other_ranks(comm: Messenger) -> list[int]:
 
 
 def _pair_array_with_others(comm: Messenger, array: Array) -> Pairs:
-    """Return (rank, array) for each other rank; all pairs contain the same array."""
+    """Return a list with a pair (rank, array) for each other rank. All pairs contain the same array."""
     return [(rank, array) for rank in _list_other_ranks(comm)]
 
 
 def _pair_pieces_with_others(comm: Messenger, array: Array, pieces: FlatPartition) -> Pairs:
-    """Return (rank, piece) for each other rank, where `piece` is that rank's piece of `array`."""
+    """Return a list with a pair (rank, piece) for each other rank, where `piece` is that rank's piece of `array`."""
     return [(rank, pieces.get_piece(array, rank)) for rank in _list_other_ranks(comm)]
 
 
 def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
-    """Run a ring all-reduce, that is, a reduce-scatter and an all-gather around the ring. Start each message with
-    `issue` and yield its handle. For n bytes on N ranks, the scratch memory is n/N bytes.
+    """Run a ring all-reduce, that is, a reduce-scatter and then an all-gather around the ring. Start each message with
+    `issue`, and yield its handle. For n bytes on N ranks, each rank uses n/N bytes of scratch memory.
 
-    The sum of each element passes along the ring from rank to rank, so it is computed only once, and all ranks get the
-    same bits."""
+    The sum of each element is passed along the ring from rank to rank. It is therefore computed only once, and all
+    ranks get the same bits."""
     buf, op = call.arrays[0], call.op
     pieces = make_balanced_partition(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -212,22 +212,21 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
 
 
 FIRST_RUN_ELEMENTS = 16
-"""Number of elements that are cast through a copy when the result overwrites its own source."""
+"""Number of elements at the start of an array that are cast through a copy when the result overwrites its source."""
 
 
 def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
-    """Start a reduce-scatter whose summands are sent in the 16-bit dtype `call.wire` and added by the owner of each
-    piece.
+    """Start a reduce-scatter in which pieces are sent in the 16-bit dtype `call.wire` and added by their owners.
 
-    If the pieces differ in size, the scratch memory is an array of the full size in the dtype `call.wire`; otherwise
-    no scratch memory is needed."""
+    If all pieces have the same size, no scratch memory is needed. Otherwise, the scratch memory is about the size of
+    the full array in the dtype `call.wire`."""
     send, recv = call.arrays
     return _start_rounded_reduce_to_owners(comm, call, send, recv, call.partitions[0].counts)
 
 
 def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
-    """Start an all-reduce that sends values in the 16-bit dtype `call.wire`: wait until the reduce-scatter is
-    complete, then start an all-gather of the rounded sums."""
+    """Start an all-reduce that sends values in the 16-bit dtype `call.wire`. This waits until the reduce-scatter is
+    complete, and then starts an all-gather of the rounded sums."""
     (buf,) = call.arrays
     xp, pieces = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
     own_count, wire = pieces.counts[comm.rank], buf.view(call.wire)[: buf.size]
@@ -251,18 +250,18 @@ def _start_rounded_reduce_to_owners(
 ) -> Handle:
     n, own_count, width = send.size, counts[comm.rank], comm.size
     xp, scratch, arriving = namespace_of(send), send.view(call.wire), own_count * width
-    # received pieces are stored at the end of `send` if they overlap neither the data to send nor the later sum
+    # store received pieces at the end of `send` if they fit there without overlapping the data to send or the sum
     if arriving <= scratch.size - max(n, own_count * send.itemsize // 2):
         parts = scratch[scratch.size - arriving :]
     else:
         parts = xp.empty(arriving, dtype=call.wire)
     wire = scratch[:n]
-    _narrow_in_place(xp, send, wire)  # an overflow becomes Inf, which the loss scaler detects
+    _narrow_in_place(xp, send, wire)  # values that overflow become Inf, which the loss scaler detects
     handle = comm.all_to_all(wire, parts, counts, [own_count] * width, what=call.what)
     within = 0 <= get_data_pointer(recv) - get_data_pointer(send) < send.nbytes
 
     def add_pieces() -> None:
-        # `total` may be overwritten: the data in it has been sent, and no received piece is stored there
+        # `total` may be overwritten, because the data in it has already been sent and no received piece is stored there
         total = send[:own_count] if within else recv
         store(xp, parts[:own_count], total)
         for r in range(1, width):
@@ -274,24 +273,24 @@ def _start_rounded_reduce_to_owners(
 
 
 def _narrow_in_place(xp: Any, x: Array, out: Array) -> None:
-    """Cast x to the smaller dtype of `out`, which begins at the same memory address."""
+    """Cast x to the dtype of `out`, which is smaller. Both arrays begin at the same memory address."""
     out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
     for start, stop in _iterate_doubling_runs(x.size):
         store(xp, x[start:stop], out[start:stop])
 
 
 def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
-    """Cast x to the larger dtype of `out`, which begins at the same memory address."""
+    """Cast x to the dtype of `out`, which is larger. Both arrays begin at the same memory address."""
     for start, stop in reversed(list(_iterate_doubling_runs(x.size))):
         store(xp, x[start:stop], out[start:stop])
     out[:FIRST_RUN_ELEMENTS] = cast_float(xp, x[:FIRST_RUN_ELEMENTS], out.dtype)
 
 
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs of elements. Each run is as long as all runs before it together.
+    """Yield (start, stop) for consecutive runs of elements. Each run is as long as all earlier elements together.
 
-    If the elements of the target have half the size of those of the source, a target run ends where its source run
-    begins, so the two never overlap."""
+    If the elements of one array are half as large as those of the other, and both arrays begin at the same address, a
+    run in the array of small elements ends where the same run in the other array begins, so the two never overlap."""
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

@@ -1,5 +1,5 @@
-"""Serialization of the plain data that ranks exchange about their work. Unlike unpickling, decoding never runs code of
-the sender, and its memory use is bounded."""
+"""Serialization of the plain data that ranks exchange about their work. Unlike unpickling, decoding never runs code
+from the sender, and its memory use is bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdpx.errors import CommError, ConfigError
 __all__ = ["MAX_PACKED_BYTES", "pack", "unpack"]
 
 MAX_PACKED_BYTES = 1 << 31
-"""Largest message of one rank, in bytes."""
+"""Maximum size of the message of one rank, in bytes."""
 _MAX_DEPTH = 64
 """Maximum nesting depth of values."""
 _SIZE = struct.Struct("<q")
@@ -30,19 +30,19 @@ _NAMED = {letter: value for value, letter in _SINGLE.items()}
 
 
 def pack(value: Any) -> bytes:
-    """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, value classes of fsdpx, and
-    collections of all these.
+    """Encode a value as bytes. It may consist of numbers, text, bytes, arrays, paths, fsdpx classes that only hold
+    values (and instances of these), and collections of all of these.
 
-    Raises ConfigError for any other object. Use `all_gather_object` for user-defined objects."""
+    Raise ConfigError for any other object. For user-defined objects, use `all_gather_object`."""
     buffer = io.BytesIO()
     _write_value(buffer, value, 0)
     return buffer.getvalue()
 
 
 def unpack(data: Any) -> Any:
-    """Decode the bytes that another rank made with `pack`. Raises CommError for invalid bytes.
+    """Decode bytes that another rank has encoded with `pack`. Raise CommError if they are invalid.
 
-    It runs no code except that of fsdpx's value classes, and only of those that this process has loaded. Its memory
+    Decoding can only run code of fsdpx classes that hold values and that this process has already loaded. Its memory
     use is proportional to the number of bytes."""
     reader = _PlainReader(memoryview(data).cast("B"))
     try:
@@ -129,13 +129,13 @@ def _get_fields(value: Any) -> list[Any]:
 
 
 def _is_value_class(kind: type) -> bool:
-    """Return whether `kind` is a class of fsdpx that only holds values: a dataclass, named tuple, enum or exception."""
+    """Return whether `kind` is an fsdpx class that only holds values: a dataclass, named tuple, enum or exception."""
     of_values = issubclass(kind, enum.Enum | Exception) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
     return kind.__module__.partition(".")[0] == "fsdpx" and of_values
 
 
 class _PlainReader:
-    """Decoder of the bytes `data` from another rank. `at` is the position of the next byte."""
+    """A decoder for bytes (`data`) from another rank. `at` is the position of the next byte to decode."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0
@@ -154,7 +154,7 @@ class _PlainReader:
 
     def read_values(self, depth: int) -> list[Any]:
         count = self.read_size()
-        if not 0 <= count <= len(self.data) - self.at:  # each value takes at least one byte
+        if not 0 <= count <= len(self.data) - self.at:  # each value occupies at least one byte
             raise ValueError(f"it ends before {count} values")
         return [self.read_value(depth + 1) for _ in range(count)]
 
@@ -186,8 +186,8 @@ class _PlainReader:
         return np.frombuffer(bytearray(self.read_next_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
-        """Read the name of a value class of fsdpx and return the class. Raise ValueError if this process has not
-        loaded it."""
+        """Read the name of an fsdpx class, and return the class. Raise ValueError if the class does not only hold
+        values, or if this process has not loaded it."""
         module, _, name = self.read_next_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):

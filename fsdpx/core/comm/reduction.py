@@ -1,4 +1,5 @@
-"""Reductions on one rank: which operations are defined for which dtypes, and sums of several arrays in rank order."""
+"""The local part of reductions: which operations are defined for which dtypes, and reductions of several arrays in
+rank order."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _UFUNCS = {
 
 @lru_cache(maxsize=64)
 def get_dtype_kind(dtype: np.dtype) -> str:
-    """Return the kind of a dtype: "float", "half", "complex", "integer" or "bool". Raise ConfigError for a dtype that
-    communicators do not transfer."""
+    """Return the kind of a dtype: "float", "half", "complex", "integer" or "bool". Raise ConfigError if communicators
+    cannot transfer arrays of this dtype."""
     kind = _KINDS.get(dtype.name)
     if kind is not None and not dtype.isnative:
         remedy = "array.astype(array.dtype.newbyteorder('='))"
@@ -43,33 +44,33 @@ def get_dtype_kind(dtype: np.dtype) -> str:
 
 
 def is_half(dtype: np.dtype) -> bool:
-    """Return whether `dtype` is float16 or bfloat16, whose sums are computed in float32."""
+    """Return whether `dtype` is float16 or bfloat16. Sums of such arrays are computed in float32."""
     return get_dtype_kind(dtype) == "half"
 
 
 def is_reduced_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether fsdpx combines the values itself, in rank order, because communication libraries might compute a
-    different result.
+    """Return whether fsdpx itself combines the values of all ranks, in rank order, because communication libraries
+    might compute another result.
 
-    This applies to sums of 16-bit floats, and to MAX and MIN of floats, where a NaN on any rank must reach all ranks.
-    """
+    It does so for all reductions of 16-bit floats, and for MAX and MIN of other floats, where a NaN on any rank must
+    reach all ranks."""
     return is_half(dtype) or (op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "float")
 
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
-    """Return whether compiled code can apply `op` to arrays of this dtype. It supports sums and averages of float32
-    and float64, which are most of the traffic of training."""
+    """Return whether compiled code can apply `op` to arrays of this dtype. Compiled code supports sums and averages of
+    float32 and float64 arrays, which are most of the traffic in training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def get_ufunc(op: ReduceOp) -> np.ufunc:
-    """Return the NumPy ufunc that combines two values. For AVG this is `add`; the sum is divided at the end."""
+    """Return the NumPy ufunc that combines two values. For AVG it is `add`, and the sum is divided at the end."""
     return _UFUNCS[op]
 
 
 @lru_cache(maxsize=64)
 def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
-    """Return text that explains why `op` is not defined for `dtype`, or None if it is defined."""
+    """Return a message that explains why `op` is not defined for `dtype`, or None if it is defined."""
     if op is ReduceOp.AVG and get_dtype_kind(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
     if op in (ReduceOp.MAX, ReduceOp.MIN) and get_dtype_kind(dtype) == "complex":
@@ -78,16 +79,16 @@ def explain_undefined_reduction(op: ReduceOp, dtype: np.dtype) -> str | None:
 
 
 BLOCK_ELEMENTS = 1 << 15
-"""Number of elements that `reduce_in_rank_order_into` adds at a time on the host: a block of sums stays in the cache
-until it is written to all outputs."""
+"""Number of elements that `reduce_in_rank_order_into` reduces at a time on the host. It is so small that a block of
+results stays in the cache until it has been written to all outputs."""
 
 
 def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
-    """Reduce `arrays` elementwise in the given order and write the result to each of `outs`. 16-bit floats are reduced
-    in float32, and each array is read once.
+    """Reduce `arrays` elementwise in the given order, and write the result to all arrays in `outs`. 16-bit floats are
+    reduced in float32. Each array is read only once.
 
-    An array may be both in `arrays` and in `outs`. If `wire` is not None, arrays are rounded to that dtype before they
-    are combined, and the result is also rounded to it if there are several `outs`."""
+    The same array may be in both `arrays` and `outs`. If `wire` is not None, values are rounded to this dtype before
+    they are combined. If there are also several `outs`, the result is rounded to it too."""
     ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
     block_size = BLOCK_ELEMENTS if xp is np else max(first.size, 1)
@@ -116,7 +117,7 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
 
 def _combine_pair_into(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
     """Combine two arrays in one pass, without temporary arrays. This case has its own function because it is the most
-    frequent one and the arrays are often small."""
+    frequent one, often with small arrays."""
     with np.errstate(all="ignore"):
         ufunc(arrays[0], arrays[1], out=outs[0])
     for out in outs[1:]:
@@ -128,7 +129,7 @@ def _round_to_wire(x: Array, wire: Any) -> Array:
 
 
 def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
-    """Copy x to `out`, converting from or to 16-bit floats if necessary."""
+    """Copy x to `out`, and convert from or to 16-bit floats if the dtypes differ."""
     if x.dtype == out.dtype:
         out[...] = x
     else:
@@ -136,7 +137,7 @@ def _copy_converted_into(xp: Any, x: Array, out: Array) -> None:
 
 
 def _reduce_into(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
-    """Combine `total` with x in place; x may have a 16-bit dtype."""
+    """Combine x with `total`, in place. x may have a 16-bit dtype."""
     if ufunc is np.add and x.dtype != total.dtype:
         add_widened(xp, x, total)
     else:

@@ -1,4 +1,4 @@
-"""Start and stop the watchdog that reports ranks that have been waiting for each other for too long. The watchdog is
+"""Start and stop the watchdog, which reports ranks that have been waiting for each other for too long. The watchdog is
 used only if FSDPX_WATCH and the communicator allow it."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ __all__ = ["can_be_watched", "detach_watchdog", "report_call_to_watchdog", "star
 
 
 def can_be_watched(comm: Any) -> bool:
-    """Return whether a watchdog is useful for `comm`: it has several ranks, they are processes (ranks that run as
-    threads detect missing ranks themselves), and FSDPX_WATCH is not 0."""
+    """Return whether a watchdog is useful for `comm`. It is if there are several ranks, if these are processes (ranks
+    that run as threads detect missing ranks themselves), and if FSDPX_WATCH is not 0."""
     base = unwrap_communicator(comm)
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 
 
 def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, extend_waits: bool = True) -> Any:
-    """Start a watchdog (`fsdpx.ext.watch.watchdog`) for the ranks of `comm` and return it; return None if `comm`
+    """Start a watchdog (`fsdpx.ext.watch.watchdog`) for the ranks of `comm`, and return it. Return None if `comm`
     cannot be watched. Collective.
 
     `other_comms`, `timeout` and `extend_waits` are passed to `start_watchdog`."""
@@ -31,21 +31,21 @@ def start_watching(comm: Any, *other_comms: Any, timeout: float | None = None, e
 
 
 def start_watching_axes(axes: MeshAxes) -> Any:
-    """Start a watchdog for all communicators of a mesh. Return the observer that this rank's engine reports to, or
+    """Start a watchdog for all communicators of a mesh. Return the observer to which this rank's engine must report, or
     None if the mesh cannot be watched. Collective."""
     watcher = start_watching(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
     return None if watcher is None else watcher.record
 
 
 def report_call_to_watchdog(comm: Any, call: str) -> None:
-    """Tell the watchdog of `comm`, if there is one, that this rank has reached the collective `call`."""
+    """Report to the watchdog of `comm`, if there is one, that this rank has reached the collective `call`."""
     watcher = getattr(unwrap_communicator(comm), "watched_by", None)
     if watcher is not None:
         watcher.record.on_collective_call(call)
 
 
 def detach_watchdog(comm: Any) -> Any:
-    """Stop watching `comm`, because no rank will wait on it anymore. Return its watchdog, or None if it had none."""
+    """Stop watching `comm`, because no rank will wait on it any longer. Return its watchdog, or None if it had none."""
     base = unwrap_communicator(comm)
     watcher, base.watched_by = base.watched_by, None
     if watcher is not None:

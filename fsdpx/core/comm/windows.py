@@ -1,4 +1,4 @@
-"""One-sided communication: each rank has a part of a window, and all other ranks can read and write that part without
+"""One-sided communication: each rank owns a part of a window, and all other ranks can read and write that part without
 any action by its owner, as in MPI RMA."""
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["CACHE_LINE_BYTES", "SharedWindow", "ThreadWindow", "Window", "alloca
 CACHE_LINE_BYTES = 64
 """Size of a cache line in bytes."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 20e-6, 1e-3
-"""First and longest pause between two polls of a waiting rank."""
+"""The first and the longest pause between two polls while a rank waits."""
 
 
 class Window(ABC):
-    """Memory with one part on each of `size` ranks, which all ranks can access.
+    """Memory that consists of one part on each of `size` ranks. All ranks can access all parts.
 
-    Only `close` is collective, and no access requires the owner of a part to take any action.
+    Only `close` is collective. The owner of a part need not take any action when other ranks access the part.
 
     Attributes
     ----------
-    own : bytes of this rank's part, initially zero
+    own : the bytes of this rank's part, initially zero
     timeout : maximum duration of a wait, in seconds"""
 
     def __init__(self, rank: int, size: int, own: Array, timeout: float) -> None:
@@ -41,38 +41,38 @@ class Window(ABC):
     def open_locked_part(
         self, rank: int, start_byte: int, stop_byte: int, write: bool = True
     ) -> AbstractContextManager[Array]:
-        """Return a context manager that locks the part of `rank` and yields bytes [start_byte, stop_byte) of it.
+        """Return a context manager that locks the part of rank `rank`, and yields bytes [start_byte, stop_byte) of it.
 
-        If `write` is true, changes are stored and no other rank has the part open at the same time. Otherwise other
-        ranks may read it at the same time. To avoid deadlocks, a rank that opens two parts must open the part of the
-        lower rank first."""
+        If `write` is true, changes are stored, and no other rank can have the part open at the same time. Otherwise,
+        other ranks may read it at the same time. To avoid deadlocks, a rank that opens two parts must first open the
+        part of the lower rank."""
 
     @abstractmethod
     def read_word(self, rank: int, word_index: int) -> int:
-        """Return the 64-bit word with index `word_index` of the part of `rank`, without waiting for ranks that have
-        the part open."""
+        """Return the 64-bit word with index `word_index` in the part of rank `rank`, without waiting for ranks that
+        have the part open."""
 
     @abstractmethod
     def write_word(self, word_index: int, value: int) -> None:
-        """Set the 64-bit word with index `word_index` of this rank's part. No other rank may write that word."""
+        """Set the 64-bit word with index `word_index` in this rank's part. No other rank may write this word."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory. Views of it must not be used afterwards. Collective."""
+        """Free the memory of the window. Views of it must not be used afterwards. Collective."""
 
     def has_rank_died(self, rank: int) -> bool:
-        """Return whether `rank` is known to have died."""
+        """Return whether rank `rank` is known to have died."""
         return False
 
     def check_ranks_and_make_progress(self, missing: Callable[[], Sequence[int]] = list, what: str = "") -> None:  # noqa: B027 - most windows need no check
-        """Raise an error if a rank that this rank waits for can never arrive. Called between two polls of a wait;
-        `missing()` returns the ranks that have not arrived.
+        """Raise an error if a rank for which this rank waits can never arrive. This method is called between the polls
+        of a wait. `missing()` returns the ranks that have not arrived.
 
-        If the communication library makes progress only inside its own calls, this method also makes progress on
-        behalf of other ranks."""
+        If the communication library makes progress only while this rank is inside one of its functions, this method
+        also calls such a function, so that other ranks can access this rank's part."""
 
     def access_epoch(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context manager around this rank's accesses to the memory of other ranks. `kind` is "pull" (read),
+        """Return a context manager in which this rank accesses the memory of other ranks. `kind` is "pull" (read),
         "push" (update) or "mix" (average with another rank)."""
         return nullcontext()
 
@@ -80,19 +80,20 @@ class Window(ABC):
         """Announce that this rank will not access the window until the next synchronization of all ranks is over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `missing()`, the list of the ranks that have yet to act, is empty; raise CommTimeout after
-        `timeout` seconds.
+        """Wait until `missing()`, the list of ranks that have not acted yet, is empty. Raise CommTimeout if this takes
+        more than `timeout` seconds.
 
-        Once the list is empty, it must stay empty. `what` is text that says what this rank waits for."""
+        Once the list is empty, it must stay empty. `what` is a description of what this rank waits for."""
         self.poll_until_none_missing(missing, what)
 
     def wait_for_all_ranks(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until all living ranks have arrived and none of them still depends on this rank to make progress.
-        `missing` returns the ranks that have not arrived."""
+        """Wait until all living ranks have arrived, and none of them needs this rank any longer to make progress.
+        `missing()` returns the ranks that have not arrived."""
         self.poll_until_none_missing(missing, what)
 
     def poll_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Poll `missing()` with growing pauses until it is empty; raise CommTimeout after `timeout` seconds."""
+        """Poll `missing()`, with increasing pauses, until it returns an empty list. Raise CommTimeout if this takes
+        more than `timeout` seconds."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE_SECONDS
         while late := missing():
             self.check_ranks_and_make_progress(missing, what)
@@ -110,15 +111,15 @@ def allocate_aligned(nbytes: int) -> Array:
 
 
 class SharedWindow(Window):
-    """A window whose parts are all in the memory of this process: `open_locked_part` yields a view of the memory
-    itself, not a copy."""
+    """A window whose parts are all in memory that this process can access directly. `open_locked_part` yields a view of
+    the memory itself, not a copy."""
 
     parts: list[Array]
 
     @abstractmethod
     def lock_part(self, rank: int, write: bool) -> AbstractContextManager[Any]:
-        """Return a context manager that locks the part of `rank`, for writing or only for reading. The lock is
-        released if its holder dies."""
+        """Return a context manager that locks the part of rank `rank`, either for writing or only for reading. If the
+        rank that holds the lock dies, the lock is released."""
 
     @contextmanager
     def open_locked_part(self, rank: int, start_byte: int, stop_byte: int, write: bool = True) -> Iterator[Array]:
@@ -133,12 +134,13 @@ class SharedWindow(Window):
 
 
 class ThreadWindow(SharedWindow):
-    """A window shared by ranks that run as threads.
+    """A window for ranks that run as threads.
 
     Parameters
     ----------
-    check : called during waits; raises an error if another rank has failed, or if a missing rank has returned
-    dead : returns whether a given rank has died"""
+    check : function that is called during waits; it raises an error if another rank has failed, or if a rank for which
+        this rank waits has returned
+    dead : function that returns whether a given rank has died"""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,

@@ -1,1 +1,1 @@
-"""Collectives in memory that the ranks of a host share."""
+"""Collectives that use memory shared by the ranks of a host."""

@@ -1,7 +1,8 @@
-"""Compiled code for collectives in shared memory: wait for flags, add arrays and set flags, all by memory address.
+"""Compiled code for collectives in shared memory. It waits for flags, adds arrays and sets flags, and accesses all of
+them by their memory addresses.
 
-The arguments of each collective are stored in an array of 64-bit words, called its row, so that compiled code needs
-only the address of the row. `fsdpx.core.comm.node.persistent` fills in the row."""
+The arguments of a collective are stored in an array of 64-bit words, called its row, so that compiled code needs only
+the address of the row. `fsdpx.core.comm.node.persistent` fills in the row."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ __all__ = [
 
 WORD = ir.IntType(64)
 LINE_BYTES = 64  # size of a cache line, and of the LLVM vectors used here
-LINES_PER_STEP = 4  # number of cache lines that one loop iteration adds
+LINES_PER_STEP = 4  # number of cache lines that are added per loop iteration
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
-"""Indices of the words of a row: number of ranks of the host, this rank's number among them, elements to add, divisor
-of the sums, whether stores bypass the caches, and number of arrays that are written. These HEAD words are followed by
-three tables with an entry for each rank: the address of its board, the address of its array, and the location
-(ADDRESS_WORDS words) that it must have posted. The addresses of the results come last."""
+"""Indices of words in a row: number of ranks on the host, this rank's index among them, number of elements to add,
+divisor of the sums, whether stores bypass the caches, and number of arrays to write to. These HEAD words are followed
+by three tables that have one entry for each rank: the address of its board, the address of its array, and the location
+(ADDRESS_WORDS words) that it is expected to post. The addresses of the results come last."""
 ADDRESS_WORDS = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
-"""Byte offsets in a record of a board."""
+"""Byte offsets within a record on the board (records in shared memory)."""
 LATE, MOVED, HELD, COMPLETE = range(4)
-"""The states of a collective: a rank has not arrived; an array has moved to another address; other ranks are still
-reading or writing; the collective is complete."""
+"""The states of a collective. LATE: some rank has not arrived. MOVED: an array is at another address than before. HELD:
+other ranks are still reading or writing. COMPLETE: the collective is complete."""
 
 
 @intrinsic
@@ -60,14 +61,14 @@ def store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def cpu_pause(typingctx: Any) -> Any:
-    """Execute the CPU's pause instruction, as polling loops should."""
+    """Execute the CPU's pause instruction, as recommended for polling loops."""
     return _make_x86_intrinsic("llvm.x86.sse2.pause")
 
 
 @intrinsic
 def fence_stores(typingctx: Any) -> Any:
-    """Order streaming (non-temporal) stores before all later stores. On x86, a release store alone does not order
-    them."""
+    """Make sure that streaming (non-temporal) stores become visible before all later stores. On x86, a release store
+    alone does not ensure this."""
     return _make_x86_intrinsic("llvm.x86.sse.sfence")
 
 
@@ -100,20 +101,21 @@ def return_unconverted(builder: Any, value: Any) -> Any:
 
 
 def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = return_unconverted) -> Any:
-    """Return a Numba intrinsic that adds the arrays of all ranks, in rank order, at byte offset `at`. It adds `lines`
-    cache lines, or a single element if `lines` is 0.
+    """Return a Numba intrinsic that adds the arrays of all ranks in rank order. One call adds `lines` cache lines at a
+    given byte offset, or a single element if `lines` is 0.
 
-    If `streaming` is true, stores bypass the caches. `through` is applied to each summand, and also to the sum if it
-    is written to several arrays."""
+    If `streaming` is true, stores bypass the caches. `through` is applied to each value before it is added, and also to
+    the sum if that is written to several arrays."""
 
     @intrinsic
     def add_vectors(
         typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any
     ) -> Any:
-        """Add the arrays at byte offset `at` and write the sum, divided by `divisor`.
+        """Add the arrays at byte offset `at`, and write the sum divided by `divisor`.
 
-        `sources` is the address of a table with the addresses of the `ranks` arrays to add, and `outs` that of a table
-        with the addresses of the `written` arrays to write to. `zero` is 0 in the dtype of the arrays."""
+        `sources` is the address of a table that holds the addresses of the `ranks` arrays to add. `outs` is the address
+        of a table that holds the addresses of the `written` arrays to write to. `zero` is 0 in the dtype of the
+        arrays."""
         itemsize = zero.bitwidth // 8
 
         def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -164,15 +166,15 @@ def _splat_vector(builder: Any, value: Any, vector: Any) -> Any:
 
 @jit
 def poll_barrier(row, number, at, max_polls):
-    """Poll a barrier at most `max_polls` times; return COMPLETE, or LATE if a rank has not arrived. `row` is the
-    address of the barrier's arguments, `number` its number, and `at` the byte offset of its records."""
+    """Poll a barrier at most `max_polls` times. Return COMPLETE if all ranks have arrived, and LATE otherwise. `row` is
+    the address of the barrier's arguments, `number` is its number, and `at` is the byte offset of its records."""
     return COMPLETE if _have_all_posted(row, number, at + POSTED, max_polls) else LATE
 
 
 @jit
 def _have_all_posted(row, number, at, max_polls):
-    """Return whether all ranks of the host have announced collective `number`, or a later one, after at most
-    `max_polls` polls of shared memory. `row` is the address of the collective's arguments, and `at` the byte offset of
+    """Poll shared memory at most `max_polls` times, and return whether all ranks of the host have announced collective
+    number `number` or a later one. `row` is the address of the collective's arguments, and `at` is the byte offset of
     the words in which ranks announce numbers."""
     for rank in range(load_acquire(row + 8 * RANKS)):
         flag = load_acquire(row + 8 * (HEAD + rank)) + at
@@ -197,10 +199,11 @@ def _are_arrays_unmoved(row, at):
 
 
 def _compile_sum_functions(name, through, kind):
-    """Return two compiled functions: one that writes the sum of all ranks' arrays, in rank order, and one that also
-    synchronizes the ranks before and after the sum.
+    """Return two compiled functions: one that adds the arrays of all ranks in rank order, and one that also
+    synchronizes the ranks before and after the addition.
 
-    `name` is part of their names, `kind` is the dtype of the sum, and `through` is applied to each summand."""
+    `name` is part of the names of these functions, `kind` is the dtype of the sum, and `through` is applied to each
+    value before it is added."""
     element, lines, streamed = (
         make_rank_sum_intrinsic(0, through=through),
         make_rank_sum_intrinsic(LINES_PER_STEP, through=through),
@@ -219,7 +222,7 @@ def _compile_sum_functions(name, through, kind):
         sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + ADDRESS_WORDS) * ranks)
         while (
             index < end and (load_acquire(outs) + index) % LINE_BYTES
-        ):  # streaming stores must be aligned, and other stores are faster if aligned
+        ):  # up to the first cache line: streaming stores must be aligned, and other stores are faster if aligned
             element(sources, ranks, outs, written, index, divisor, zero)
             index += itemsize
         if load_acquire(row + 8 * STREAM):
@@ -237,8 +240,8 @@ def _compile_sum_functions(name, through, kind):
     added = jit(add_arrays, name=f"add{name}")
 
     def synchronize_and_add(row, number, at, max_polls):
-        """Advance a collective sum as far as possible within `max_polls` polls, and return its state. `at` is the byte
-        offset of the ranks' records of this collective on their boards in shared memory."""
+        """Advance a collective sum as far as possible with at most `max_polls` polls per wait, and return its state.
+        `at` is the byte offset of the records of this collective on the ranks' boards."""
         finished = load_acquire(row + 8 * (HEAD + load_acquire(row + 8 * LANE))) + at + FINISHED
         if load_acquire(finished) < number:
             if not _have_all_posted(row, number, at + POSTED, max_polls):
@@ -256,4 +259,4 @@ add32, synchronize_and_add32 = _compile_sum_functions("32", return_unconverted, 
 add64, synchronize_and_add64 = _compile_sum_functions("64", return_unconverted, np.float64)
 add_bfloat16, synchronize_and_add_bfloat16 = _compile_sum_functions("_bfloat16", emit_round_to_bfloat16, np.float32)
 add_float16, synchronize_and_add_float16 = _compile_sum_functions("_float16", emit_round_to_float16, np.float32)
-"""The 16-bit variants add float32 arrays whose summands are rounded to these dtypes."""
+"""The 16-bit variants add float32 arrays, whose values are rounded to the 16-bit dtype before they are added."""

@@ -1,9 +1,10 @@
-"""Collectives that use shared memory inside hosts and messages between hosts. Arrays in shared windows are not copied.
+"""Collectives that use shared memory inside hosts and messages between hosts. Arrays in windows (shared memory) are not
+copied.
 
-Inside a host, a reduction reads each rank's array only once. For an all-gather into a buffer that all
-ranks share, the ranks only have to be synchronized. Between hosts, each rank of a host transfers a different slice, so
-that all links are used at once. All other calls are passed to a message backend (MPI or Gloo), which is called the
-carrier; so are calls on arrays outside of windows, unless they have only a few bytes."""
+Inside a host, a reduction reads each rank's array only once, and an all-gather into a buffer that all ranks share only
+has to synchronize the ranks. Between hosts, each rank of a host transfers a different slice, so that all network links
+are used at once. All other calls are passed to a message backend (MPI or Gloo), which is called the carrier. Calls with
+arrays outside of windows are also passed to it, unless the arrays have only a few bytes."""
 
 from __future__ import annotations
 
@@ -49,19 +50,19 @@ if TYPE_CHECKING:
 __all__ = ["SMALL_SUM_BYTES", "NodeCommunicator"]
 
 SMALL_SUM_BYTES = 8 << 10
-"""Largest array, in bytes, that is summed by messages unless the sum is compiled."""
+"""Maximum size, in bytes, of arrays that are summed by messages if the sum is not compiled."""
 MAX_PERSISTENT_CALLS = 4096
-"""Maximum number of persistent collectives that are kept."""
+"""Maximum number of persistent collectives in the cache."""
 
 
 class NodeCommunicator(Backend):
-    """A communicator that adds shared memory between the ranks of one host to the message backend `carrier`. The
-    carrier is closed with this communicator.
+    """A communicator that extends the message backend `carrier` by shared memory between the ranks of each host. The
+    carrier is closed together with this communicator.
 
     An array is in a window if it is a view of an array that `allocate_shared` or `allocate_node_buffer` has returned.
     In each call, either all ranks or no ranks must pass such arrays. As in MPI, the buffers may be used again once a
-    call is complete. Groups whose hosts have different numbers of ranks use messages for all calls. For tests, `hosts`
-    can give the host number of each rank; by default, hosts are detected."""
+    call is complete. If hosts have different numbers of ranks, messages are used for all calls. For tests, `hosts` can
+    be the host number of each rank; by default, hosts are detected."""
 
     xp = np
 
@@ -118,21 +119,21 @@ class NodeCommunicator(Backend):
 
     @property
     def is_sharing_useful(self) -> bool:
-        """Whether it is useful to allocate arrays in shared memory. This is the case if this group has several ranks
-        on each host, and the same number on all hosts."""
+        """True if it is useful to allocate arrays in shared memory. It is if each host has several ranks of this
+        communicator, and all hosts have the same number."""
         return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
-        """Allocate `nbytes` bytes for this rank in memory that all ranks of its host can read; ranks may request
-        different sizes. Return None, on all ranks, if a host has too little memory. Collective over the world
+        """Allocate `nbytes` bytes for this rank in memory that all ranks of its host can read. Ranks may request
+        different sizes. If a host has too little shared memory, return None on all ranks. Collective over the world
         communicator."""
         self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes)
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
-        """Allocate one buffer of `nbytes` bytes on each host, shared by all ranks of this group on that host.
-        Otherwise like `allocate_shared`."""
+        """Allocate one buffer of `nbytes` bytes on each host, which all ranks of this communicator on that host share.
+        If a host has too little shared memory, return None on all ranks. Collective over the world communicator."""
         self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)
         if number is None:
@@ -146,8 +147,8 @@ class NodeCommunicator(Backend):
         self.memory.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
-        """Free shared arrays whose owner was garbage-collected, without communication. They are freed at once or, if a
-        transfer in progress may still be using them, at the next allocation. Any thread may call this at any time."""
+        """Free shared arrays whose owner has been garbage-collected, without communication. They are freed at once or,
+        if a pending transfer may still be using them, at the next allocation. Any thread may call this at any time."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 
@@ -165,8 +166,8 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, algorithm: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """Start a collective. If the same arrays were passed before, no `Call` object is created, because that would
-        take a tenth of the time of a small collective."""
+        """Start a collective. If the same arrays have been passed before, no `Call` object is created, because creating
+        one takes a tenth of the time of a small collective."""
         known = self._find_persistent_collective(verb, arrays, op, counts, algorithm, wire)
         if known is None:
             return super()._issue_call(verb, arrays, op, root, counts, what, tag, algorithm, wire)
@@ -175,11 +176,11 @@ class NodeCommunicator(Backend):
     def _find_persistent_collective(
         self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, algorithm: str, wire: Any
     ) -> PersistentCollective | None:
-        """Return the cached collective of an earlier call with the same arrays and arguments, so that the arguments
-        need not be checked again. Return None if there is none.
+        """Return the cached collective of an earlier call with the same arrays and arguments, or None if there is none.
+        With a cached collective, arguments need not be checked again.
 
-        The cache key contains the ids of arrays, which may have been reused by other arrays, so the arrays themselves
-        are compared as well. Changes of an array's shape or dtype in place are not detected."""
+        The cache key contains the ids of arrays. Because other arrays may get the same ids later, the arrays themselves
+        are compared too. If the shape or dtype of an array is changed in place, this is not detected."""
         if not arrays:
             return self._persistent_calls.get(verb)
         first, last = arrays[0], arrays[-1]
@@ -187,19 +188,19 @@ class NodeCommunicator(Backend):
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call in shared memory where possible, otherwise with messages."""
+        """Start a call, in shared memory if possible and otherwise with messages."""
         begin = _SHARED_MEMORY_CALLS.get(call.verb)
         handle = begin(self, call, self.host_group) if begin is not None and self.host_group is not None else None
         return self.carrier.start_transfer(call) if handle is None else handle
 
     def _take_next_tag(self) -> int:
-        """Return the next message tag of the carrier (the message backend), so that the carrier's own collectives
-        never use the same tag."""
+        """Return the next message tag of the carrier (the message backend), so that no collective of the carrier itself
+        uses the same tag."""
         return self.carrier._take_next_tag()
 
     def start_rounded_sum(self, call: Call) -> Handle:
-        """Start a sum whose summands are rounded to the 16-bit dtype `call.wire`. In shared memory they are rounded
-        when they are read, since nothing is sent."""
+        """Start a sum over ranks whose inputs are rounded to the 16-bit dtype `call.wire`. In shared memory, where
+        nothing is sent, they are rounded when they are read."""
         group = self.host_group if self.is_single_host else None
         handle = None if group is None else _SHARED_MEMORY_CALLS[call.verb](self, call, group)
         return super().start_rounded_sum(call) if handle is None else handle
@@ -221,12 +222,13 @@ class NodeCommunicator(Backend):
         return None
 
     def _start_small_all_gather(self, call: Call, group: NodeGroup) -> Handle:
-        """Start an all-gather of a few bytes of each rank through the shared board on which ranks announce
-        collectives. The arrays may be in any memory.
+        """Start an all-gather of a few bytes per rank through the board (records in shared memory with which ranks
+        announce collectives). The arrays may be in any memory.
 
-        A trainer begins each of its calls with such a gather. If a rank makes another call instead, it waits in MPI,
-        and its call is never matched with this gather. That is intended: an MPI library that received both calls could
-        mix up their data, corrupt its own memory (Open MPI's nonblocking collectives do) and hang."""
+        A trainer begins each of its calls with such a gather. If another rank makes a different call at that time, it
+        waits in MPI, and its call is never matched with this gather. This is intended: if both calls went through MPI,
+        the library could mix up their data, corrupt its own memory (as Open MPI's nonblocking collectives do), and
+        hang."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
         group.board.view_payload(group.lane, number)[: send.nbytes] = send.view(np.uint8)
@@ -242,8 +244,8 @@ class NodeCommunicator(Backend):
         self, call: Call, group: NodeGroup, into: WindowAddress, source: WindowAddress | None
     ) -> Handle:
         """Start an all-gather into a buffer that all ranks share: each rank writes its piece, and then the ranks only
-        have to synchronize. `into` is the address of the buffer, and `source` that of this rank's piece if it is in a
-        window."""
+        have to synchronize. `into` is the address of the buffer. `source` is the address of this rank's piece, or None
+        if the piece is not in a window."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -258,8 +260,8 @@ class NodeCommunicator(Backend):
         return group.start_barrier(group.reserve_collective_number(), call)
 
     def _start_all_gather_by_copying(self, call: Call, group: NodeGroup, address: WindowAddress) -> Handle:
-        """Start an all-gather in which each of N ranks copies the pieces of the other ranks, (N-1)/N of the full array,
-        from shared memory."""
+        """Start an all-gather in which each of N ranks copies the pieces of the other ranks from shared memory. These
+        pieces are (N-1)/N of the full array."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
         copy_unless_same(pieces.get_piece(recv, self.rank), send)
@@ -276,7 +278,8 @@ class NodeCommunicator(Backend):
             return None
         if self.lanes is not None:
             return GeneratorHandle(self.lanes.reduce_scatter_in_host_then_over_hosts(call, address), self.progress)
-        # other ranks may still be reading the start of `send`, but only this rank reads its own piece of `send`
+        # if `recv` is the start of `send`, other ranks may still be reading it; then write the result to this rank's
+        # own piece of `send` first, because no other rank reads that
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(
@@ -309,8 +312,8 @@ class NodeCommunicator(Backend):
         number = group.reserve_collective_number()
 
         def add_pieces() -> None:
-            """Sum this rank's slice over all ranks, and write it to every rank's buffer. Slices do not overlap, so no
-            lock is needed."""
+            """Sum this rank's slice over all ranks, and write the sum to the buffers of all ranks. No lock is needed,
+            because slices do not overlap."""
             slices = group.view_host_slices(number, pieces.get_piece(buf, self.rank), pieces.displs[self.rank])
             reduce_in_rank_order_into(slices, call.op, slices, call.wire)
 
@@ -357,8 +360,8 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If its
-        partition `pieces` is balanced, it is also used for calls that omit the counts."""
+        """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If its partition
+        `pieces` is balanced, it is also used for calls without counts."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]
@@ -373,13 +376,13 @@ class NodeCommunicator(Backend):
 
     @property
     def persistent_code(self) -> ModuleType | None:
-        """The module `persistent`, with collectives that are compiled for fixed arrays; None if it is not loaded or
+        """The module `persistent`, which contains compiled collectives for fixed arrays. None if it is not loaded or
         cannot be used."""
         return self.memory.persistent if self.compiles else None
 
     def _free_abandoned_and_load_persistent_code(self) -> None:
-        """Free shared arrays whose owner was garbage-collected, and load the module of compiled collectives. From then
-        on, repeated collectives run compiled code."""
+        """Free shared arrays whose owner has been garbage-collected, and load the module of compiled collectives. From
+        then on, repeated collectives run compiled code."""
         self._free_abandoned_arrays()
         if self.compiles and self.persistent_code is None:
             from fsdpx.core.comm.node import persistent
@@ -387,12 +390,12 @@ class NodeCommunicator(Backend):
             self.memory.persistent = persistent
 
     def _find_shared_sum_address(self, array: Array, op: ReduceOp) -> WindowAddress | None:
-        """Return the address of an array if it is to be summed in shared memory, or None if it is to be summed by
-        messages.
+        """Return the address of an array that should be summed in shared memory, or None if the array should be summed
+        by messages.
 
         Small arrays are summed by messages unless the sum is compiled, because a message library does not have the
-        overhead of Python. Sums of 16-bit arrays over several hosts use messages as well: they must be added in rank
-        order and rounded only once, but a partial sum for each host would already be rounded."""
+        overhead of Python. 16-bit arrays on several hosts are also summed by messages: they must be added in rank order
+        and rounded only once, but the partial sum of each host would already be rounded."""
         small = array.nbytes <= SMALL_SUM_BYTES and not (self.compiles and is_reduction_compilable(array.dtype, op))
         if small or not (self.is_single_host or not is_half(array.dtype)):
             return None
@@ -414,8 +417,8 @@ class NodeCommunicator(Backend):
         return group
 
     def window(self, nbytes: int) -> Window:
-        """Return a one-sided window: in shared memory if all ranks are on one host, otherwise from the message
-        backend."""
+        """Return a window for one-sided access: a window in shared memory if all ranks are on one host, and otherwise a
+        window of the message backend."""
         if HAS_FILE_LOCKS and len(self.ranks_by_host) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
@@ -446,4 +449,5 @@ _SHARED_MEMORY_CALLS: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Ha
     "all_to_all": NodeCommunicator._try_start_all_to_all,
     "barrier": NodeCommunicator._try_start_barrier,
 }
-"""Operations that can run in shared memory; each function returns None if the arrays of a call are not in it."""
+"""Name of an operation -> method that starts it in shared memory, or returns None if it cannot (for example, because
+the arrays of the call are not in shared memory)."""

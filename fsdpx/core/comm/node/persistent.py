@@ -1,8 +1,8 @@
-"""Persistent collectives in shared memory. Their arguments are checked and their addresses are found once; after that,
-they are started many times, and all waiting and adding is done by compiled code.
+"""Persistent collectives in shared memory. Their arguments are checked and the addresses of their arrays are found only
+once. After that, they can be started many times, and compiled code does all waiting and adding.
 
-They use the same shared records as `NodeCollective`, so a rank that uses one kind can synchronize with a rank that
-uses the other."""
+They use the same shared records as `NodeCollective`, so a rank that runs one of these kinds of collective can
+synchronize with a rank that runs the other."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = [
 ]  # fmt: skip
 
 SPINS_PER_STEP = 512
-"""Number of polls of a flag in compiled code (about 20 us) before Python takes over and advances other transfers."""
+"""Number of times that compiled code polls (about 20 us) before Python takes over and also advances other transfers."""
 MIN_STREAMED_BYTES = 4 << 20
-"""Size in bytes from which a result bypasses the caches, where it would only evict other data. A smaller result is
-worth caching, because it is read soon."""
+"""Results of at least this many bytes bypass the caches, where they would only evict other data. Smaller results are
+worth caching, because they are read soon."""
 
 Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, CompiledFunction] = {
@@ -36,30 +36,30 @@ _SUMS: dict[str, CompiledFunction] = {
     "bfloat16": atomics.synchronize_and_add_bfloat16,
     "float16": atomics.synchronize_and_add_float16,
 }
-"""The compiled sum, by the dtype of the arrays or by the dtype to which float32 summands are rounded."""
+"""dtype of the arrays (or dtype to which float32 values are rounded before they are added) -> compiled sum."""
 
 
 def compile_collective_kernels(kind: str) -> None:
     """Compile the code of collectives in shared memory, or load it from the cache, so that the first collective does
-    not have to wait for it. `kind` is the dtype of the sums."""
+    not have to wait for it. `kind` is the name of the dtype of the sums."""
     for run in (atomics.poll_barrier, _SUMS.get(kind) or _SUMS[np.dtype(kind).char]):
         run.compile_for_arguments(0, 0, 0, 0)
 
 
 def make_persistent_gather_or_barrier(group: NodeGroup, call: Call, own: Array | None = None) -> PersistentCollective:
     """Return a persistent barrier, or a persistent all-gather into an array that all ranks share. `own` is the
-    destination of this rank's piece; None if the piece is already in place."""
+    destination of this rank's piece, or None if the piece is already in place."""
     return PersistentCollective(group, call, atomics.poll_barrier, None, own, _make_argument_row(group, 0, 1, []))
 
 
 def make_persistent_sum(
     group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
 ) -> PersistentCollective:
-    """Return a persistent collective in which this rank adds the elements of its piece over the first arrays of all
-    ranks.
+    """Return a persistent collective in which this rank adds the first arrays of all ranks, but only the elements of
+    its own piece.
 
-    `address` locates the first array of this rank. The sum is written to the second array of the call or, if there is
-    only one array, into the array of every rank."""
+    `address` is the address of this rank's first array. The sum is written to the second array of the call or, if the
+    call has only one array, to the arrays of all ranks."""
     first, last, rank = call.arrays[0], call.arrays[-1], group.rank
     separate = len(call.arrays) > 1
     outs = [get_data_pointer(last)] if separate else [0] * group.size
@@ -75,8 +75,9 @@ def make_persistent_sum(
 
 
 def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
-    """Return the array of arguments for the compiled code, in the layout that `atomics` describes. `n` is the number
-    of elements to add, and `outs` are the addresses to write to. The source addresses are filled in later."""
+    """Return the array of arguments for compiled code, in the layout described in `atomics`. `n` is the number of
+    elements to add, and `outs` are the addresses to write to. The addresses of the arrays to add are filled in
+    later."""
     ranks = group.size
     head = [ranks, group.lane, n, divisor, int(stream), len(outs)]
     return np.array(
@@ -85,14 +86,14 @@ def _make_argument_row(group: NodeGroup, n: int, divisor: int, outs: list[int], 
 
 
 class PersistentCollective:
-    """A collective on fixed arrays that can be started many times. It keeps only weak references to the arrays,
+    """A collective that can be started many times with the same arrays. It keeps only weak references to the arrays,
     because they may be large.
 
     Attributes
     ----------
-    run : compiled code that advances the collective
+    run : compiled function that advances the collective
     words : address of this rank's array as 64-bit words; None if other ranks do not read the array
-    own : array to which the first array is copied before the start, or None
+    own : array to which the first array is copied at each start; None if nothing is copied
     skip : byte offset, in each rank's array, of the elements that this rank adds"""
 
     __slots__ = (
@@ -111,7 +112,7 @@ class PersistentCollective:
         self.skip = 0
 
     def begin(self, arrays: tuple[Array, ...], what: str) -> StartedCollective:
-        """Start the collective again and return its handle."""
+        """Start the collective, and return its handle."""
         if self.own is not None:
             self.own[...] = arrays[0]
         group, started = self.host_group, StartedCollective()
@@ -122,13 +123,13 @@ class PersistentCollective:
         return started
 
     def read_peer_addresses(self, number: int) -> None:
-        """Read the addresses of the other ranks' arrays from the records that those ranks have posted in shared memory
-        for collective `number`."""
+        """Read the addresses of the other ranks' arrays from the records that these ranks have posted in shared memory
+        for collective number `number`."""
         for lane in self.host_group.others:
             self.set_peer_address(lane, self.host_group.board.read_words(lane, number, atomics.ADDRESS_WORDS))
 
     def set_peer_address(self, lane: int, address: Sequence[int]) -> None:
-        """Store the address of one rank's array in the arguments of the compiled code. `lane` is the index of that
+        """Store the address of one rank's array in the arguments for the compiled code. `lane` is the index of that
         rank on this host."""
         words, ranks, (window, owner, offset) = self._words, self.host_group.size, address
         window_address = self.host_group.memory.windows[window].addresses[owner] + offset + self.skip
@@ -140,8 +141,8 @@ class PersistentCollective:
 
 
 class StartedCollective:
-    """The handle of a persistent collective that has been started. It has no `__init__`, because calling one would
-    take a fifth of the time of a start."""
+    """The handle of a persistent collective that has been started. The class has no `__init__`, because calling it
+    would take a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
     persistent: PersistentCollective

@@ -1,9 +1,9 @@
 """Collectives inside one host, and collectives over several hosts that combine shared memory with messages.
 
-The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of one
-rank of each host: the ranks that have the same index on their hosts. Messages are exchanged inside lanes. While a call
-waits for the ranks of its host, a later call could overtake it on some ranks. Each call therefore takes a ticket when
-it is issued, and calls start their messages in the order of their tickets."""
+The collectives of a host are numbered, and ranks announce them in records on a shared board. A lane consists of the
+ranks that have the same index on their hosts, one of each host. Messages are exchanged inside lanes. While a call waits
+for the ranks of its host, a later call could overtake it on some ranks. Each call therefore gets a ticket when it is
+issued, and calls start their messages in the order of their tickets."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ from fsdpx.errors import CommTimeout
 __all__ = ["HostLanes", "NodeCollective", "NodeGroup", "make_timeout_error"]
 
 QUICK_POLLS = 32
-"""Number of times that a wait polls the board before it also advances other transfers. Most ranks arrive together."""
+"""A wait polls the board this many times before it also begins to advance other transfers. Usually this is enough,
+because most ranks arrive together."""
 
 
 def make_timeout_error(call: object, group: NodeGroup, missing: Sequence[int]) -> CommTimeout:
-    """Return the error for a collective that timed out. `missing` are the indices, on this host, of the ranks that did
-    not arrive."""
+    """Return the error for a collective that has timed out. `missing` are the indices, on this host, of the ranks that
+    have not arrived."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 
 class ArrivalStage:
-    """Handle that waits until `seen(index, number)` is true for every other rank of the host. `index` is the index of
-    the rank on the host, and `number` is the number of the collective."""
+    """A handle that is complete when `seen(index, number)` is true for every other rank of the host. `index` is the
+    rank's index on the host, and `number` is the number of the collective."""
 
     __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
 
@@ -77,10 +78,10 @@ class NodeCollective(GeneratorHandle):
 
     Parameters
     ----------
-    work : called when the data of all ranks may be read; None if there is nothing to do
+    work : function that is called when the data of all ranks may be read; None if there is nothing to do
     held : whether other ranks read this rank's data, so that the collective completes only when they have finished
         reading
-    last : called at the end of the collective"""
+    last : function that is called at the end of the collective"""
 
     __slots__ = ("_free",)
 
@@ -116,9 +117,9 @@ class NodeGroup:
     ----------
     ranks : ranks on this host, as numbered in the communicator
     lane : index of this rank in `ranks`
-    others : indices in `ranks` of the other ranks
+    others : indices of the other ranks in `ranks`
     board : shared records with which the ranks announce collectives
-    latest : for each slot of the board, the collective whose record is stored there"""
+    latest : for each slot of the board (space for one record per rank), the latest collective that has used the slot"""
 
     def __init__(self, comm: MessageBackend, memory: NodeMemory, ranks: list[int], number: int) -> None:
         self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
@@ -135,8 +136,8 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective_number(self, call: object = "a call") -> int:
-        """Return the number of a new collective, waiting until its record in shared memory may be overwritten. The
-        number is reserved as soon as a call is issued, so that all ranks give a collective the same number, even if
+        """Return a number for a new collective, after waiting until the slot for its records may be overwritten. The
+        number is reserved as soon as a call is issued, so that all ranks use the same number for a collective, even if
         they synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
@@ -151,22 +152,22 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether all ranks have read the record in a slot of the shared board, so that it may be overwritten.
-        """
+        """Return whether the collective in a slot of the board no longer needs its records, so that a later one may
+        overwrite them."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
     def start_barrier(self, number: int, call: Call) -> Handle:
-        """Start a collective that transfers nothing and completes when all ranks of the host have arrived."""
+        """Start a collective that transfers nothing, and that is complete when all ranks of the host have arrived."""
         self.board.post_record(number)
         return self._create_collective(number, call, held=False)
 
     def start_collective(
         self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Start a collective inside the host and return its handle: announce the `address` of this rank's array, run
-        `work` when all ranks have announced theirs, and complete when all have finished. `address` is None if the data
-        is small and was posted in the record itself."""
+        """Start a collective inside the host, and return its handle. It announces the `address` of this rank's array,
+        runs `work` when all ranks have announced theirs, and is complete when all of them have finished. `address` is
+        None if the data is so small that it has been posted in the record itself."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -178,38 +179,38 @@ class NodeGroup:
         return meeting
 
     def view_peer_slice(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """Return a view of `size` elements, beginning at element `start`, of the array that rank `index` of the host
-        posted for collective `number`."""
+        """Return a view of the `size` elements from element `start` of an array. It is the array that the rank with
+        index `index` on the host has announced for collective number `number`."""
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """Return one slice of each posted array of the ranks of this host, in rank order. Each slice begins at element
-        `start` and is as long as `own`, which is this rank's slice."""
+        """Return one slice of each array that the ranks of this host have announced for a collective, in rank order.
+        Each slice begins at element `start` and is as long as `own`, this rank's own slice."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
     def view_payload(self, index: int, number: int) -> Array:
-        """Return the small data that rank `index` of the host posted in its record of collective `number`, as 64-bit
-        words."""
+        """Return, as 64-bit words, the small data in the record that the rank with index `index` on the host has posted
+        for collective number `number`."""
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """For each (index, array, start) in `pieces`, fill `array` from element `start` of the array that rank `index`
-        of the host posted for collective `number`."""
+        """For each (index, array, start) in `pieces`, fill `array` with the elements from `start` on of the array that
+        the rank with index `index` on the host has announced for collective number `number`."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
 
 class HostLanes:
-    """Collectives over several hosts with the same number of ranks each. Each rank of a host exchanges a different
+    """Collectives over several hosts that all have the same number of ranks. Each rank of a host exchanges a different
     part of the data with other hosts.
 
     Attributes
     ----------
     host_group : ranks of this host
-    across : communicator of this rank's lane: the ranks that have the same index on their hosts
+    across : communicator of this rank's lane (the ranks that have the same index on their hosts)
     ranks_by_host : ranks of each host
-    turn : ticket of the call that may send its messages next"""
+    turn : ticket number of the call that may start its messages next"""
 
     def __init__(self, group: NodeGroup, across: MessageBackend, ranks_by_host: list[list[int]]) -> None:
         self.host_group, self.across, self.ranks_by_host = group, across, ranks_by_host
@@ -217,9 +218,8 @@ class HostLanes:
         self.turn = self._tickets = 0
 
     def all_gather_over_hosts_then_in_host(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Gather the pieces of this rank's lane (the ranks with the same index on each host) from the other hosts.
-        Then copy the pieces of the other lanes from the ranks of this host, so that the ranks of a host share the
-        network traffic."""
+        """Gather the pieces of this rank's lane from the other hosts. Then copy the pieces of the other lanes from the
+        ranks of this host. In this way, the ranks of a host share the network traffic."""
         group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
@@ -234,21 +234,20 @@ class HostLanes:
         yield group.start_collective(number, address, call, read_pieces)
 
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
-        """Gather into one buffer per host. Each rank of a host receives the pieces of its own lane (the ranks with the
-        same index on each host)."""
+        """Gather into one buffer per host. Each rank of the host receives the pieces of its own lane."""
         group, turn = self.host_group, self._reserve_lane_turn()
         first, second = group.reserve_collective_number(), group.reserve_collective_number()
         send, recv = call.arrays
         own_part = call.partitions[0].get_piece(recv, group.rank)
         copy_unless_same(own_part, send)
-        yield group.start_barrier(first, call)  # by now no rank of the host is still reading the old content
+        yield group.start_barrier(first, call)  # afterwards, no rank of the host is still reading the old content
         yield turn
         yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
         yield group.start_barrier(second, call)
 
     def reduce_scatter_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum the pieces of this rank's lane (the ranks with the same index on each host) over the ranks of this host,
-        then over the hosts. For n bytes and L ranks per host, the scratch memory is n/L bytes."""
+        """Sum the pieces of this rank's lane, first over the ranks of this host and then over the hosts. With L ranks
+        per host, an array of n bytes needs n/L bytes of scratch memory."""
         group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
@@ -265,8 +264,8 @@ class HostLanes:
         self._divide_if_average(call, recv)
 
     def all_reduce_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Each rank of a host sums one slice of the array, first inside the host, then over the hosts. Then it copies
-        the other slices from the other ranks of the host."""
+        """Sum one slice of the array per rank of the host, first inside the host and then over the hosts. Then copy the
+        other slices from the other ranks of the host."""
         group, turn = self.host_group, self._reserve_lane_turn()
         first, second = group.reserve_collective_number(), group.reserve_collective_number()
         (buf,) = call.arrays
@@ -303,8 +302,7 @@ class HostLanes:
     def _start_lane_reduction(
         self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
     ) -> Handle:
-        """Start reducing the partial sums of the hosts over this rank's lane (the ranks with the same index on each
-        host)."""
+        """Start to reduce the partial sums of the hosts over this rank's lane."""
         self.turn += 1
         return self.across.start_transfer(
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)
@@ -316,7 +314,7 @@ class HostLanes:
 
 
 class LaneTurn:
-    """Handle that is complete when all calls issued earlier have started their messages between hosts."""
+    """A handle that is complete when all earlier calls have started their messages between hosts."""
 
     __slots__ = ("_lanes", "_ticket")
 
@@ -324,7 +322,7 @@ class LaneTurn:
         self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._lanes.turn >= self._ticket  # `turn` is greater if another wait has advanced this call
+        return self._lanes.turn >= self._ticket  # greater if this call has been advanced during another wait
 
     def wait(self) -> None:
         group = self._lanes.host_group
@@ -333,5 +331,5 @@ class LaneTurn:
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:
-    """Return the operation that combines partial results: for an average, the sum, which is divided at the end."""
+    """Return the operation that combines partial results. For an average it is the sum, which is divided at the end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op

@@ -1,4 +1,5 @@
-"""A file in memory that all ranks of a host map. The system frees the file when the last of these ranks has ended."""
+"""A file in memory that all ranks of a host map. The operating system frees it when the last of these ranks has
+ended."""
 
 from __future__ import annotations
 
@@ -28,26 +29,27 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
     """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`, which must run on one host.
     Collective.
 
-    The file has no name while it holds memory, so no file is left behind if the ranks are killed. The other ranks open
-    the file of rank 0 through /proc. If the system denies that, for example between containers that do not see each
-    other's processes, the file gets a name and stays empty until all ranks have opened it; then the name is removed.
+    The file has no name as long as it occupies memory, so nothing is left behind if the ranks are killed. The other
+    ranks open rank 0's file through /proc. If this is denied, for example between containers that do not see each
+    other's processes, the file gets a name, and stays empty until all ranks have opened it and the name has been
+    removed.
 
     Parameters
     ----------
-    comm : ranks of this host
+    comm : communicator of ranks on this host
     nbytes : size of the file in bytes
-    folder : folder of an in-memory file system
-    preallocate : whether to allocate the memory now; otherwise each memory page is allocated when it is first touched
+    folder : folder in an in-memory file system
+    preallocate : whether to allocate the memory now; otherwise each memory page is allocated when it is first accessed
 
     Returns
     -------
     tuple
-        file descriptor, and the mapping of the entire file
+        file descriptor, and memory map of the entire file
 
     Raises
     ------
     ConfigError
-        on all ranks, if one of them fails"""
+        on all ranks, if any rank fails"""
     opening = _SharedFileOpening(comm, nbytes, folder)
     try:
         if not opening.try_share_unnamed_file():
@@ -60,8 +62,8 @@ def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: b
 
 @dataclass
 class _SharedFileOpening:
-    """The steps in which all ranks of a host open a shared file. `file` is the file descriptor on this rank, or -1
-    while the file is closed."""
+    """The steps in which the ranks of a host open a shared file together. `file` is the file descriptor on this rank,
+    or -1 if the file is not open."""
 
     comm: Communicator
     nbytes: int
@@ -69,8 +71,8 @@ class _SharedFileOpening:
     file: int = -1
 
     def try_share_unnamed_file(self) -> bool:
-        """Create the file on rank 0 and open it on the other ranks; return False, on all ranks, if one of them cannot
-        open it. Collective."""
+        """Create the file on rank 0, and open it on the other ranks. Return whether all ranks could open it.
+        Collective."""
         where = self._run_and_gather_results(self._make_unnamed_file)[0]
         if self.comm.rank:
             self.file = _open_descriptor_of_process(*where)
@@ -84,11 +86,11 @@ class _SharedFileOpening:
         finally:
             if self.comm.rank == 0:
                 os.unlink(path)
-        self.comm.all_gather_data(None)  # wait for all ranks, so that none allocates memory while the file has a name
+        self.comm.all_gather_data(None)  # wait for rank 0, so that no rank allocates memory while the file has a name
 
     def map_and_lock_memory(self, preallocate: bool) -> mmap.mmap:
-        """Map the file and lock the byte that marks this rank as alive. If `preallocate` is true, rank 0 allocates all
-        memory. Collective."""
+        """Map the file, and lock the byte whose lock shows that this rank is alive. If `preallocate` is true, rank 0
+        allocates all of the memory. Collective."""
 
         def map_and_lock() -> None:
             if preallocate and self.comm.rank == 0:
@@ -107,8 +109,8 @@ class _SharedFileOpening:
             os.close(file)
 
     def _make_unnamed_file(self) -> tuple[int, ...]:
-        """Create the file on rank 0. Return (process number, descriptor, device, inode) on rank 0, and () on other
-        ranks."""
+        """Create the file if this is rank 0. Return (process number, descriptor, device, inode) on rank 0, and () on
+        other ranks."""
         if self.comm.rank:
             return ()
         self.file = safe_files.open_self_deleting_file(self.folder)
@@ -129,8 +131,8 @@ class _SharedFileOpening:
             os.truncate(self.file, self.nbytes)
 
     def _run_and_gather_results(self, body: Callable[[], T]) -> list[T]:
-        """Run `body()` on each rank and return the results of all ranks. Raise ConfigError on all ranks if `body`
-        raises OSError on one of them. Collective."""
+        """Call `body()` on each rank, and return the results of all ranks. If it raises OSError on any rank, raise
+        ConfigError on all ranks. Collective."""
         value, problem = None, ""
         try:
             value = body()
@@ -153,9 +155,9 @@ class _SharedFileOpening:
 
 
 def _open_descriptor_of_process(process: int, number: int, *identity: int) -> int:
-    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied, or if it is
-    not the file with the given `identity` (device, inode), as can happen in a container with its own process numbers.
-    """
+    """Open the file that another process has open as descriptor `number`. Return -1 if access is denied, or if this is
+    not the file with the given `identity` (device, inode), as can happen in a container with process numbers of its
+    own."""
     name = f"/proc/{process}/fd/{number}"
     with suppress(OSError):
         if _get_device_and_inode(os.stat(name)) == identity:

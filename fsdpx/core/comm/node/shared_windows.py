@@ -1,9 +1,9 @@
 """Memory that the ranks of a host share: files that all ranks map, windows in them, and a board for synchronization.
 
-On the board, each rank announces how far it has got. A rank writes only its own part, so no lock is needed. A rank
-*posts* the number of a collective when its data may be read, together with a few words that locate the data. It marks
-the number as *finished* when it has read everything that it needs. A memory fence ensures that the words are visible
-before the number is."""
+On the board, each rank announces how far it has got. No lock is needed, because a rank writes only to its own part. A
+rank *posts* the number of a collective when its data may be read, together with a few words that locate the data. It
+marks the number as *finished* when it has read everything that it needs. A memory fence ensures that the words become
+visible before the number does."""
 
 from __future__ import annotations
 
@@ -35,49 +35,48 @@ __all__ = [
 
 try:
     import fcntl
-except ImportError:  # Windows has no fcntl; shared windows are then provided by MPI
+except ImportError:  # Windows has no fcntl; there, MPI provides windows
     fcntl = None  # type: ignore[assignment]
 
 
 HAS_FILE_LOCKS = fcntl is not None
-"""Whether the system can lock byte ranges of a file."""
+"""Whether the operating system can lock byte ranges of a file."""
 
 SHARED_MEMORY_FOLDER = "/dev/shm"
 """The folder in which Linux keeps files in memory."""
 
 
 class SharedMapping:
-    """A memory-mapped file with a part for each rank of `comm`; all ranks must run on one host. Creating it is
-    collective.
+    """A memory-mapped file with a part for each rank of `comm`. All these ranks must run on one host. Creating this
+    object is collective.
 
-    The file has no name, so no file is left behind no matter how ranks end. A rank that drops this object without
-    calling `close` still releases its mapping. As long as rank r of N lives, it holds a lock on byte N + r of the
-    file.
+    The file has no name, so nothing is left behind no matter how ranks end. If a rank drops this object without calling
+    `close`, its mapping is still released. As long as rank r of N is alive, it holds a lock on byte N + r of the file.
 
     Parameters
     ----------
-    comm : ranks of this host
+    comm : communicator of ranks on this host
     nbytes : size of this rank's part in bytes
-    preallocate : whether to allocate the memory now and raise ConfigError on all ranks if there is too little;
-        otherwise memory pages are allocated when they are first touched"""
+    preallocate : whether to allocate the memory now, and raise ConfigError on all ranks if there is too little;
+        otherwise each memory page is allocated when it is first accessed"""
 
     def __init__(self, comm: Communicator, nbytes: int, preallocate: bool = True) -> None:
         sizes = comm.all_gather_data(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, memory = map_shared_file(comm, starts[-1], _find_shared_memory_folder(), preallocate)
         self._end = weakref.finalize(self, os.close, self.file)
-        self._end.atexit = False  # unnecessary at exit, when the system closes the file
+        self._end.atexit = False  # not needed at exit, because the operating system then closes the file
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
-        """Drop the array views and close the file. The memory is unmapped when no view of it exists anymore."""
+        """Drop the array views, and close the file. The memory is unmapped when no view of it exists any longer."""
         self.parts = []
         self._end()
 
 
 class MappedWindow(SharedWindow):
-    """A one-sided window in shared memory with a part for each rank of `comm`; all ranks must run on one host.
-    Creating it is collective. The part of rank r is protected by a file lock on byte r."""
+    """A window for one-sided access in shared memory, with a part for each rank of `comm`. All these ranks must run on
+    one host. Creating the window is collective. A file lock on byte r protects the part of rank r."""
 
     def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
         self._mapping = SharedMapping(comm, nbytes)
@@ -109,8 +108,8 @@ class MappedWindow(SharedWindow):
 
 
 def get_shared_memory_id() -> str:
-    """Return an identifier that is the same in all processes that can share memory: the processes of one host, or of
-    one container if it has its own shared memory."""
+    """Return an identifier that is the same in all processes that can share memory with each other. These are the
+    processes of one host, or of one container if it has shared memory of its own."""
     folder = _find_shared_memory_folder()
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(folder).st_dev}"
@@ -122,7 +121,7 @@ def _find_shared_memory_folder() -> str:
 
 
 RESERVED_BYTES = 4 << 20
-"""Bytes of shared memory that are left for the library that carries messages."""
+"""Number of bytes of shared memory that are left for the library that transfers messages."""
 
 
 class WindowAddress(NamedTuple):
@@ -131,8 +130,8 @@ class WindowAddress(NamedTuple):
     Attributes
     ----------
     window : id of the window
-    owner : index, on this host, of the rank whose part contains the array
-    offset : byte offset in that part"""
+    owner : index (on this host) of the rank whose part of the window contains the array
+    offset : byte offset of the array in that part"""
 
     window: int
     owner: int
@@ -145,43 +144,43 @@ class WindowAddress(NamedTuple):
 
 
 class HostWindow:
-    """One allocation of shared memory with a part for each rank of the host, mapped by all of them. Creating it is
-    collective.
+    """One allocation of shared memory, with a part for each rank of the host. All these ranks map all parts. Creating
+    the window is collective.
 
-    `fence()` orders stores: a rank that sees a store after the fence also sees all stores before it.
+    `fence()` orders stores: a rank that sees a store made after the fence also sees all stores made before it.
     """
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = SharedMapping(
             here, nbytes, preallocate=False
-        )  # not preallocated, so that the system places memory pages near the core that first uses them
+        )  # not preallocated, so that each memory page is placed near the core that first uses it
         self.parts: list[Array] = self._mapping.parts
         self.addresses = [get_data_pointer(part) for part in self.parts]
         self.fence = _make_store_fence()
 
     def free_memory(self) -> None:
-        """Free the memory of all parts. Arrays in it must not be used afterwards."""
+        """Free the memory of all parts. Arrays in this memory must not be used afterwards."""
         self.parts = []
         self._mapping.close()
 
 
 class NodeMemory:
-    """All windows of shared memory on the host of this rank.
+    """All windows (allocations of shared memory) on this rank's host.
 
     Attributes
     ----------
     world : communicator of all ranks of the job
-    here : communicator of the ranks on this host, in world order
+    here : communicator of the ranks on this host, in the order of their world ranks
     leader : lowest world rank on this host, which identifies the host
     common : ids of the windows in which all ranks of a group use the same part
-    windows : {id: window} of the open windows"""
+    windows : id -> window, for all open windows"""
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
-        self.common: set[int] = set()  # ids of windows that hold one buffer for all ranks of a group
+        self.common: set[int] = set()  # ids of the windows that hold one buffer for all ranks of a group
         self.windows: dict[int, HostWindow] = {}
-        self.abandoned: list[Array] = []  # arrays to free, because their owner was garbage-collected
+        self.abandoned: list[Array] = []  # arrays that must be freed, because their owner has been garbage-collected
         self.persistent: ModuleType | None = None  # module `persistent`, loaded when memory is first shared
         self._owners: dict[int, tuple[int, int]] = {}
         self._cached_addresses: dict[int, tuple[Array, WindowAddress]] = {}
@@ -189,8 +188,8 @@ class NodeMemory:
         self._window_count = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
-        """Create a window with `nbytes` bytes for this rank and return its id; ranks may request different sizes.
-        Return None, on all ranks, if a host has too little memory. Collective over the world."""
+        """Create a window with `nbytes` bytes for this rank, and return its id. Ranks may request different sizes. If a
+        host has too little shared memory, return None on all ranks. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
             return None
@@ -214,27 +213,27 @@ class NodeMemory:
         window.free_memory()
 
     def free_abandoned_windows(self) -> None:
-        """Free the windows of arrays whose owner was garbage-collected, unless they have already been freed."""
-        with suppress(IndexError):  # raised when the list is empty: another thread may have taken the last entry
+        """Free the windows of arrays whose owner has been garbage-collected, unless they have already been freed."""
+        with suppress(IndexError):  # `pop` raises it when the list is empty; another thread may take entries as well
             while True:
                 array = self.abandoned.pop()
                 if self.find_address(array) is not None:
                     self.unmap_window(array)
 
     def find_address(self, array: Array) -> WindowAddress | None:
-        """Return the location of an array in shared memory, or None if it is not in a window. The locations of known
-        array objects are cached."""
+        """Return the location of an array in shared memory, or None if the array is not in a window. Locations are
+        cached for each array object."""
         known = self._cached_addresses.get(id(array))
         if known is not None:
             return known[1]
         address = self._search_window_address(array)
-        if address is not None:  # caching keeps an array alive, so large arrays outside of windows are not cached
+        if address is not None:  # arrays outside of windows are not cached, because the cache would keep them alive
             if len(self._cached_addresses) >= 4096:
                 self._cached_addresses.clear()
             self._cached_addresses[id(array)] = (
                 array,
                 address,
-            )  # keeping the array prevents its id from being reused
+            )  # the cache keeps the array, so that no other array can get its id
         return address
 
     def _search_window_address(self, array: Array) -> WindowAddress | None:
@@ -247,8 +246,8 @@ class NodeMemory:
         return WindowAddress(*owner, get_data_pointer(array) - get_data_pointer(part))
 
     def view_elements(self, address: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
-        """Return a view of `size` elements, beginning at element `start`, of the array at an address (window, owner,
-        offset)."""
+        """Return a view of the `size` elements from element `start` of an array. `address` is the array's location
+        (window, owner, offset)."""
         key = (*address, start, size, dtype.num)
         cached_view = self._views.get(key)
         if cached_view is None:
@@ -262,7 +261,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows of this rank."""
-        while self.windows:  # `while`, since garbage collection may free other windows during the loop
+        while self.windows:  # not `for`, because garbage collection may free other windows during the loop
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
         self._cached_addresses.clear()
@@ -272,10 +271,11 @@ class NodeMemory:
 
 
 def _make_store_fence() -> Callable[[], None]:
-    """Return a function that makes this rank's stores visible to other ranks in the order in which they are executed.
+    """Return a function that orders stores: other ranks see this rank's stores before the call earlier than those after
+    it.
 
-    On x86, where stores are ordered, it does nothing. Elsewhere it releases and reacquires a lock, which orders
-    earlier stores before the release and later ones after the acquisition.
+    On x86, the function does nothing, because stores are ordered. On other machines, it releases and reacquires a lock:
+    stores before the call are visible before the release, and those after the call only after the acquisition.
     """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return lambda: None
@@ -290,8 +290,8 @@ def _make_store_fence() -> Callable[[], None]:
 
 
 def count_free_shared_bytes() -> int:
-    """Return the free shared memory of this host in bytes, less RESERVED_BYTES. Return 2^62 on systems where shared
-    memory has no separate limit."""
+    """Return the number of bytes of free shared memory on this host, minus RESERVED_BYTES. On systems where shared
+    memory has no limit of its own, return 2^62."""
     if not os.path.isdir(SHARED_MEMORY_FOLDER):
         return 1 << 62
     status = os.statvfs(SHARED_MEMORY_FOLDER)
@@ -299,16 +299,19 @@ def count_free_shared_bytes() -> int:
 
 
 BOARD_SLOTS = 64
-"""Number of collectives in flight at a time; the next one reuses the slot of the oldest."""
+"""Maximum number of collectives at the same time. Each uses one slot (space for a record), and the next one reuses the
+slot of the oldest."""
 RECORD_HEAD_WORDS = 8
-"""64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
+"""Number of 64-bit words in a record before its payload: the numbers posted and finished, and words about the call.
+Together, they fill one cache line."""
 MAX_PAYLOAD_BYTES = 128
-"""Bytes that the payload of every record can hold: enough for what ranks exchange about a step."""
+"""Number of bytes that fit into the payload of any record. This is enough for the data that ranks exchange about a
+step."""
 
 
 class CollectiveBoard:
-    """A board in shared memory on which each rank of `comm` posts a record of each collective; all ranks must run on
-    one host. Creating it is collective."""
+    """A board in shared memory on which each rank of `comm` posts a record for each collective. All these ranks must
+    run on one host. Creating the board is collective."""
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
@@ -323,8 +326,9 @@ class CollectiveBoard:
         self._own_record_words = self._words[self.rank]
 
     def post_record(self, number: int, words: memoryview | None = None) -> int:
-        """Announce that this rank's data for collective `number` may be read, at the address `words`
-        (`WindowAddress.word_view`). Return the byte offset of the record in each rank's part of the board."""
+        """Announce that this rank's data for collective number `number` may be read. `words` is the address of the data
+        (`WindowAddress.word_view`), if it has one. Return the byte offset of the record in each rank's part of the
+        board."""
         offset = number % BOARD_SLOTS * self._record
         own_record = self._own_record_words
         if words is not None:
@@ -340,18 +344,18 @@ class CollectiveBoard:
         return True
 
     def read_words(self, rank: int, number: int, count: int) -> list[int]:
-        """Return the first `count` words that `rank` posted with its record of collective `number`."""
+        """Return the first `count` words that rank `rank` has posted in its record for collective number `number`."""
         offset = self._get_record_offset(number) + 2
         return self._words[rank][offset : offset + count].tolist()
 
     def view_payload(self, rank: int, number: int) -> Array:
-        """Return a view of the data bytes in a record, for small data that is exchanged on the board itself. The bytes
-        are written before `post_record` is called and may be read once the record is posted."""
+        """Return a view of the payload of a record, for small data that is exchanged on the board itself. The payload
+        must be written before `post_record` is called, and may be read once the record has been posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
     def mark_finished(self, number: int) -> None:
-        """Announce that this rank has read everything that it needs for collective `number`."""
+        """Announce that this rank has read everything that it needs for collective number `number`."""
         self._fence()
         self._own_record_words[self._get_record_offset(number) + 1] = number
 
