@@ -441,6 +441,7 @@ class ShardingContext:
     width : number of ranks on the tensor axis
     mark : the tensor plan's mark for this layer, such as `ColumnParallel`; None: the layer has no mark
     sequence : the argument `sequence` of `parallelize`
+    redistribution_functions : those of the walk over the model, for layers that shard a model inside them
     """
 
     path: str
@@ -448,6 +449,7 @@ class ShardingContext:
     width: int
     mark: Mark | None = None
     sequence: str | None = None
+    redistribution_functions: Sequence[Any] = ()
 
     @property
     def unsharded_kind(self) -> Replicated | ShardedSequence:

@@ -83,7 +83,8 @@ class ShardingWalk:
         its results."""
         mark = self.marks.get(path)
         if not isinstance(layer, Container):
-            portion = layer.shard_over_ranks(ShardingContext(path, kinds, self.width, mark, self.sequence))
+            context = ShardingContext(path, kinds, self.width, mark, self.sequence, self.redistribution_functions)
+            portion = layer.shard_over_ranks(context)
             self.partial.update(join_path(path, name) for name in portion.partial)
             return portion.layer, [portion.kind]
         if mark is not None:

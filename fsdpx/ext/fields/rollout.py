@@ -159,7 +159,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         distributed."""
         if kind.has_cells:
             return partition_model(self.net, kind)
-        net, kinds = ShardingWalk(1, None, {}).shard_layer(self.net, request.path, request.kinds)
+        walk = ShardingWalk(1, None, {}, request.redistribution_functions)
+        net, kinds = walk.shard_layer(self.net, request.path, request.kinds)
         return net, kinds[0]
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:

@@ -120,6 +120,10 @@ def test_nan_is_seen(mode, sign):
         assert np.isnan(kernels.layer_norm(np, x, None, None, 1e-5)[0]).any(axis=1).tolist() == [True, False]
         assert math.isnan(kernels.cross_entropy(np, x, np.array([0, 0]))[0])
         assert math.isnan(kernels.square_sum(np, x.reshape(-1)))
+        bits = {"float32": (0x7FFFFFFF, 0x7FC007A2), "float64": (0x7FFFFFFFFFFFFFFF, 0x7FF80000000007A2)}[kind]
+        others = np.copysign(np.repeat(np.array(bits, f"u{x.itemsize}").view(kind), 40), sign)
+        for name in ("sigmoid", "silu", "gelu", "elu", "softplus"):
+            assert np.isnan(call(name, others)).all(), name
 
 
 def test_rows_are_added_without_losing_digits():

@@ -90,7 +90,8 @@ LAYERS: dict[str, Callable[[], nn.Layer]] = {
     "net of edges": lambda: nn.MeshGraphNet(
         3, 3, 2, 6, 2, residual="edges", how="mean", hidden_layers=1, recompute_hidden=False, activation="tanh"
     ),
-    "rollout": lambda: nn.Rollout(make_net(), 3, constants=1),
+    "rollout of net": lambda: nn.Rollout(make_net(), 3, constants=1),
+    "rollout of ghosts first": lambda: nn.Rollout(GhostsFirst(), 2, constants=1),
 }
 
 
@@ -120,10 +121,10 @@ def run_in_torch(name: str, p: Any, x: Any, graph: Graph) -> Any:
         weight = softmax_in_torch(torch.nn.functional.leaky_relu(score, 0.2 if name == "gat" else 0.1), r, n)
         y = reduce_in_torch(weight[..., None] * h[:, s], r, n, "sum")
         return y.flatten(2) + p["bias"] if name == "gat" else y.mean(2)
-    if name == "rollout":
+    if name.startswith("rollout of "):
         states = [x[..., :2]]
-        for _ in range(3):
-            states.append(run_in_torch("net", p, torch.cat([states[-1], x[..., 2:]], dim=-1), graph))
+        for _ in range(3 if name == "rollout of net" else 2):
+            states.append(run_in_torch(name[11:], p, torch.cat([states[-1], x[..., 2:]], dim=-1), graph))
         return torch.cat(states[1:], dim=-1)
     act, residual = (torch.nn.functional.silu, "messages") if name == "net" else (torch.tanh, "edges")
     return mesh_graph_net_in_torch(p, x, features, graph, act, residual, "sum" if name == "net" else "mean")

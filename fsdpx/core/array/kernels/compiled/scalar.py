@@ -116,7 +116,9 @@ def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
         first = builder.shl(builder.ashr(bits, integer(1)), low)
         power = builder.add(builder.sub(builder.shl(bits, low), first), integer(bias << mantissa))
         value = builder.bitcast(builder.add(builder.bitcast(value, integer), first), value.type)
-        return builder.fmul(value, builder.bitcast(power, value.type))
+        result = builder.fmul(value, builder.bitcast(power, value.type))
+        # the bits of a NaN need not stay those of one if numbers are added to them
+        return builder.select(builder.fcmp_unordered("uno", shifted, shifted), shifted, result)
 
     return x(x, x), emit_ir
 
