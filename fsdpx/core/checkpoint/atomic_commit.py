@@ -118,13 +118,13 @@ def _require_same_choices(where: str, everyone: Sequence[Mapping[str, str]]) -> 
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if name == HOST or (name == "working folder" and theirs.get(HOST) != everyone[0][HOST]):
-                continue  # don't compare working folders: one folder may have different paths on different hosts
+                continue  # ranks on different hosts: the same folder may have different paths there
             if (other := theirs.get(name, "none")) != first:
                 raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
 def error_to_text(error: BaseException) -> str:
-    """Return the text of an error in a form that does not depend on the operating system."""
+    """Return the message of an error in a form that does not depend on the operating system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")
@@ -386,7 +386,7 @@ def strip_trailing_number(path: Path) -> str:
 
 
 def _require_no_foreign_files(path: Path) -> None:
-    """Raise CheckpointError if `path` is a file, or a folder that contains files that don't belong to a checkpoint."""
+    """Raise CheckpointError if `path` is a file, or a folder with files that do not belong to a checkpoint."""
     if not path.exists():
         return
     if not path.is_dir():

@@ -54,8 +54,8 @@ __all__ = [
 
 
 def cast_array(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert `array` to `dtype`. If it already has that dtype, return it unchanged. Overflow gives Inf without a
-    warning."""
+    """Convert `array` to `dtype`, or return it unchanged if it already has that dtype. Values that overflow become Inf
+    without a warning."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
@@ -391,8 +391,8 @@ def _read_once(fd: int, view: memoryview, offset: int) -> int:
 
 @contextmanager
 def open_regular_file(path: Path, writing: bool = False) -> Iterator[int]:
-    """Context manager that opens a file and yields its descriptor. Raise CheckpointError for a folder, a named pipe or
-    a device."""
+    """Context manager that opens a file and yields its descriptor. It raises CheckpointError if `path` is a folder, a
+    named pipe or a device."""
     # check before `os.open`, because opening a device can have side effects
     _require_regular_file(path, os.stat(path))
     fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | NON_BLOCKING_FLAGS)
@@ -453,7 +453,7 @@ class FileLayout:
     ----------
     files : name of a safetensors file -> header
     texts : name of a text file -> contents
-    note : contents of `NOTE_FILE_NAME`, which describes the run that writes the files; no checksum covers it, because
+    note : contents of `NOTE_FILE_NAME`, a description of the run that writes the files; no checksum covers it, because
         it may differ between otherwise equal checkpoints
     """
 

@@ -155,8 +155,8 @@ def verify_checksums_on_all_ranks(
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """Fill the arrays of the train state by calling `read(shards)`, which must fill the arrays of these shards. Loading
-    changes nothing in the trainer before this call. Collective.
+    """Fill the arrays of the train state. `read(shards)` is called and must fill the arrays of these shards. Until this
+    function is called, loading has changed nothing in the trainer. Collective.
 
     For `replicas`, see `iterate_local_shards`."""
     world = state.placement.axes.world
@@ -398,8 +398,8 @@ def _to_host_array(name: Any, value: Any) -> np.ndarray:
 def _match_names(
     placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
 ) -> tuple[dict[str, str], WeightsReport]:
-    """Match the tensor names of a source (`theirs`) to the parameters of the model. Return a report, and before it a
-    dict that maps names in the model to names in the source.
+    """Match the tensor names of a source (`theirs`) to the parameters of the model. Return a pair: a dict that maps
+    names in the model to names in the source, and a report.
 
     The source may store a tied parameter under any of its names."""
     layout, known, rules = placement.layout, _map_known_aliases(placement), _RenameRules(rename)

@@ -99,8 +99,8 @@ def make_run_description(placement: Placement) -> bytes:
 
 
 def read_run_description(source: CheckpointSource) -> bytes | None:
-    """Return the contents of `NOTE_FILE_NAME`, which describes the run that wrote a checkpoint. Return None if `source`
-    is not a checkpoint or if the file cannot be read."""
+    """Return the description of the run that wrote a checkpoint (the contents of `NOTE_FILE_NAME`). Return None if
+    `source` is not a checkpoint or if the file cannot be read."""
     if source.manifest is None:
         return None
     try:
@@ -281,7 +281,7 @@ def _require_savable(state: TrainState, path: Path, choices: SaveChoices, scalar
 
 
 def make_file_layout(placement: Placement, choices: SaveChoices, scalars: RunScalars, memory: Shapes) -> FileLayout:
-    """Return the layout of a checkpoint's files, which is the same on all ranks. `memory` maps names to shapes for all
+    """Return the layout of a checkpoint's files. It is the same on all ranks. `memory` maps names to shapes for all
     arrays that compression codecs keep between steps, including those on other ranks."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_to_code(parse_dtype(choices.dtype))
     known = {

@@ -200,7 +200,7 @@ class AgreementStage(ABC):
             )
 
     def describe_missing_ranks(self) -> str:
-        """Return a phrase for error messages, which names the ranks that have not arrived, if they are known."""
+        """Return a phrase for error messages. It names the ranks that have not arrived, if they are known."""
         return "a peer did not call or has ended"
 
     def __str__(self) -> str:

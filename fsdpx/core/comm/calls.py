@@ -282,7 +282,7 @@ class GeneratorHandle:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
-        if self._running:  # the generator itself is waiting for something, which advances all transfers, even this one
+        if self._running:  # called again by a wait inside the generator, because a wait advances all pending transfers
             return False
         self._running = True
         try:
@@ -404,7 +404,7 @@ def spin_until(
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # this wait was nested in another one, which still goes on
+        if deadline is not None and outer is not None:  # this wait was nested in another wait that still goes on
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)

@@ -672,11 +672,11 @@ class SurvivorCommunicator(Communicator):
     """A communicator that reports when ranks die and lets the remaining ranks continue (Bland et al. 2013, user-level
     failure mitigation).
 
-    A call that needs a dead rank raises RankLost, either when it is issued or in `test` or `wait`. Calls that don't
-    need the dead rank may complete, so different ranks may learn of a death in different calls. A rank that learns of a
-    death recovers in three steps. First it calls `revoke`, so that ranks that are waiting for it also learn of the
-    death. Then it calls `agree_on_flags`, as all living ranks do, and finally `shrink`. It continues with the
-    communicator that `shrink` returns, from which it creates its subgroups again."""
+    A call that needs a dead rank raises RankLost, either when it is issued or in `test` or `wait`. Other calls may
+    complete, so different ranks may learn of a death in different calls. A rank that learns of a death recovers in
+    three steps. First it calls `revoke`, so that ranks that are waiting for it also learn of the death. Then it calls
+    `agree_on_flags`, as all living ranks do, and finally `shrink`. It continues with the communicator that `shrink`
+    returns, and creates its subgroups from this communicator again."""
 
     survives: bool
     """True if the other ranks continue to run when one dies. If False, a death ends the job, and RankLost only states
@@ -728,7 +728,7 @@ def make_rank_lost_error(call_text: str, ranks: Sequence[int]) -> RankLost:
 def drain_transfers(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
     """Test abandoned transfers until each has completed or failed, so that their buffers can be freed.
 
-    This is meant for transfers on a revoked communicator, whose errors are expected and therefore ignored. Return the
+    This is meant for transfers on a revoked communicator. Their errors are expected, and therefore ignored. Return the
     handles that are still pending after `seconds` seconds. The caller must keep their buffers alive.
     """
     left, deadline = [handle for handle in handles if not _is_complete_or_failed(handle)], time.monotonic() + seconds

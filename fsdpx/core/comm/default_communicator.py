@@ -77,7 +77,7 @@ def pop_script_rank_and_size() -> tuple[int, int] | None:
 
 
 def format_comm_argument(comm: Any) -> str | None:
-    """Return a description of the argument `comm`, which ranks can compare. Return None for the default communicator,
+    """Return a description of the argument `comm` that ranks can compare. Return None for the default communicator,
     even if it was passed explicitly."""
     opened, comm = get_default(), to_mpi4py(comm)
     require_valid_intracomm(comm)

@@ -386,7 +386,7 @@ def _open_extension(name: str, request: CommunicatorRequest) -> Communicator:
 
 
 def set_up_world(carrier: MessageBackend, shared: bool) -> Communicator:
-    """Return the communicator of all ranks, which uses the connected backend `carrier`. Collective.
+    """Return a communicator of all ranks that uses the connected backend `carrier`. Collective.
 
     Also install excepthooks, check that all ranks have the same settings, and divide the CPU cores of each host among
     its ranks. If `shared` is true and there are several ranks, ranks on the same host communicate through shared
@@ -455,7 +455,7 @@ def spawn(
 
     Parameters
     ----------
-    fn : function of a communicator and `args`, which is called once on each rank
+    fn : function of a communicator and `args`; it is called once on each rank
     size : number of ranks
     args : further arguments of `fn`; all ranks get the same objects
     timeout : number of seconds that a rank may wait for others before CommTimeout is raised. The error names the ranks

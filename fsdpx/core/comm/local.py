@@ -192,7 +192,7 @@ class ThreadGroup:
 
 
 class ThreadCollective:
-    """The state of one collective, which is shared by the ranks that take part in it.
+    """The state of one collective. The ranks that take part in the collective share it.
 
     Attributes
     ----------
@@ -232,8 +232,8 @@ class ThreadCollective:
         return DesyncError(f"ranks called different collectives: rank {rank} {own_call}; ranks {others} {theirs}")
 
     def add_arrival(self, rank: int, given: Any) -> bool:
-        """Store the data that rank `rank` has passed. Return True if it is the last rank to arrive, which must then
-        copy the data."""
+        """Store the data that rank `rank` has passed. Return True if this rank is the last one to arrive. It must then
+        copy the data of all ranks."""
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:
@@ -529,7 +529,7 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
 
     def _vote_and_wait(self, verb: str, given: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Cast the vote `given` in the next joint decision of this communicator, and wait until all living ranks have
-        voted. Return the result of `decide`, which is called with a list of all votes."""
+        voted. Return the result of calling `decide` with a list of all votes."""
         self._delay_randomly()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1

@@ -359,7 +359,7 @@ class MeshAxes:
         return self.world.comm if isinstance(self.world, CountingCommunicator) else self.world
 
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a new communicator of `ranks` (ranks of `world`), whose traffic is counted under `name`. The caller
+        """Return a new communicator of `ranks` (ranks of `world`). Its traffic is counted under `name`, and the caller
         must close it. Collective: all ranks must call this, each with the group that it joins."""
         assert isinstance(self.world, CountingCommunicator)
         return CountingCommunicator(self.world.comm.subgroup(ranks), name, self.counters)

@@ -59,7 +59,7 @@ def is_reduced_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
 
 def is_reduction_compilable(dtype: np.dtype, op: ReduceOp) -> bool:
     """Return whether compiled code can apply `op` to arrays of this dtype. Compiled code supports sums and averages of
-    float32 and float64 arrays, which are most of the traffic in training."""
+    float32 and float64 arrays. These make up most of the traffic in training."""
     return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 

@@ -249,7 +249,7 @@ class TreeAccumulation:
 
     @property
     def needs_join(self) -> bool:
-        """Always True, because partial sums remain to be added after a reduce-scatter."""
+        """Always True, because partial sums must still be added after a reduce-scatter."""
         return True
 
     @property

@@ -1,4 +1,4 @@
-"""Pages: flat buffers that hold several parameters (as FSDP's FlatParameter does), and how they are sharded."""
+"""Pages and their sharding. A page is a flat buffer that holds several parameters, like FSDP's FlatParameter."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
     private_bytes = max(sum(block.nbytes for block in arena.blocks) - common, 0)
     read = private_bytes * (ranks_here - 1) // ranks_here
-    # don't count arrays that each update frees, because they use the same memory as activations
+    # do not count arrays that each update frees, because they use the same memory as activations
     private = max(total - share - private_bytes - state.ledger.count_bytes_freed_by_update(), 0)
     parts = {
         "arena": ProcessBytes(private, private),

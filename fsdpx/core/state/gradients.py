@@ -142,9 +142,9 @@ class FullGradient:
     """
 
     def __init__(self, buffer: Any, keep_offset: bool) -> None:
-        """Accumulate in `buffer`, whose values may be undefined. If `keep_offset` is False, this rank's shard of the
-        sum is stored at the front of the buffer. If it is True, the shard is stored at its own offset in the buffer,
-        because other ranks may be reading the other shards."""
+        """Accumulate in `buffer`; its initial values may be undefined. If `keep_offset` is False, this rank's shard of
+        the sum is stored at the front of the buffer. If it is True, the shard is stored at its own offset in the
+        buffer, because other ranks may be reading the other shards."""
         self.buffer, self.keep_offset = buffer, keep_offset
         self.is_blank = True
 

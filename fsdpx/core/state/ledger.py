@@ -40,8 +40,8 @@ class LedgerKind:
     Attributes
     ----------
     memory : heading under which memory reports list arrays of this kind
-    slot : kind of slot (named value of a program) through which programs access arrays of this kind; "" if programs
-        don't access them
+    slot : kind of slot (named value of a program) through which programs access arrays of this kind; "" if programs do
+        not access them
     saved : whether checkpoints store these arrays, resharding moves them and recovery keeps copies of them; other
         arrays can be recomputed from the saved ones
     prefix : prefix of the arrays' names in checkpoints

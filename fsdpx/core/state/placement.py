@@ -288,7 +288,7 @@ class Placement:
 
     @property
     def keeps_full_gradients(self) -> bool:
-        """True if unsharded gradients are kept until the update, in memory of their own."""
+        """True if unsharded gradients are kept until the update, in memory that is used for nothing else."""
         return self.sharding.full_grads == "step" or self.axes.shard.size == 1
 
     @property

@@ -89,7 +89,7 @@ class SyncPolicy:
     owner : "shard" if ranks with the same index on the shard axis hold the same trained parameters and optimizer state;
         "replica" if this is true only within a replica
     lasting : kinds of slots (named values of a program) that programs leave filled for later programs
-    about : text about the policy, which checkpoints store in their description of the run; None: no text
+    about : text about the policy that checkpoints store in their description of the run; None: no text
     """
 
     is_synchronous, own_speed = True, False

@@ -212,8 +212,8 @@ class TrainState:
         return self.ledger.get_array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
 
     def copy_running_statistics(self) -> list[tuple[Any, Any]]:
-        """Copy the running statistics that this rank updates. Return (array, copy) pairs, which can be passed to
-        `restore_from_copies` to undo a failed step."""
+        """Copy the running statistics that this rank updates. Return a list of (array, copy) pairs that can be passed
+        to `restore_from_copies` to undo a failed step."""
         names = {name for names in self.placement.statistics.values() for name in names}
         arrays = [self.ledger.get_array("statistic", None, name) for name in sorted(names)]
         return [(array, array.copy()) for array in arrays]

@@ -1,4 +1,4 @@
-"""Machine-dependent measurements, which are cached on disk, and the choice of the fastest BLAS library."""
+"""Measurements of the machine and their cache on disk, and the choice of the fastest BLAS library."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache_location() -> str:
-    """Return a phrase to append to a message, which tells where measurements are cached. Return "" if they cannot be
-    cached."""
+    """Return a phrase that tells where measurements are cached and that can be appended to a message. Return "" if they
+    cannot be cached."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; the result is kept in {folder}"
 

@@ -103,7 +103,8 @@ class Unit:
 
     @cached_property
     def released_values(self) -> list[list[int]]:
-        """For each node, the numbers of the activations that nobody reads after it."""
+        """For each node, the numbers of the activations for which this node is the last one in the unit that uses them.
+        Outputs of the unit are not included."""
         return list_released_values(self.nodes, self.outputs)
 
     @property
@@ -113,7 +114,8 @@ class Unit:
 
 
 def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
-    """Return, for each node, the numbers of the activations that no later node reads, without those `needed`."""
+    """Return, for each node, the numbers of the activations that no later node uses, so that they can be released after
+    it. Activations in `needed` are not included."""
     last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
     released: list[list[int]] = [[] for _ in range(max(last.values(), default=-1) + 1)]
     for v, n in last.items():

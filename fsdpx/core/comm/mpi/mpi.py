@@ -186,10 +186,10 @@ class MpiWindow(Window):
     `open_locked_part` yields a copy of the data, which is written back if `write` is true.
 
     If the network does not support remote memory access, MPI libraries serve requests for a part only while its owner
-    is inside an MPI call that polls the network. Accesses to parts on the same host don't necessarily poll the network,
-    so ranks that wait for each other only by reading words could hold up ranks on other hosts. A waiting rank therefore
-    also polls the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived,
-    because only then does no other rank need to read its words."""
+    is inside an MPI call that polls the network. Accesses to parts on the same host may not poll the network, so ranks
+    that wait for each other only by reading words could hold up ranks on other hosts. A waiting rank therefore also
+    polls the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived: until
+    then, other ranks may still need to read its words."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -441,7 +441,8 @@ class MpiCommunicator(MessageBackend):
         return get_failed_ranks(self.raw) if is_ulfm_active() else ()
 
     def close(self) -> None:
-        """Free the communicator. If a rank has died, don't free it, but keep it until the process ends."""
+        """Free the communicator. If a rank has died, do nothing: the communicator is then kept until the process
+        ends."""
         hooks.release_hooks_of_owner(self)
         if self.raw != MPI.COMM_NULL and not self.get_failed_ranks():
             self.raw.Free()
@@ -523,7 +524,7 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)
-        # a duplicate inherits the error handler of the original, which may abort the job instead of returning errors
+        # a duplicate inherits the error handler of its original, and that handler may abort instead of returning errors
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.survives = is_ulfm_active()
         self._parts: list[UlfmCommunicator] = []

@@ -259,4 +259,4 @@ add32, synchronize_and_add32 = _compile_sum_functions("32", return_unconverted, 
 add64, synchronize_and_add64 = _compile_sum_functions("64", return_unconverted, np.float64)
 add_bfloat16, synchronize_and_add_bfloat16 = _compile_sum_functions("_bfloat16", emit_round_to_bfloat16, np.float32)
 add_float16, synchronize_and_add_float16 = _compile_sum_functions("_float16", emit_round_to_float16, np.float32)
-"""The 16-bit variants add float32 arrays, whose values are rounded to the 16-bit dtype before they are added."""
+"""The 16-bit variants add float32 arrays. Values are rounded to the 16-bit dtype before they are added."""

@@ -132,7 +132,7 @@ class NodeCommunicator(Backend):
         return None if number is None else self.memory.windows[number].parts[self.memory.rank]
 
     def allocate_node_buffer(self, nbytes: int) -> Array | None:
-        """Allocate one buffer of `nbytes` bytes on each host, which all ranks of this communicator on that host share.
+        """Allocate one buffer of `nbytes` bytes on each host for all ranks of this communicator on that host to share.
         If a host has too little shared memory, return None on all ranks. Collective over the world communicator."""
         self._free_abandoned_and_load_persistent_code()
         number = self.memory.allocate_window(nbytes if self.rank == self.ranks_on_host[0] else 0)

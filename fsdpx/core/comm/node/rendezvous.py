@@ -331,5 +331,5 @@ class LaneTurn:
 
 
 def _get_partial_op(op: ReduceOp) -> ReduceOp:
-    """Return the operation that combines partial results. For an average it is the sum, which is divided at the end."""
+    """Return the operation that combines partial results. For an average it is SUM; the sum is divided at the end."""
     return ReduceOp.SUM if op is ReduceOp.AVG else op

@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 def map_shared_file(comm: Communicator, nbytes: int, folder: str, preallocate: bool) -> tuple[int, mmap.mmap]:
-    """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`, which must run on one host.
-    Collective.
+    """Create a file in `folder` on rank 0, and map and lock it on all ranks of `comm`. All these ranks must run on one
+    host. Collective.
 
     The file has no name as long as it occupies memory, so nothing is left behind if the ranks are killed. The other
     ranks open rank 0's file through /proc. If this is denied, for example between containers that do not see each
