@@ -68,7 +68,7 @@ def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> 
         value = body()
     except Exception as error:
         problem = error_to_text(error)
-        # `problem` has the full text of an FsdpxError, so chaining that error would print its text twice
+        # do not chain an FsdpxError: `problem` already contains its full text, which would be printed twice
         cause = None if isinstance(error, FsdpxError) else error
     for rank, (_, text) in enumerate(everyone := all_gather_plain_data(world, (value, problem))):
         if text is not None:
@@ -133,7 +133,7 @@ def error_to_text(error: BaseException) -> str:
 
 try:
     import fcntl
-except ImportError:  # on Windows, nothing detects that two jobs save to the same path
+except ImportError:  # Windows has no fcntl, so it is not detected there if two jobs save to the same path
     fcntl = None  # type: ignore[assignment]
 
 
@@ -433,7 +433,7 @@ def lock_file(path: Path, busy_text: str) -> int:
                 owner = os.pread(fd, 1000, 0).decode(errors="replace")
                 raise CheckpointError(f"{busy_text}: {owner or 'it has just begun'}") from None
             except OSError:
-                pass  # some file systems do not support locks: continue without one
+                pass  # continue without a lock, because some file systems do not support locks
             if _is_same_file(fd, path):
                 text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
                 with suppress(OSError):  # the text is only informative; if the disk is full, the save itself will fail

@@ -237,7 +237,7 @@ class AgreementInSharedMemory(AgreementStage):
     """A handle that compares the hashes that ranks have written to shared memory."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature, board: CollectiveBoard) -> None:
-        super().__init__(agreement, number + 1, call)  # numbers on the board start at 1, because 0 is an unused record
+        super().__init__(agreement, number + 1, call)  # numbers on the board start at 1, because 0 means "no record"
         self.board, self.same = board, True
         self.others = list(agreement.others)
         board.post_record(number + 1, call.words)

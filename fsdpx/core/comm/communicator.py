@@ -186,8 +186,8 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator, unless an exception is propagating. In that case, other ranks might never reach the
-        collective `close`, and the exception ends the job."""
+        """Close the communicator, unless the block has raised an exception. Then nothing is closed: other ranks might
+        never reach the collective `close`, and the exception ends the job anyway."""
         if kind is None:
             (self.leave or self.close)()
 

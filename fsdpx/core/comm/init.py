@@ -65,7 +65,7 @@ def _make_excepthook(former: Callable[..., Any]) -> Callable[..., Any]:
         if os.getpid() != process:  # a forked child process is not a rank, so it must not end the others
             former(kind, error, trace)
             flush_and_write_stderr()
-            os._exit(1)  # a normal exit would wait in MPI_Finalize
+            os._exit(1)  # not a normal exit, because that would wait in MPI_Finalize
         former_hook = None if former is sys.__excepthook__ else partial(former, kind, error, trace)
         _print_exception_and_end_all_ranks(begun, former_hook, kind, error, trace)
 

@@ -209,7 +209,7 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                # each of the ranks that divide a sample among themselves holds a full copy of the model
+                # each rank holds a full copy of the model, also those that divide a sample among themselves
                 mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 

@@ -267,7 +267,7 @@ def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int
 
 def _list_parameter_rows(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """Yield two rows for a page (flat parameter buffer): one for its full parameters, and one for this rank's parameter
-    shard. The shard is a view of the full parameters if these are kept between uses, in the same dtype."""
+    shard. The shard is a view of the full parameters if these are kept between uses and have the same dtype."""
     p = page.page.index
     dtype, gathered = placement.formats.master, placement.formats.compute
     kept = placement.keeps_full_parameters or sharers > 0

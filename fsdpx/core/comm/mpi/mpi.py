@@ -462,14 +462,15 @@ class MpiWorld:
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            # MPI forbids calls from this thread, but the launcher ends the job when a rank exits without MPI_Finalize
+            # MPI does not allow calls from this thread, so exit without MPI_Finalize, which makes the launcher end the
+            # job
             _exit(code)
         if environment.read_environment().ulfm:
             gone = get_failed_ranks(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
-                _exit(code)  # Open MPI 5.0 would report an abort of the last living rank as success
-            if gone:  # Open MPI's launcher may hang if several ranks abort at once while another one dies
+                _exit(code)  # exit instead of aborting, because Open MPI 5.0 would report the abort as success
+            if gone:  # abort one after another: the launcher may hang if several ranks abort at once after a death
                 time.sleep(SECONDS_BETWEEN_ABORTS * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
             # make sure that this process exits even if the launcher does not react to the abort
             stuck = threading.Timer(SECONDS_TO_ABORT, _exit, (code,))

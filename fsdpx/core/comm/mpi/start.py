@@ -127,7 +127,7 @@ def guarding_mpi_start() -> Iterator[None]:
         clock = _start_mpi_init_watchdog(folder, settings, job) if get_running_mpi() is None else None
     except safe_files.Untrusted as error:
         safe_files.warn_file_ignored(error)
-    except OSError:  # the folder is read-only: continue without a watchdog
+    except OSError:  # if the folder is read-only, continue without a watchdog
         pass
     _inside.append(launcher.rank)
     try:

@@ -1,5 +1,5 @@
-"""The watchdog process that runs on each host while MPI is being initialized. If a rank does not arrive in time, it
-prints which one, and ends the job.
+"""The watchdog process that runs on each host while MPI is being initialized. If a rank does not arrive in time, the
+watchdog prints the number of that rank (if it is known) and ends the job.
 
 It is run as a script and imports only the standard library, so that it starts within milliseconds. The names of the
 marker files that waiting ranks create contain all information, so the watchdog opens no files. It only lists a folder

@@ -278,8 +278,8 @@ class NodeCommunicator(Backend):
             return None
         if self.lanes is not None:
             return GeneratorHandle(self.lanes.reduce_scatter_in_host_then_over_hosts(call, address), self.progress)
-        # if `recv` is the start of `send`, other ranks may still be reading it; then write the result to this rank's
-        # own piece of `send` first, because no other rank reads that
+        # if `recv` is the start of `send`, other ranks may still be reading it, so the result is first written to this
+        # rank's own piece of `send`, which no other rank reads
         aside = is_in_place(send, recv) and group.lane > 0
         if self.persistent_code is not None and _has_compiled_sum(call) and not aside and isinstance(recv, np.ndarray):
             return self._start_and_cache_persistent(

@@ -240,7 +240,7 @@ class HostLanes:
         send, recv = call.arrays
         own_part = call.partitions[0].get_piece(recv, group.rank)
         copy_unless_same(own_part, send)
-        yield group.start_barrier(first, call)  # afterwards, no rank of the host is still reading the old content
+        yield group.start_barrier(first, call)  # wait until no rank of the host is still reading the old content
         yield turn
         yield self._start_lane_all_gather(call.with_arrays((own_part, recv)))
         yield group.start_barrier(second, call)
