@@ -338,6 +338,8 @@ class Conv(WindowLayer):
             strides = self._make_window_strides_in_box(kernel_padding, box)
             return correlate_backward_input(env.xp, weight, dy, strides, tuple(box.cells.shape))
 
+        if not halos and not widened:
+            return backward_box(boxes[0]), (*saved, dy)
         slopes += [HaloBox(box.offset, backward_box(box)) for box in boxes[1:]]
         dx = exchange_slab_gradients(env, halos, slopes, lambda: backward_box(boxes[0]))
         return exchange_halo_backward(env, dx, widened), (*saved, dy)

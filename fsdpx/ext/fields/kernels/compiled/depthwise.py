@@ -21,11 +21,11 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
     WIDE_ROWS,
     choose_strip_output_count,
     direct_backward_input,
-    find_output_runs,
-    get_address_and_byte_strides,
+    get_address,
     locate_line_in_runs,
     make_outer_product_loop,
     make_strip_convolution_loop,
+    plan_lines,
     reshape_to_three_dims,
     round_up_to_lanes,
 )
@@ -163,18 +163,18 @@ def depthwise_backward_input(
 
 def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
     """Add the gradient of the weights to dw (outputs, 1, *kernel)."""
-    runs = find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
-    if runs is None or not dy.size:
+    if not dy.size:
         return
     slope, field = _pad_channels(dy), _repeat_channels(x, dy.shape[-1])
-    sizes = np.array([last - first for first, last in runs.met])
+    plan = plan_lines(strides, None, field.shape, field.strides, slope.shape, slope.strides, True)
+    if plan is None:
+        return
+    places, sizes, _, *rest = plan
     planes, channels = int(sizes[0] * sizes[1]), slope.shape[-1]
     packed = np.zeros(channels * planes * int(sizes[2]), x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(field), get_address_and_byte_strides(slope)
-    moves = runs.moves * x_steps[1:, None]
-    rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, sizes, packed, channels, x.shape[0])
+    rest = [get_address(field), get_address(slope), *rest, sizes, packed, channels, x.shape[0]]
     parallel_for_range(_add_weight_gradient, 0, planes, *rest)
-    window = [slice(first, last) for first, last in runs.met][5 - dw.ndim :]
+    window = [slice(first, first + count) for count, first, _ in places.tolist()][5 - dw.ndim :]
     gradient = _unpack_lanes(packed, channels)[: dw.shape[0]]
     dw[:, 0][(slice(None), *window)] += gradient.reshape(dw.shape[0], *sizes[5 - dw.ndim :])
 
@@ -184,22 +184,19 @@ def _convolve_full_rows(
 ) -> None:
     """Convolve each channel of x with its kernel in `weight` (channels, *kernel). The other arguments are those of
     `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias may have fewer channels."""
-    kernel = reshape_to_three_dims(weight[:, None])[:, 0]
-    if places is None:
-        places = tuple((k, 0, 1) for k in kernel.shape[1:])
-    strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = find_output_runs(strides, y.shape[1:-1], x.shape[1:-1], add)
-    if runs is None or not y.size:
+    plan = plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add) if y.size else None
+    if plan is None:
         return
-    offsets = [first + step * np.arange(a, b) for (a, b), (_, first, step) in zip(runs.met, places, strict=True)]
-    sizes = np.array([one.size for one in offsets])
-    weights = kernel[np.ix_(range(len(kernel)), *offsets)].reshape(len(kernel), math.prod(sizes.tolist()))
+    found, sizes, lines, *rest = plan
+    weights = reshape_to_three_dims(weight[:, None])[:, 0]
+    for dim, (count, first, step) in enumerate(found.tolist(), 1):
+        if count < weights.shape[dim] or step != 1:
+            weights = weights.take(range(first, first + count * step, step), dim)
+    weights = weights.reshape(len(weights), math.prod(sizes.tolist()))
     packed, begin = _pack_lanes(weights, y.shape[-1], x.dtype), np.zeros(y.shape[-1], x.dtype)
     if bias is not None:
         begin[: bias.size] = bias
-    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(y)
-    rest = (x_at, y_at, x_steps, y_steps, runs.moves * x_steps[1:, None], runs.table, runs.bounds, sizes)
-    parallel_for_range(_convolve_lines, 0, x.shape[0] * runs.lines, *rest, packed, begin, add)
+    parallel_for_range(_convolve_lines, 0, lines, get_address(x), get_address(y), *rest, sizes, packed, begin, add)
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:

@@ -28,8 +28,9 @@ from fsdpx.ext.fields.kernels.convolution import WindowStrides
 __all__ = [
     "NARROW", "NARROW_ROWS", "NEAR_BYTES", "WIDE", "WIDE_ROWS", "choose_strip_output_count", "compute_line_by_strips",
     "convolve_direct", "direct_add_weight_gradient", "direct_backward_input", "emit_load", "emit_offset",
-    "emit_pointer_cast", "find_output_runs", "get_address_and_byte_strides", "locate_line_in_runs",
-    "make_outer_product_loop", "make_strip_convolution_loop", "reshape_to_three_dims", "round_up_to_lanes",
+    "emit_pointer_cast", "get_address", "locate_line_in_runs",
+    "make_outer_product_loop", "make_strip_convolution_loop", "plan_lines", "reshape_to_three_dims",
+    "round_up_to_lanes",
 ]  # fmt: skip
 
 WIDE, NARROW = 64, 32
@@ -495,7 +496,7 @@ def convolve_direct(
     offset, step) for each dim, and the input and output channels of the weight are swapped."""
     if not y.size:
         return
-    plan = _plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add)
+    plan = plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add)
     if plan is None:
         return
     found, sizes, lines, *rest = plan
@@ -504,27 +505,29 @@ def convolve_direct(
     packed = make(lanes * x.shape[-1] * math.prod(sizes.tolist()), x.dtype)
     _pack_weights(reshape_to_three_dims(weight), packed, found, places is not None, False)
     begin = np.zeros(y.shape[-1], x.dtype) if bias is None else as_contiguous(bias, x.dtype)
-    addresses = x.__array_interface__["data"][0], y.__array_interface__["data"][0]
+    addresses = get_address(x), get_address(y)
     parallel_for_range(_convolve_lines, 0, lines, *addresses, *rest, x.shape[-1], sizes, packed, begin, add)
 
 
 @lru_cache(1 << 10)
-def _plan_lines(
+def plan_lines(
     strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
     y_strides: tuple[int, ...], add: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """Return everything that is the same in all calls of `convolve_direct` for arrays of these shapes and strides: the
     window offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
-    `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute."""
+    `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute.
+
+    Steps are numbers of bytes from sample to sample, and from cell to cell along each of three dims."""
     if places is None:
         places = (*((1, 0, 1),) * (3 - len(strides.kernel)), *((k, 0, 1) for k in strides.kernel))
     strides = strides._replace(kernel=tuple(many for many, *_ in places[3 - len(strides.kernel) :]))
-    runs = find_output_runs(strides, y[1:-1], x[1:-1], add)
+    runs = _find_output_runs(strides, y[1:-1], x[1:-1], add)
     if runs is None:
         return None
     met = zip(runs.met, places, strict=True)
     found = np.array([(b - a, first + a * step, step) for (a, b), (_, first, step) in met])
-    x_steps, y_steps = _get_byte_strides(x_strides), _get_byte_strides(y_strides)
+    x_steps, y_steps = (np.array([s[0], *(0,) * (5 - len(s)), *s[1:-1]]) for s in (x_strides, y_strides))
     moves = runs.moves * x_steps[1:, None]
     return found, found[:, 0].copy(), x[0] * runs.lines, x_steps, y_steps, moves, runs.table, runs.bounds
 
@@ -538,6 +541,19 @@ def direct_backward_input(
     The gradient at a cell is a sum over the outputs whose windows cover the cell. Two cells that are one stride apart
     use the same weights, but with outputs shifted by one. So dx is computed one phase at a time. A phase is a set of
     cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve` computes."""
+    for into, places, reverse in _plan_phases(strides):
+        part = dx[into]
+        if all(many for many, *_ in places):
+            convolve(dy, weight, bias, reverse, part, False, places)
+        else:
+            part[...] = 0 if bias is None else bias
+
+
+@lru_cache(1 << 10)
+def _plan_phases(strides: WindowStrides) -> list[tuple[tuple[slice, ...], tuple[tuple[int, ...], ...], WindowStrides]]:
+    """Return, for each phase of the stride, the index of its cells, and the window offsets and the window of the
+    convolution that computes their gradient, as `convolve_direct` takes them."""
+    plans: list[tuple[Any, Any, WindowStrides]] = []
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]
         for r, k, s, d, first in zip(phase, *strides[:4], strict=True):
@@ -547,30 +563,26 @@ def direct_backward_input(
             places.append((many, last, -step))
             firsts.append((r - first - last * d) // s)
             into.append(slice(r, None, s))
-        part = dx[tuple(into)]
-        if not all(many for many, *_ in places):
-            part[...] = 0 if bias is None else bias
-            continue
         ones = (1,) * len(phase)
         reverse = WindowStrides(ones, ones, strides.dilation, tuple(firsts), 1)
-        convolve(dy, weight, bias, reverse, part, False, tuple(places))
+        plans.append((tuple(into), tuple(places), reverse))
+    return plans
 
 
 def direct_add_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: WindowStrides, dw: np.ndarray) -> None:
     """Add the gradient of the weights to `dw`, (outputs, channels, *kernel)."""
-    runs = find_output_runs(strides, dy.shape[1:-1], x.shape[1:-1], True)
-    if runs is None or not dy.size:
+    if not dy.size:
         return
     outputs, channels, lanes = dy.shape[-1], x.shape[-1], round_up_to_lanes(dy.shape[-1], x.dtype)
     if outputs < lanes:
         dy, narrow = np.zeros((*dy.shape[:-1], lanes), dy.dtype), dy
         dy[..., :outputs] = narrow
-    places = np.array([(b - a, a, 1) for a, b in runs.met])
-    sizes = places[:, 0].copy()
+    plan = plan_lines(strides, None, x.shape, x.strides, dy.shape, dy.strides, True)
+    if plan is None:
+        return
+    places, sizes, _, *rest = plan
     packed = np.zeros(lanes * channels * math.prod(sizes.tolist()), x.dtype)
-    (x_at, x_steps), (y_at, y_steps) = get_address_and_byte_strides(x), get_address_and_byte_strides(dy)
-    moves = runs.moves * x_steps[1:, None]
-    rest = (x_at, y_at, x_steps, y_steps, moves, runs.table, runs.bounds, channels, sizes, packed, lanes, x.shape[0])
+    rest = [get_address(x), get_address(dy), *rest, channels, sizes, packed, lanes, x.shape[0]]
     parallel_for_range(_add_weight_gradient, 0, int(sizes[0] * sizes[1]), *rest)
     kernel = reshape_to_three_dims(dw)
     _pack_weights(kernel, packed, places, False, True)
@@ -589,15 +601,8 @@ def reshape_to_three_dims(weight: np.ndarray) -> np.ndarray:
     return as_contiguous(weight).reshape(*weight.shape[:2], *(1,) * more, *weight.shape[2:])
 
 
-def get_address_and_byte_strides(x: np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the address of a field with channels last, and the numbers of bytes from sample to sample and from cell to
-    cell along each of three dims."""
-    return x.__array_interface__["data"][0], _get_byte_strides(x.strides)
-
-
-@lru_cache(1 << 10)
-def _get_byte_strides(strides: tuple[int, ...]) -> np.ndarray:
-    return np.array([strides[0], *(0,) * (5 - len(strides)), *strides[1:-1]])
+def get_address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])
 
 
 class _OutputRuns(NamedTuple):
@@ -620,8 +625,7 @@ class _OutputRuns(NamedTuple):
     lines: int
 
 
-@lru_cache(1 << 10)
-def find_output_runs(
+def _find_output_runs(
     strides: WindowStrides, sizes: tuple[int, ...], cells: tuple[int, ...], add: bool
 ) -> _OutputRuns | None:
     """Find the runs of outputs that have the same window offsets inside the field. Return None if there are no outputs.

@@ -89,7 +89,8 @@ _write_backward = make_column_loop(_emit_backward, True)
 
 @jit
 def _backward_loop(x, dy, dx, mean, scale, along, across):
-    for first in range(0, x.shape[0], BLOCK_ROWS):
+    # from the end, which the sums before have read last, so that it is in the cache
+    for first in range((x.shape[0] - 1) // BLOCK_ROWS * BLOCK_ROWS, -1, -BLOCK_ROWS):
         last = min(first + BLOCK_ROWS, x.shape[0])
         _write_backward((x, dy, dx), first, last, 0, mean.size, (mean, scale, along, across), ())
 
@@ -163,8 +164,8 @@ def _backward_input_of_samples_loop(x, dy, dx, mean, rstd, sums, groups, weight)
     for n in range(x.shape[0]):
         of_columns[:] = 0
         for at in range(0, x.shape[2], mean.shape[1]):
-            values[0, at : at + mean.shape[1]] = mean[n]
-            values[1, at : at + mean.shape[1]] = rstd[n]
+            for c in range(mean.shape[1]):
+                values[0, at + c], values[1, at + c] = mean[n, c], rstd[n, c]
         add_channel_gradient_sums(0, x.shape[2], x[n], dy[n], values[0], values[1], of_columns)
         _finish_gradient_sums(of_columns, x.shape[1], groups, weight, mean[n], rstd[n], sums[n], values)
         _backward_loop(x[n], dy[n], dx[n], values[0], values[1], values[2], values[3])
