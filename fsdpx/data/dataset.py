@@ -269,7 +269,7 @@ def hash_first_sample(dataset: Any) -> int | None:
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # ignore the error here: the loader raises it again on reading the sample
+    except Exception:  # ignore the error here: the loader raises it again when it reads the sample
         return None
     parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]

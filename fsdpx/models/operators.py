@@ -255,7 +255,8 @@ def _join_spectral_corners(tensors: Tensors) -> Tensors:
         count = sum(name.startswith(f"{conv}.weights") for name in tensors)
         corners = [tensors[f"{conv}.weights{i + 1}"] for i in range(count)]
         dim = 2
-        while len(corners) > 1:  # corners with odd indices hold the negative frequencies of this dim, which come first
+        # corners with odd indices hold the negative frequencies of this dim, and are placed first
+        while len(corners) > 1:
             pairs = zip(corners[1::2], corners[::2], strict=True)
             corners, dim = [np.concatenate(pair, axis=dim) for pair in pairs], dim + 1
         found[f"{conv}.weight"] = corners[0]

@@ -289,7 +289,7 @@ def _map_parameters_to_sources(
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
     theirs = {name: architecture.get_names_in_files(name, n) for name, n in rows.items()}
     taken = {other for others in theirs.values() for other in others}
-    for name, (first, *_) in theirs.items():  # a tensor may be stored only under the name that it is tied to
+    for name, (first, *_) in theirs.items():  # some tensors are stored only under the name they are tied to
         if first in tied and (twin := architecture.tied[first]) in source.locations and twin not in taken:
             theirs[name] = (twin,)
     if headless:
@@ -299,7 +299,7 @@ def _map_parameters_to_sources(
         for name, others in theirs.items()
         if all(other in source.locations for other in others)
     }
-    for alias, name in ordered.ties.items():  # the files may contain a tied parameter only under its alias
+    for alias, name in ordered.ties.items():  # some files store a tied parameter only under its alias
         if name not in found and alias in found:
             found[name] = found[alias]
     missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.locations]

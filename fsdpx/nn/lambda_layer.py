@@ -54,7 +54,7 @@ class Lambda(Layer):
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         inputs = self._as_inputs(x)
         require_equal_shapes(self, inputs)
-        if getattr(env.xp, "holds_no_data", False):  # an elementwise function preserves shape and dtype
+        if getattr(env.xp, "holds_no_data", False):  # the shape and dtype are known, so the function need not run
             return env.xp.empty_like(inputs[0]), inputs
         return self.function(*inputs).astype(inputs[0].dtype, copy=False), inputs
 

@@ -356,8 +356,8 @@ class Layer(ABC):
     n_outputs: int = 1
     """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
-    """Whether `forward` takes no longer than one pass over the layer's arrays. A container then does not save the
-    result, but what `recompute` needs."""
+    """Whether `forward` takes no longer than one pass over the layer's arrays. A container then saves what
+    `recompute` needs, instead of the result."""
     collective: bool = False
     """Whether the layer calls collectives over `env.mesh.data`. All ranks of this axis must then run the layer the same
     number of times."""

@@ -97,7 +97,7 @@ class Rotary(PerHead):
         if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
             cos, sin = self._make_cos_sin_table(env.xp, total, end, kind)  # not cached, since it depends on `total`
         else:
-            # rounded up to a power of two, so that texts of many lengths share one table
+            # rounded up to a power of two, so that texts of different lengths can share one table
             rows = 1 << max(end - 1, 0).bit_length()
             key = (Rotary, self.d_head, self.theta, self._scaling, self.seq_len, rows, kind)
             if key not in env.constants:

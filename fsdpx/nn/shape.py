@@ -123,7 +123,8 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
-        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"  # a negative dim other than -1 may be dim 1
+        # a negative dim other than -1 may be dim 1, along which positions lie
+        self.acts_on = "position" if dim == -1 or dim > 1 else "sample"
         self.fields = self.takes_ghosts = dim == 1
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:

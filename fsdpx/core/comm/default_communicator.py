@@ -166,7 +166,7 @@ _compared_arguments: ContextVar[Mapping[str, str]] = ContextVar("fsdpx_given", d
 @contextmanager
 def comparing_arguments(**choices: Any) -> Iterator[dict[str, str]]:
     """Context manager that yields `choices` as {name: repr of the value}. If a communicator is opened inside the
-    context, its ranks check that they all have passed the same `choices`."""
+    context, its ranks check that they all passed the same `choices`."""
     words = {name: repr(value) for name, value in choices.items()}
     token = _compared_arguments.set({**words, **_compared_arguments.get()})
     try:

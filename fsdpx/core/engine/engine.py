@@ -56,7 +56,8 @@ class Engine:
         self._contexts = LayerContextCache(state)
         # pending transfers, each with the action that started it
         self._in_flight: list[tuple[Action, TimedTransfer]] = []
-        self._sends: list[TimedTransfer] = []  # no action waits for these; each run waits for them at its end
+        # pending sends: no action waits for them, so each program run waits for them at its end
+        self._sends: list[TimedTransfer] = []
         self._producers: dict[Slot, str] = {}
         self._own = (self.clock, *observers)
         self._set_observers(())

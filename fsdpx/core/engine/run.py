@@ -369,8 +369,8 @@ class ProgramRun:
 
 
 Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
-"""Function (run, action, taken, read, added) that returns the values of the slots it fills and then of the slots it
-adds to, in the order of the table of verbs."""
+"""Function (run, action, taken, read, added) that returns the values of the slots that the action fills,
+followed by those of the slots that it adds to, both in the order of the table of verbs."""
 
 
 def get_microbatch_number(action: Action) -> int:

@@ -75,7 +75,8 @@ class _ScheduleStep:
         self.before: Actions = []
         units = dict(stage.own_stages)[self.stage]
         for edge in [e for e in own_edges if (e.sender, e.source) == here]:
-            # a forward sends the outputs of its units; a backward sends the gradients of their inputs, last unit first
+            # a forward action sends the outputs of its units; a backward action sends
+            # the gradients of their inputs, starting from the last unit
             edge_units = [
                 u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)
             ]

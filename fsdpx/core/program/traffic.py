@@ -52,7 +52,7 @@ class TrafficSizes:
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """for transfers of anything but pages: `VerbTransfer.amount` -> (`Action.unit`, microbatch) -> bytes; nothing is
+    """for transfers that do not move pages: `VerbTransfer.amount` -> (`Action.unit`, microbatch) -> bytes; nothing is
     sent for keys that are not listed"""
     # for each page, (axis, collective, bytes) of each transfer in the page's update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)

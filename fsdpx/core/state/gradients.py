@@ -63,8 +63,9 @@ def get_root_node(chunks: int) -> TreeNode:
 
 
 class PairwiseSumStack(Generic[T]):
-    """A stack that sums values along a binary tree. Two siblings are added as soon as both are on the stack, like a
-    carry in a binary counter, so the stack holds at most log2(chunks) + 1 partial sums.
+    """A stack that sums the values of chunks (parts of the batch) pairwise, along the binary tree that the module
+    docstring describes. Two sibling nodes are added as soon as both are on the stack, like a carry in a binary counter,
+    so the stack holds at most log2(chunks) + 1 partial sums.
 
     `add` is a function (left, right) -> sum that may modify `left`."""
 
@@ -73,7 +74,7 @@ class PairwiseSumStack(Generic[T]):
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Push the value of a tree node. Nodes must be pushed from left to right, without gaps."""
+        """Push the value of a tree node. Nodes must be pushed in the order of their chunks, without gaps."""
         self.entries.append((self._find_highest_equal_ancestor(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]

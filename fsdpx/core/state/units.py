@@ -516,7 +516,7 @@ def _find_run_starts(costs: Sequence[float], limit: float) -> list[int]:
 
 
 def _are_layer_counts(stages: Sequence[str | int]) -> bool:
-    """Return whether `stages` holds numbers of layers and not layer paths. Raise ConfigError if it holds both."""
+    """Return whether `stages` holds layer counts rather than layer paths. Raise ConfigError if it holds both."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")

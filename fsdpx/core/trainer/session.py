@@ -504,7 +504,7 @@ class Session:
         steps = kind in ("step", "accumulate", "local")
         kind = policy.get_program_kind(kind)
         # if ranks may change, all ranks must learn of NaN or Inf: if one rank alone raised an error, the others would
-        # take it for dead
+        # presume it dead
         normed = place.options.clip_norm is not None or self.state.scaler.dynamic or self.commit is not None
         return ProgramRequest(
             kind,

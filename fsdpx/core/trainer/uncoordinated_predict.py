@@ -33,7 +33,7 @@ STARTED, WAITING, RETURNED = range(3)
 HEAD, TEXT = 64, 1024  # sizes in bytes
 WINDOW_BYTES = HEAD + 2 * TEXT
 OWN, ERROR = HEAD, HEAD + TEXT
-"""Byte offsets of the texts in a part of the window: the description of this rank's batch if it differs from the
+"""Byte offsets of the texts in a rank's part of the window: the description of this rank's batch if it differs from the
 previous one, and the error that this rank has to raise."""
 CALLS = 1 << 32
 """Maximum number of calls in an epoch. A new epoch begins whenever ranks have agreed on a batch after an error."""

@@ -321,7 +321,7 @@ PROGRAM_KINDS.update({
 
 CLOCK, SYNC_COUNT = 0, 1
 """Indices of the counters at the start of each rank's part of the window: number of steps of the rank since all ranks
-synchronized, and how often the rank has waited for all ranks."""
+last synchronized, and number of times that the rank has waited for all ranks."""
 AWAY_CLOCK = 1 << 62
 """Value of the clock of a rank that takes no more steps before all ranks synchronize."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2

@@ -36,7 +36,7 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
     ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # corners are beyond several walls, but must be added once
+        dstate[cells] = 0  # corner cells lie beyond several walls; the zero keeps them from being added twice
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 

@@ -443,7 +443,7 @@ class Grid(Domain):
         """
         mistake = describe_padding_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
-        if self._comm is not None:  # not in a dry run, which uses one rank's arrays for all ranks
+        if self._comm is not None:  # skipped in a dry run, which uses one rank's arrays for all ranks
             require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 

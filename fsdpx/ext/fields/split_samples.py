@@ -33,7 +33,7 @@ class SplitSamples(ABC):
 
     has_complete_samples: ClassVar = False
     whole: ClassVar[str]
-    """Name, for error messages, of what the ranks hold parts of."""
+    """Name, used in error messages, of the object that is divided among the ranks."""
 
     @abstractmethod
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any: ...

@@ -116,7 +116,8 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        if not self.training and env.training:  # the user has called eval() on this norm
+        # the user has called eval() on this norm, so it uses its running statistics
+        if not self.training and env.training:
             env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
         return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)

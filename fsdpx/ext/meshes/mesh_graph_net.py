@@ -85,7 +85,7 @@ class MeshGraphNet(Composite):
         self.node_encoder = FeatureMLP(node_features, hidden, *mlp, True)
         options: dict[str, Any] = {"activation": activation}
         for i in range(message_passing_steps):
-            # not in the last step, where backward begins: recomputing would add memory when usage peaks
+            # not in the last step: the backward pass begins there, and recomputing would add to the peak memory
             recomputes = recompute_hidden and i < message_passing_steps - 1
             edge_mlp = EdgeMLP(hidden, hidden, hidden, hidden, hidden_layers, recompute_hidden=recomputes, **options)
             setattr(self, f"edge_{i}", edge_mlp)

@@ -116,7 +116,7 @@ class MoE(Layer):
         }
 
     def needs_all_positions(self) -> bool:
-        return self.balance > 0  # the balancing loss has means over all tokens
+        return self.balance > 0  # the balancing loss uses averages over all tokens, so it couples the ranks' tokens
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")

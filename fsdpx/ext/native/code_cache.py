@@ -35,7 +35,8 @@ __all__ = [
 
 FASTCALL = 0x80  # METH_FASTCALL in Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-LOCK_TIMEOUT_SECONDS = 60.0  # every kernel compiles in less; a suspended process must not block others forever
+# longer than any kernel takes to compile, so that a suspended process does not block others forever
+LOCK_TIMEOUT_SECONDS = 60.0
 DIGEST_BYTES = 32
 MAX_CODE_BYTES = 64 << 20
 _kept: list[Any] = []  # loaded machine code, which must never be freed

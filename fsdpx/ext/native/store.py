@@ -29,7 +29,7 @@ class DiskCodeStore:
         with holding_compilation_lock(*name):
             if known := load_code(*name):
                 return known
-            from fsdpx.ext.native import compile  # not imported at the top, because it imports Numba
+            from fsdpx.ext.native import compile  # not imported at the top, because it imports Numba, which is slow
 
             made = compile.compile_to_machine_code(function.get_bare_dispatcher(), kinds)
             return None if made is None else store_and_load_code(*name, made)

@@ -324,7 +324,8 @@ class _TraceLanes:
             self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
             start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
-            inside = max(end - 0.01, (start + end) / 2)  # inside the slice, to which viewers then attach the arrow
+            # a time inside the slice, so that viewers attach the arrow to this slice
+            inside = max(end - 0.01, (start + end) / 2)
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _to_microseconds(self, at: float) -> float:

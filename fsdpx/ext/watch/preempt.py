@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that the maximum finds the lowest rank
+_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that the maximum gives the lowest rank
 
 
 class JobPreempted(SystemExit):

@@ -173,7 +173,8 @@ def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
-    common = min(flight.calls for flight in flights)  # the last call that all have begun; some may be in the next
+    # the last call that all ranks have begun; some may already be in the next one
+    common = min(flight.calls for flight in flights)
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
     late = max(flight.calls for flight in flights) > common + 1
     return {} if late or len({*calls.values()}) < 2 else calls

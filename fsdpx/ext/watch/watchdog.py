@@ -56,7 +56,7 @@ __all__ = ["HUNG_STATUS", "Watchdog", "start_watchdog"]
 WAIT_FACTOR = 10.0
 """While a watchdog runs, a single wait may take this many times the timeout, as long as other ranks make progress."""
 SILENT_SECONDS = 0.5
-"""Time without a poll after which a watchdog counts as stopped, or four poll intervals if these are longer."""
+"""A watchdog counts as stopped if it has not polled for this time or for four poll intervals, whichever is longer."""
 UNHEARD_SECONDS = 3.0
 """Time after which the next rank reports why the job ends, if the rank before it has not ended the job."""
 MAX_STACK_LINES = 12
@@ -93,8 +93,8 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    # wait until all records exist, because a rank that ended earlier would take itself for the last and remove the
-    # folder
+    # wait until all records exist, because a rank that ended before that would remove the folder, believing
+    # that it is the last one
     base.all_gather_data(None)
     if watchdog is None:
         return None
@@ -309,7 +309,7 @@ class Watchdog:
         if self._report_requested.is_set():
             return True
         if waited_seconds < self.timeout or time.perf_counter() - self._record_gone_at < self.timeout:
-            return False  # not yet: a rank on this host has just ended, and other ranks may not know it
+            return False  # not yet: a rank on this host has just ended, and other ranks may not know yet
         late = [
             f for f in flights.values() if self._is_watchdog_silent(f) and get_process_state(f.process) not in ("", "T")
         ]

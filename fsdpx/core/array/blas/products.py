@@ -26,11 +26,11 @@ Array = np.ndarray
 GradientTarget = tuple[Array, bool]
 """Array for a gradient, and whether to add the gradient to the array instead of overwriting the array."""
 MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
-"""Minimum number of multiply-adds of a product that is split over threads. This number takes 0.2 ms, seven times as
-long as waking a thread."""
+"""Minimum number of multiply-adds of a product that is split over threads. A product of this size takes
+0.2 ms, seven times as long as waking a thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
 """Maximum number of multiply-adds of a product whose 16-bit matrices are converted to float32. For such small products,
-this is as fast as a library for 16-bit products, because a library call takes microseconds."""
+the conversion is as fast as a library for 16-bit products, because a library call takes microseconds."""
 PIECE_ALIGNMENT = 64  # splits are at multiples of this, so that threads share no cache lines or tiles of the library
 
 

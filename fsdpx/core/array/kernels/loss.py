@@ -22,7 +22,8 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     For 16-bit gw, the sum is computed in float32 and rounded once."""
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
-        _scatter_add_sorted_rows(xp, wide, index, dy)  # because CuPy's `add.at` adds in a random order
+        # CuPy's `add.at` adds in a random order, so its results would not be reproducible
+        _scatter_add_sorted_rows(xp, wide, index, dy)
     else:
         xp.add.at(wide, index, _convert_dtype(dy, wide.dtype))
     if wide is not gw:

@@ -134,8 +134,8 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, and count only the memory that is still in use at its end. For NumPy arrays, compiled code would run
-    instead, and it keeps its temporaries in registers and caches."""
+    """Run `call`, and count only the memory that is still in use at its end. The other memory holds
+    temporaries, which the compiled code that runs for NumPy arrays keeps in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)

@@ -29,8 +29,8 @@ _results: dict[Any, Any] = {}
 
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `call(xp, ...)` and count its work. `call` runs only once for all calls whose arrays have equal shapes and
-    dtypes and whose other arguments are equal.
+    """Return `call(xp, ...)` and count its work. The result and the work are cached: `call` does not run again if an
+    earlier call had equal arguments, where arrays count as equal if their shapes and dtypes are.
 
     Arguments that are frozen dataclasses, such as ranges of random numbers, are compared by value."""
     arrays: list[ShapeArray] = []
@@ -92,7 +92,7 @@ def _make_shape_key(value: Any, arrays: list[ShapeArray]) -> Any:
     kind = type(value)
     if kind is ShapeArray:
         arrays.append(value)
-        # the key contains which arrays share memory, because the result may share their memory
+        # the key records which arrays share memory, because the result may share their memory
         first = next(n for n, a in enumerate(arrays) if a.root is value.root)
         return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
     if isinstance(value, tuple):

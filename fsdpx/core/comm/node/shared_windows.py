@@ -299,8 +299,8 @@ def count_free_shared_bytes() -> int:
 
 
 BOARD_SLOTS = 64
-"""Maximum number of collectives at the same time. Each uses one slot (space for a record), and the next one reuses the
-slot of the oldest."""
+"""Maximum number of collectives at the same time. Each uses one slot (space for a record). When all slots have been
+used, the next collective reuses the slot of the oldest one."""
 RECORD_HEAD_WORDS = 8
 """Number of 64-bit words in a record before its payload: the numbers posted and finished, and words about the call.
 Together, they fill one cache line."""

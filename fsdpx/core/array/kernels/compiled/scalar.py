@@ -32,11 +32,11 @@ EXP2_32 = (1.0, 0.6931472029862339, 0.24022647896721894, 0.055503321606673726, 0
            0.0013399004265342268, 0.00015353257063246254)  # fmt: skip
 EXP2_64 = tuple(math.log(2.0) ** n / math.factorial(n) for n in range(14))
 
-# -log2(e) / 2 in two parts
+# -log2(e) / 2 as the sum of two numbers
 HALF_LOG2E_HIGH32, HALF_LOG2E_LOW32 = -0.7213475108146667, -9.629814955633087e-09
 HALF_LOG2E_HIGH64, HALF_LOG2E_LOW64 = -0.7213475204444817, -1.0177636870465517e-17
 
-# log(2) in two parts, where n times the first part is exact for every n that occurs (Cody and Waite 1980)
+# log(2) as the sum of two numbers; n times the first one is exact for every n that occurs (Cody and Waite 1980)
 LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
 LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
@@ -117,7 +117,7 @@ def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
         power = builder.add(builder.sub(builder.shl(bits, low), first), integer(bias << mantissa))
         value = builder.bitcast(builder.add(builder.bitcast(value, integer), first), value.type)
         result = builder.fmul(value, builder.bitcast(power, value.type))
-        # the bits of a NaN need not stay those of one if numbers are added to them
+        # adding to the bits of a NaN may give the bits of a number, so a NaN is returned as it is
         return builder.select(builder.fcmp_unordered("uno", shifted, shifted), shifted, result)
 
     return x(x, x), emit_ir
@@ -136,7 +136,7 @@ def round_to_even(typingctx: Any, x: Any) -> Any:
 
 
 _exp_of_rest = make_polynomial(EXP32, EXP64)
-_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # of (e^r - 1) / r
+_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # computes (e^r - 1) / r
 _log_series = make_polynomial(*(tuple(2.0 / (2 * n + 1) for n in range(terms)) for terms in (8, 18)))
 _exp2_of_rest = make_polynomial(EXP2_32, EXP2_64)
 _tail_quotient = make_polynomial(TAIL32, TAIL64)
