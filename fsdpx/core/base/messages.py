@@ -54,7 +54,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 LOGGER = logging.getLogger("fsdpx")
 """Logger of all messages; `logging.getLogger("fsdpx").handlers` may be replaced."""
-if not LOGGER.handlers and LOGGER.level == logging.NOTSET:  # otherwise the user's program has configured the logger
+# otherwise the user's program has configured the logger, so nothing is added
+if not LOGGER.handlers and LOGGER.level == logging.NOTSET:
     LOGGER.addHandler(_StderrHandler())
     LOGGER.setLevel(logging.INFO)
     LOGGER.propagate = False

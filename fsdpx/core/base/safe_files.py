@@ -35,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_RECORD_BYTES = 1 << 20
-"""Maximum size in bytes of an own file that is read as a whole, unless the caller passes a different maximum."""
+"""Maximum size in bytes of a file that is read as a whole, unless the caller passes a different maximum."""
 MAX_JSON_DEPTH = 64
 """Maximum nesting depth of lists and objects in JSON."""
 MAX_JSON_DIGITS = 64

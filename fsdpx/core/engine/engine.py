@@ -89,7 +89,7 @@ class Engine:
     def run_program(self, executable: Executable, feed: StepInputs) -> dict[Slot, Any]:
         """Run all actions of a program and return a dict of its results, keyed by slot (name of a value). Collective
         if the program communicates."""
-        # with a dynamic loss scale, overflow is expected, and is detected later in the gradients
+        # with a dynamic loss scale, overflow is expected; it raises no error here, but is detected in the gradients
         overflows = self.state.scaler.dynamic
         statistics = self.state.copy_running_statistics() if feed.training else []
         with (

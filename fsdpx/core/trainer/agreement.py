@@ -42,7 +42,8 @@ def list_choices_to_compare(recipe: Recipe, placement: Placement, microbatches: 
     """
     training, layout, sync_choice = recipe.training, placement.layout, recipe.distribution.sync_choice
     return {
-        "strategy": placement.sharding,  # before the mesh, because a different strategy also changes the mesh
+        # before the mesh: a different strategy also changes the mesh, but the error should name the strategy
+        "strategy": placement.sharding,
         "mesh": placement.axes.mesh,
         "precision": placement.formats.precision,
         "options": replace(placement.options, sync_choice=SYNCHRONOUS, storage=IN_MEMORY),

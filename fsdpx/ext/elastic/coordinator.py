@@ -129,7 +129,8 @@ class CopyInterval:
         An interval is cheap enough if copying takes at most MAX_COPY_TIME_SHARE of the time. `copy_seconds` is how
         long the last copy took."""
         least = 1.0
-        if self._takes > 2 and self._steps:  # ignores the first copies, which also allocate buffers
+        # the times of the first copies are ignored, because they include the allocation of buffers
+        if self._takes > 2 and self._steps:
             cost = copy_seconds * (1 + SEND_COST_FACTOR * self._elastic.copies)
             least = max(cost / (MAX_COPY_TIME_SHARE * median(self._steps)), 1.0)
         level = min(ceil(log2(least)), MAX_INTERVAL_LOG2)

@@ -19,8 +19,8 @@ from fsdpx.nn.shard_specs import GhostWidths
 __all__ = ["describe_padding_conflict", "digest_part_ends", "find_overlaps", "make_overlap_warning"]
 
 WIDTHS = range(2, 7)
-"""Numbers of shared rows to search for, which result from one to three ghost cells on each side. A single shared row is
-not searched for, because rows may be equal by chance."""
+"""Numbers of shared rows to search for. Neighboring parts with one to three ghost cells on each side share 2 to 6 rows.
+A single shared row is not searched for, because rows may be equal by chance."""
 
 Ends = list[list[tuple[str | None, str | None]]]
 """For each dim and width, hashes of the first and of the last rows of a part. A hash is None if the rows are too

@@ -260,7 +260,8 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        known = [one for one in known if one.has_steps] or known  # skips runs that failed before their first step
+        # skip runs that failed before their first step, unless all runs did
+        known = [one for one in known if one.has_steps] or known
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.start_time, one.path))
         return folder, folder.read_arguments()
 

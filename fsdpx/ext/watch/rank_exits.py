@@ -24,7 +24,7 @@ RANK_EXITED = 1
 """Exit status of a job in which a rank ended with status 0 while other ranks were waiting for it."""
 EARLY_SECONDS, LATE_SECONDS = 1.0, 5.0
 """A rank that has waited for EARLY_SECONDS checks whether other ranks have ended. If the numbers of calls do not show
-whether an ended rank is needed, a wait counts as in vain once all living ranks have waited for LATE_SECONDS."""
+whether an ended rank is needed, a wait is presumed to be in vain once all living ranks have waited for LATE_SECONDS."""
 
 SECONDS_TO_PASS_ON = 0.2
 """Delay before an abort, because a launcher may drop output that it has not yet forwarded."""

@@ -85,7 +85,8 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                if pool.get() == now:  # otherwise the user's program has meanwhile set another number
+                # otherwise the user's program has set another number in the meantime, which is kept
+                if pool.get() == now:
                     pool.set(before)
 
 
