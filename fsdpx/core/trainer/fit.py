@@ -233,7 +233,8 @@ class _FitLoop:
     def _was_last_batch(self, epoch: int, count: int) -> bool:
         """Return whether the last batch trained on, number `count` of this pass over the loader, ends the epoch. Return
         False if the loader cannot tell without reading another batch."""
-        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):  # a resumed epoch may be partial
+        # a resumed epoch may be partial, so do not count its batches
+        if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):
             return bool(self.loader.state_dict().get("epoch", epoch) > epoch)
         return hasattr(self.loader, "__len__") and len(self.loader) == count
 

@@ -132,7 +132,7 @@ class Bridge:
         """
         self._require_open("send")
         arrays = [self._without_ghosts(field, f"Bridge.send: field {i}") for i, field in enumerate(fields)]
-        pack_message(scalars, ())  # invalid values raise here, before the snapshot gets a number
+        pack_message(scalars, ())  # raises an error for invalid values now, before the snapshot gets a number
         overlaps = self._overlaps_out
 
         def make_body(rank: int) -> np.ndarray:

@@ -281,7 +281,7 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.load({str(folder)!r}): {texts[0]}")
         self._samples = list(zip(*fields, strict=True))
         self._ids, self._priorities, self._count, self._random = ids, priorities, count, random
-        # the saved moments cover all ranks, so only rank 0 takes them, or they would count several times
+        # the saved moments cover all ranks, so only rank 0 takes them; otherwise, they would be counted several times
         is_first = self._find_rank() == 0
         self._moments = moments if is_first else [None] * len(moments)
 

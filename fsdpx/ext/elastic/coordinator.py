@@ -189,7 +189,7 @@ class Coordinator:
         self.asked = False
         self._assembler = Assembler(recipe, tuning, elastic, commit)
         self._initial_rank = control.rank
-        self._refused: int | None = None  # the latest requested number of ranks that no mesh fits
+        self._refused: int | None = None  # the latest requested number of ranks for which there is no mesh
         self._abandoned: list[tuple[SurvivorCommunicator, Watchdog]] = []
         self._copy_interval = CopyInterval(elastic)
         self._switch_to_assembly(self._assembler.build_initial_assembly(control, self.ranks))

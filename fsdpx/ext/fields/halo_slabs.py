@@ -105,7 +105,8 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            flat[...] = self._padding_value  # corner cells beyond the ends of the field arrive in no message
+            # corner cells beyond the ends of the field arrive in no message, so they are set here
+            flat[...] = self._padding_value
         return flat, cells
 
     def _copy_to_message(self, message: Array, own: OwnCells) -> None:

@@ -63,7 +63,7 @@ class EdgeLinear(GraphLayer):
         if self.has_ghosts:
             return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), x
         finish = start_appending_ghosts(env, graph, self, of_senders)
-        own = self._multiply_own(env, p, nodes, edges)  # overlaps with the messages in flight
+        own = self._multiply_own(env, p, nodes, edges)  # computed while the messages are in flight
         return self._add_products(env, *own, finish()), x
 
     def _multiply_own(self, env: LayerContext, p: Params, nodes: Array, edges: Array) -> tuple[Array, Array]:

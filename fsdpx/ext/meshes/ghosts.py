@@ -99,7 +99,8 @@ def start_appending_ghosts_backward(env: LayerContext, graph: LocalGraph, dy: Ar
         for handle, flat, rows in arriving:
             handle.wait()
             if not has_no_data(env):
-                dx[:, rows] += flat.reshape(samples, rows.size, features)  # += works: rows in a message are distinct
+                # += is correct, because a message contains each row at most once
+                dx[:, rows] += flat.reshape(samples, rows.size, features)
         for handle in leaving:
             handle.wait()
         return dx

@@ -136,7 +136,7 @@ def round_to_even(typingctx: Any, x: Any) -> Any:
 
 
 _exp_of_rest = make_polynomial(EXP32, EXP64)
-_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # computes (e^r - 1) / r
+_exp_minus_one_of_rest = make_polynomial(EXP32[1:], EXP64[1:])  # a polynomial that approximates (e^r - 1) / r
 _log_series = make_polynomial(*(tuple(2.0 / (2 * n + 1) for n in range(terms)) for terms in (8, 18)))
 _exp2_of_rest = make_polynomial(EXP2_32, EXP2_64)
 _tail_quotient = make_polynomial(TAIL32, TAIL64)
