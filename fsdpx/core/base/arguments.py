@@ -119,7 +119,7 @@ def _get_hints_and_positional_names(function: Callable[..., Any]) -> tuple[dict[
     single = [one.name for one in named if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     try:
         hints = get_type_hints(function)
-    except NameError:  # a hint may use a name that is imported only under TYPE_CHECKING
+    except NameError:  # some hints use names that are imported only under TYPE_CHECKING
         hints = {}
     return {name: hints[name] for name in single if name in hints}, positional
 

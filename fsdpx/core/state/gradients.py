@@ -303,7 +303,7 @@ class PartialSumExchange:
                 ]
 
     def test(self) -> bool:
-        # call test() on every handle (no short circuit), because MPI may advance a transfer only during such a call
+        # call test() on every handle (no short circuit), because some MPI libraries advance transfers only then
         done = [handle.test() for handle in self.handles]
         return all(done)
 

@@ -173,7 +173,8 @@ def find_variables(
     if missing or not names:
         what = f"no {_format_names(missing)}" if missing else "no field"
         raise make_data_error(path, f"there is {what} in {group or 'it'}, but {_format_names(arrays)}")
-    one_run = group[-1:].isdigit()  # in PDEBench, each trajectory has its own group, whose name is a number
+    # in PDEBench, each trajectory has its own group, which has a number as its name
+    one_run = group[-1:].isdigit()
     return tuple(_make_variable(path, name, *arrays[name], cell_letters, dims, one_run) for name in names)
 
 

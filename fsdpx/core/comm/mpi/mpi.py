@@ -208,7 +208,7 @@ class MpiWindow(Window):
             block = np.empty(stop_byte - start_byte, np.uint8)
             location = (start_byte, block.size, MPI.BYTE)
             self._win.Get([block, MPI.BYTE], rank, location)
-            # make sure that this rank now holds the lock, because libraries may acquire it only at the first access
+            # make sure that this rank now holds the lock, because some libraries acquire it only at the first access
             self._win.Flush(rank)
             yield block
             if write:

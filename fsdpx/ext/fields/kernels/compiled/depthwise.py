@@ -48,8 +48,8 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
     """Compute the lines of outputs `from_line` to `to_line`. The arguments are those of `_convolve_lines` in `direct`,
     except for `packed`.
 
-    `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector, except for
-    the last, which may have only as many as a narrow vector."""
+    `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector; only the
+    last block can be smaller, with as many lanes as a narrow vector."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
