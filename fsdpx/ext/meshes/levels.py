@@ -14,7 +14,6 @@ from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
 from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes, require_node_features
 from fsdpx.ext.meshes.over_mesh import TakesRows
-from fsdpx.ext.meshes.partition import Partition
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer
 from fsdpx.nn.shard_specs import Kind, ShardingContext
 
@@ -48,8 +47,8 @@ class MeshLevel:
 
     Parameters
     ----------
-    fine : the finer mesh, which is the trainer's `domain` or the coarse mesh of another level
-    coarse : the coarser mesh, on the same ranks; its nodes have their own global numbers
+    fine : the finer `Partition`, which is the trainer's `domain` or the coarse mesh of another level
+    coarse : the coarser `Partition`, on the same ranks; its nodes have their own global numbers
     numbers : for each node of `fine` that this rank owns, the global number of the node of `coarse` to which it belongs
 
     Raises
@@ -58,7 +57,7 @@ class MeshLevel:
         of `coarse`
     """
 
-    def __init__(self, fine: Partition, coarse: Partition, numbers: Any) -> None:
+    def __init__(self, fine: Any, coarse: Any, numbers: Any) -> None:
         comm, size = fine.comm, fine.dims[0]
         rank, other = fine.rank, coarse.rank
 
@@ -193,7 +192,7 @@ class Prolong(_BetweenLevels):
         return self._sum_to_coarse(env, dy), ()
 
 
-def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partition, numbers: np.ndarray) -> LocalGraph:
+def _build_link(comm: Any, rank: int, size: int, coarse: Any, fine: Any, numbers: np.ndarray) -> LocalGraph:
     """Return a graph whose nodes are the coarse nodes, with one edge per fine node of this rank, as in
     `LevelLink.graph`. Collective.
 
