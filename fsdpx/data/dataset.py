@@ -34,9 +34,9 @@ __all__ = [
     "collate",
     "hash_first_sample",
     "make_file_mapper",
-    "map_npy_at",
     "memory_map_array",
     "python_stdlib_folder",
+    "read_npy_header",
 ]  # fmt: skip
 
 MAX_OPEN_FILES = 64
@@ -157,12 +157,14 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
     with open_file(path, ours=False) as file:
         if path.suffix != ".npy":
             return np.memmap(file, dtype, "r")
-        return map_npy_at(file, 0, os.fstat(file.fileno()).st_size)
+        shape, order, dtype, start = read_npy_header(file, 0, os.fstat(file.fileno()).st_size)
+        return np.memmap(file, dtype, "r", start, shape, order)
 
 
-def map_npy_at(file: BinaryIO, start: int, stop: int) -> np.ndarray:
-    """Memory-map an array that is stored in `.npy` format in an open file, beginning at byte `start`. Raise OSError or
-    ValueError if the array cannot be mapped or reaches beyond byte `stop`."""
+def read_npy_header(file: BinaryIO, start: int, stop: int) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype, int]:
+    """Return the shape, memory order and dtype of an array that is stored in `.npy` format in an open file, beginning
+    at byte `start`, and the byte at which its elements begin. Raise OSError or ValueError if it cannot be read or
+    reaches beyond byte `stop`."""
     file.seek(start)
     form = np.lib.format
     header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
@@ -177,7 +179,7 @@ def map_npy_at(file: BinaryIO, start: int, stop: int) -> np.ndarray:
         raise ValueError(f"it has the shape {shape}, which no array has")
     if file.tell() + math.prod(shape) * dtype.itemsize > stop:
         raise ValueError(f"it is too short for {dtype}{list(shape)}")
-    return np.memmap(file, dtype, "r", file.tell(), shape, "F" if by_column else "C")
+    return shape, "F" if by_column else "C", dtype, file.tell()
 
 
 class Dataset(Protocol):

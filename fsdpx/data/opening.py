@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.safe_files import describe_read_error, open_file
-from fsdpx.data.dataset import map_npy_at, memory_map_array
+from fsdpx.data.dataset import memory_map_array, read_npy_header
 from fsdpx.errors import ConfigError, DataError, FsdpxError, install_hint
 
 __all__ = [
@@ -81,8 +81,8 @@ def open_fields(path: Path) -> Any:
 
 
 def _map_npz(path: Path) -> dict[str, np.ndarray]:
-    """Memory-map the arrays of a file written by `np.savez`, in which each array is stored as a `.npy` file. Raise
-    DataError if the arrays are compressed."""
+    """Memory-map a file written by `np.savez`, in which each array is stored as a `.npy` file, and return views of the
+    arrays. Raise DataError if the arrays are compressed."""
     found: dict[str, np.ndarray] = {}
     with open_file(path, ours=False) as file:
         size = os.fstat(file.fileno()).st_size
@@ -91,6 +91,7 @@ def _map_npz(path: Path) -> dict[str, np.ndarray]:
                 entries = archive.infolist()
         except zipfile.BadZipFile as error:
             raise ValueError(str(error)) from error
+        whole = np.memmap(file, np.uint8, "r")  # one for all arrays, since each keeps a file descriptor open
         for entry in entries:
             name = entry.filename.removesuffix(".npy")
             if entry.compress_type != zipfile.ZIP_STORED:
@@ -101,7 +102,8 @@ def _map_npz(path: Path) -> dict[str, np.ndarray]:
                 raise ValueError(f"{name!r} is not where the directory of the archive says")
             name_bytes, more_bytes = struct.unpack("<HH", head[-4:])
             start = entry.header_offset + _ZIP_HEADER_BYTES + name_bytes + more_bytes
-            found[name] = map_npy_at(file, start, min(start + entry.file_size, size))
+            shape, order, dtype, first = read_npy_header(file, start, min(start + entry.file_size, size))
+            found[name] = np.ndarray(shape, dtype, whole, first, order=order)
     return found
 
 

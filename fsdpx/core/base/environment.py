@@ -472,8 +472,8 @@ def get_gpu_aware_mpi_setting(environ: Mapping[str, str] = os.environ) -> bool |
 
 
 def get_requested_mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the path or name of the MPI library that mpi4py is told to load (MPI4PY_LIBMPI), or None if the variable
-    is not set."""
+    """Return the value of MPI4PY_LIBMPI: the path or name of the MPI library that mpi4py loads. Return None if it is
+    not set."""
     return environ.get("MPI4PY_LIBMPI")
 
 

@@ -194,7 +194,7 @@ _observers: list[Callable[[int, str], object]] = []
 
 def add_exit_listener(listener: Callable[[int, str], object]) -> None:
     """Register a function that is called as `listener(status, error)` before this rank ends all other ranks. `error` is
-    the name of the exception because of which this rank ends the others, or "" if there is none."""
+    the name of the exception that made this rank end the others, or "" if there is none."""
     _observers.append(listener)
 
 

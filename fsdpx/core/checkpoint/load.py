@@ -247,7 +247,7 @@ LEAVE_OUT_HINT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """Names of the tensors that were loaded, and of those that were not. `print(report)` lists them.
+    """Names of the tensors that were loaded and of the tensors that were not. `print(report)` lists both.
 
     Parameters
     ----------

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DefaultCommunicator", "RankInfo", "all_gather_plain_data", "comparing_arguments", "format_comm_argument",
-    "get_compared_arguments", "get_default", "get_rank_info", "get_running_mpi", "pop_script_rank_and_size",
-    "record_script_rank_and_size", "require_valid_intracomm", "set_default", "to_mpi4py", "using_communicator",
+    "get_compared_arguments", "get_default", "get_rank_and_size", "get_rank_info", "get_running_mpi",
+    "pop_script_rank_and_size", "record_script_rank_and_size", "require_valid_intracomm", "set_default", "to_mpi4py",
+    "using_communicator",
 ]  # fmt: skip
 
 
@@ -104,6 +105,11 @@ def require_valid_intracomm(comm: Any) -> None:
 def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
     """Gather `value` from all ranks of `comm`, in rank order. `comm` may be an mpi4py communicator. Collective."""
     return list(comm.all_gather_data(value) if hasattr(comm, "all_gather_data") else comm.allgather(value))
+
+
+def get_rank_and_size(comm: Any) -> tuple[int, int]:
+    """Return the rank of this process in `comm`, and its number of ranks. `comm` may be an mpi4py communicator."""
+    return (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
 
 
 def get_default() -> DefaultCommunicator | None:

@@ -148,7 +148,7 @@ def agree_on_settings(
     with the ranks that have each value. Collective.
 
     `settings` and `arguments` map names to values as text. A setting that only some ranks have counts as a difference.
-    `arguments` are the arguments of the function that this rank is executing. Only those that all ranks pass are
+    `arguments` are the arguments of the function that this rank is executing. Only arguments that all ranks pass are
     compared."""
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)

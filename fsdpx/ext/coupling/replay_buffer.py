@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fsdpx.core.base.safe_files import READABLE, create_file, expanduser, make_folder, open_file, read_json, write_file
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
+from fsdpx.core.comm.default_communicator import all_gather_plain_data, get_rank_and_size
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.ext.coupling.messages import PartFacts, find_overlap, parse_number_dtype, to_native_numbers
 from fsdpx.ext.fields.channel_statistics import (
@@ -228,7 +228,7 @@ class ReplayBuffer:
         """
         folder, comm = expanduser(path), self._grid.comm
         token = all_gather_plain_data(comm, os.urandom(8).hex())[0]
-        number, problem = self._find_rank(), ""
+        number, problem = get_rank_and_size(self._grid.comm)[0], ""
         try:
             make_folder(folder, private=False)
             for i, _ in enumerate(self._list_kinds()):
@@ -282,12 +282,8 @@ class ReplayBuffer:
         self._samples = list(zip(*fields, strict=True))
         self._ids, self._priorities, self._count, self._random = ids, priorities, count, random
         # the saved moments cover all ranks, so only rank 0 takes them; otherwise, they would be counted several times
-        is_first = self._find_rank() == 0
+        is_first = get_rank_and_size(self._grid.comm)[0] == 0
         self._moments = moments if is_first else [None] * len(moments)
-
-    def _find_rank(self) -> int:
-        comm = self._grid.comm
-        return int(comm.Get_rank() if hasattr(comm, "Get_rank") else comm.rank)
 
     def _list_kinds(self) -> list[tuple[str, int]]:
         """Return the dtype and the number of channels of each field. The number is -1 if a field has no channels

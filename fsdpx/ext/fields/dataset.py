@@ -458,10 +458,10 @@ class FieldDataset:
 
     def __getstate__(self) -> dict[str, Any]:
         # the process that unpickles this object is not a rank of the grid, so the copy has none
-        return self.__dict__ | {"grid": None if self._rows is None else self.grid}
+        return self.__dict__ | {"grid": None if self._node_rows is None else self.grid}
 
     @property
-    def _rows(self) -> np.ndarray | None:
+    def _node_rows(self) -> np.ndarray | None:
         """Global numbers of the nodes that this rank owns. None if samples are not node values."""
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
@@ -514,8 +514,8 @@ class FieldDataset:
 
     def _allocate_samples(self, rows: int, channels: int) -> np.ndarray:
         sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
-        if self._rows is not None:
-            sizes["i"] = self._rows.size
+        if self._node_rows is not None:
+            sizes["i"] = self._node_rows.size
         return np.empty((rows, *(sizes[letter] for letter in self.layout)), self.dtype)
 
     def _view_channels_first(self, array: np.ndarray) -> np.ndarray:
@@ -577,7 +577,7 @@ class FieldDataset:
         Dims that the field does not have are added with size 1."""
         known: dict[str, list[Any]] = {"n": [trajectory], "t": [steps]}
         bounds, runs = self._bounds, []
-        known |= {} if self._rows is None else {"i": _find_runs(self._rows)}
+        known |= {} if self._node_rows is None else {"i": _find_runs(self._node_rows)}
         for letter, n in zip(variable.dims, variable.shape, strict=True):
             runs.append(
                 known.get(letter) or ([slice(n)] if n == 1 else _split_periodic_range(*bounds.get(letter, (0, n)), n))
@@ -588,8 +588,8 @@ class FieldDataset:
         if variable.storage is not None:
             block = variable.storage.decode(block)
         letters = variable.dims.replace("n", "")
-        if self._rows is not None and "i" in letters:
-            block = np.take(block, _locate_in_runs(self._rows, known["i"]), axis=letters.index("i"))
+        if self._node_rows is not None and "i" in letters:
+            block = np.take(block, _locate_in_runs(self._node_rows, known["i"]), axis=letters.index("i"))
         order = [d for wanted in ("t", "c", *self._letters) for d, letter in enumerate(letters) if letter == wanted]
         block = block.transpose(order)
         cells = block.shape[block.ndim - len(self._letters) :]

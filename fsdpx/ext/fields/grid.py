@@ -13,7 +13,12 @@ import numpy as np
 
 from fsdpx.core.base.messages import shorten_value
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
+from fsdpx.core.comm.default_communicator import (
+    all_gather_plain_data,
+    get_rank_and_size,
+    require_valid_intracomm,
+    to_mpi4py,
+)
 from fsdpx.core.comm.local import make_single_rank_communicator
 from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
@@ -122,7 +127,7 @@ class Grid(Domain):
             raise ConfigError(
                 f"Grid: {comm!r} is not a communicator: pass one of mpi4py, such as comm.Create_cart(...), or of fsdpx"
             )
-        rank, size = (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
+        rank, size = get_rank_and_size(comm)
         try:
             mine = _parse_arguments(comm, size, shape, layout, dims, offsets, ghosts, periods)
             mine = mine._replace(error=_find_argument_error(mine, size))

@@ -168,11 +168,11 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         states, constants = self._split_first_input(first)
         if self._adds_noise(env):
             states = [self._add_noise(env, state, i) for i, state in enumerate(states)]
-        last, ghosts, found = states[-1], self._ghost_partition, list[Array]()
+        last, ghosts, dim, found = states[-1], self._ghost_partition, self._stack_dim, list[Array]()
         for step in range(self.steps):
             given = self._make_step_inputs(env, SavedStates(tuple(states), constants, tuple(others)), step)
             y, _ = self.net.forward(env.child(f"step{step}"), p, given)
-            if y.shape[self._dim] != last.shape[self._dim] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
+            if y.shape[dim] != last.shape[dim] or (ghosts is None and tuple(y.shape) != tuple(last.shape)):
                 raise ShapeError(
                     f"{self!r}: a step returns {tuple(y.shape)} for {tuple(last.shape)}: it must keep the shape"
                 )
@@ -181,7 +181,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
                 y = exchange_ghost_cells(env, y, last, ghosts)
             states.append(y)
         kept = (None,) * self.pushforward + tuple(states[self.pushforward : -1])
-        return concatenate_on_device(env.xp, found, self._dim), tuple(SavedStates(kept, constants, tuple(others)))
+        return concatenate_on_device(env.xp, found, dim), tuple(SavedStates(kept, constants, tuple(others)))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         kept = []
@@ -208,7 +208,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     ) -> Any:
         """Run the backward passes of all steps that have a gradient, in reverse order, and return the gradients of the
         inputs. `run_step(step, context, saved, dy)` returns the gradients of the model's inputs in one step."""
-        xp, ghosts, dim = env.xp, self._ghost_partition, self._dim
+        xp, ghosts, dim = env.xp, self._ghost_partition, self._stack_dim
         channels = dy.shape[dim] // self.steps
         shape = next(state.shape for state in saved.states if state is not None)
         dstates: list[Array | None] = [None] * (self.inputs + self.steps)
@@ -267,19 +267,19 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return tuple(name in self.forcing for name in list_input_names(self.net)[1:])
 
     @property
-    def _dim(self) -> int:
+    def _stack_dim(self) -> int:
         """The dim along which states are stacked: that of the channels or, on a mesh, of the node features."""
         return 1 if self.parts is None or self.parts.has_cells else 2
 
     def _get_dim(self, other: Array) -> int:
         """Return the dim along which the per-step values of an input other than the states are stacked. Scalars,
         (samples, n), are stacked along their last dim."""
-        return min(self._dim, other.ndim - 1)
+        return min(self._stack_dim, other.ndim - 1)
 
     def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:
         """Split the first input into the states, oldest first, and the constant channels, which are None if there are
         none."""
-        dim = self._dim
+        dim = self._stack_dim
         channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)
         if channels < 1 or rest:
             each, shape = ("channels", "channels, ...") if dim == 1 else ("features", "nodes, features")
@@ -295,7 +295,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     def _make_step_inputs(self, env: LayerContext, saved: SavedStates, step: int) -> Any:
         """Return the model's inputs for one step: a single array, or a tuple if there are several inputs."""
         window = [*saved.states[step : step + self.inputs], *([] if saved.constants is None else [saved.constants])]
-        first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, self._dim)
+        first = window[0] if len(window) == 1 else concatenate_on_device(env.xp, window, self._stack_dim)
         others = []
         for other, has_step_values in zip(saved.others, self._has_step_values, strict=True):
             if has_step_values:

@@ -160,12 +160,12 @@ class Restrict(_BetweenLevels):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_node_features(self, x, self._get_link().edges)
-        return self._weigh(env, self._sum_to_coarse(env, x)), ()
+        return self._multiply_by_shares(env, self._sum_to_coarse(env, x)), ()
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return self._copy_to_fine(env, self._weigh(env, dy)), ()
+        return self._copy_to_fine(env, self._multiply_by_shares(env, dy)), ()
 
-    def _weigh(self, env: LayerContext, y: Array) -> Array:
+    def _multiply_by_shares(self, env: LayerContext, y: Array) -> Array:
         if self.how == "sum" or getattr(env.xp, "holds_no_data", False):
             return y
         return y * env.xp.asarray(self.level.shares.astype(y.dtype))[:, None]

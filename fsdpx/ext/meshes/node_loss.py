@@ -36,18 +36,18 @@ class NodeLoss(WrappedLoss):
     """Applies a loss for fields (samples, channels, cells) to node values (samples, nodes, features)."""
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        return self.loss.forward(env, _swap(y), _swap(target))
+        return self.loss.forward(env, _swap_nodes_and_features(y), _swap_nodes_and_features(target))
 
     def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
-        return env.xp.ascontiguousarray(_swap(super().backward(env, saved, seed)))
+        return env.xp.ascontiguousarray(_swap_nodes_and_features(super().backward(env, saved, seed)))
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         require_one_output(self.loss, shape, target)
         if len(shape) != 3 or target.ndim != 3:
             raise DataError(f"{self.loss!r} compares (samples, nodes, features), got {shape} and {target.shape}")
-        super().validate((shape[0], shape[2], shape[1]), _swap(target))
+        super().validate((shape[0], shape[2], shape[1]), _swap_nodes_and_features(target))
 
 
-def _swap(values: Array) -> Array:
+def _swap_nodes_and_features(values: Array) -> Array:
     """Return a view of `values` with the last two dims (nodes and features) swapped."""
     return values.transpose(0, 2, 1)

@@ -79,7 +79,7 @@ def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
     node values instead; sharding the model then raises an error that names the layer that cannot run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
-    values.trace(model, inputs, nodes)
+    values.trace_layer(model, inputs, nodes)
     found = [values.get_kind(one) for one in inputs]
     if all(kind == "scalars" for kind in found):
         return [nodes] * len(found)
@@ -100,32 +100,32 @@ class _Values:
         return self._parents[-1]
 
     def get_kind(self, value: int) -> str:
-        return self._kinds.get(self._find(value), "nodes")
+        return self._kinds.get(self._find_representative(value), "nodes")
 
     def set_kind(self, value: int, kind: str) -> None:
         """Set the kind of a value, unless it is already known."""
         if kind:
-            self._kinds.setdefault(self._find(value), kind)
+            self._kinds.setdefault(self._find_representative(value), kind)
 
-    def join(self, values: Sequence[int]) -> int:
+    def join_kinds(self, values: Sequence[int]) -> int:
         """Record that `values` are all of the same kind, and return a value that represents them."""
-        first = self._find(values[0])
-        for other in map(self._find, values[1:]):
+        first = self._find_representative(values[0])
+        for other in map(self._find_representative, values[1:]):
             if other != first:
                 self._parents[other] = first
                 self.set_kind(first, self._kinds.pop(other, ""))
         return first
 
-    def trace(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
+    def trace_layer(self, layer: Layer, given: Sequence[int], nodes: Any) -> list[int]:
         """Record what a layer implies about the kinds of its inputs `given`, and return the numbers of its outputs."""
         if isinstance(layer, Container):
             known = dict(zip(layer.inputs, given, strict=True))
             for step in layer.steps:
-                results = self.trace(step.layer, [known[source] for source in step.sources], nodes)
+                results = self.trace_layer(step.layer, [known[source] for source in step.sources], nodes)
                 known.update(zip(step.gives, results, strict=True))
             return [known[name] for name in layer.outputs]
         if isinstance(layer, Rollout):
-            return [self.join([given[0], *self.trace(layer.net, given, nodes)])]
+            return [self.join_kinds([given[0], *self.trace_layer(layer.net, given, nodes)])]
         if isinstance(layer, TakesRows):
             for value, rows in zip(given, layer.reads, strict=True):
                 self.set_kind(value, rows)
@@ -138,9 +138,9 @@ class _Values:
             if i in scalars or not unchanged:
                 self.set_kind(value, "scalars")
         rest = [value for i, value in enumerate(given) if i not in scalars]
-        return [self.join(rest) if rest else self.add()]
+        return [self.join_kinds(rest) if rest else self.add()]
 
-    def _find(self, value: int) -> int:
+    def _find_representative(self, value: int) -> int:
         while self._parents[value] != value:
             value = self._parents[value]
         return value

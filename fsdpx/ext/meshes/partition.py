@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from fsdpx.core.comm.communicator import Communicator
-from fsdpx.core.comm.default_communicator import all_gather_plain_data, require_valid_intracomm, to_mpi4py
+from fsdpx.core.comm.default_communicator import (
+    all_gather_plain_data,
+    get_rank_and_size,
+    require_valid_intracomm,
+    to_mpi4py,
+)
 from fsdpx.core.comm.mesh import Mesh, MeshAxes, SampleGroups
 from fsdpx.core.state.sample_layout import Domain
 from fsdpx.errors import ConfigError, DataError
@@ -89,7 +94,7 @@ class Partition(Domain):
         undirected: bool | None = None,
     ) -> None:
         comm = _open(comm)
-        rank, _ = _get_rank_and_size(comm)
+        rank, _ = get_rank_and_size(comm)
         count = parse_on_each_rank(comm, lambda: parse_count("owned", owned, "owned nodes"))
         first = sum(all_gather_plain_data(comm, count)[:rank])
 
@@ -256,7 +261,7 @@ class Partition(Domain):
         edges, numbers, owned, rows = mesh.edges, mesh.numbers, mesh.owned, mesh.numbers.size
         positions = parse_on_each_rank(comm, lambda: to_array("positions", mesh.positions))
         if mesh.facets is not None:
-            edges, numbers = exchange_cell_neighbors(comm, _get_rank_and_size(comm)[1], mesh)
+            edges, numbers = exchange_cell_neighbors(comm, get_rank_and_size(comm)[1], mesh)
             owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
             if positions.shape[:1] == (rows,):
                 positions = positions[mesh.owned]
@@ -301,7 +306,7 @@ class Partition(Domain):
         ConfigError : as for `Partition`, and if ranks pass different graphs
         """
         comm = _open(comm)
-        rank, size = _get_rank_and_size(comm)
+        rank, size = get_rank_and_size(comm)
         graph = nodes, edges, parts, method, positions, edge_features, undirected
         given, chosen = parse_on_each_rank(comm, lambda: parse_whole_graph(size, *graph))
         require_same_graph(comm, given, chosen)
@@ -407,7 +412,7 @@ class Partition(Domain):
         """Finish the construction of the partition from this rank's arguments, which `parse` returns.
 
         The caller's arrays have only the first `rows` rows of these arguments, or all rows if `rows` is None."""
-        rank, size = _get_rank_and_size(comm)
+        rank, size = get_rank_and_size(comm)
         given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         self._set_part(built.parts, rank, built.graph)
@@ -762,7 +767,3 @@ def _describe(array: np.ndarray, dim: int) -> str:
     sizes = [str(n) for n in array.shape]
     sizes[dim] = "rows"
     return f"{array.dtype} of shape ({', '.join(sizes)})"
-
-
-def _get_rank_and_size(comm: Any) -> tuple[int, int]:
-    return (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)

@@ -82,7 +82,7 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
         raise ConfigError("the DMPlex has no edges and facets: call interpolate() first")
     if of_cells:
         if positions is None:
-            positions = _stack([dm.computeCellGeometryFVM(first + row)[1] for row in rows], (rows.size, dim))
+            positions = _stack_rows([dm.computeCellGeometryFVM(first + row)[1] for row in rows], (rows.size, dim))
         cones = [dm.getCone(first + row) for row in rows]
         shared = points[np.concatenate([*cones, np.zeros(0, np.int64)]).astype(np.int64)]
         facets = np.stack([np.repeat(rows, [len(cone) for cone in cones]), np.where(shared < 0, -shared - 1, shared)])
@@ -92,7 +92,7 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
         offsets = np.array([section.getOffset(point) for point in range(first, stop)], np.int64)
         positions = values[offsets[:, None] + np.arange(dim)]
     low, high = dm.getDepthStratum(1)
-    ends = _stack([dm.getCone(edge) for edge in range(low, high)], (high - low, 2)).astype(np.int64)
+    ends = _stack_rows([dm.getCone(edge) for edge in range(low, high)], (high - low, 2)).astype(np.int64)
     return SolverMesh(dm.comm, numbers, owned, positions, edges=ends.T - first)
 
 
@@ -142,6 +142,6 @@ def _list_global_numbers(index_map: Any) -> Table:
     return np.concatenate([np.arange(*index_map.local_range), index_map.ghosts]).astype(np.int64)
 
 
-def _stack(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
+def _stack_rows(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
     """Stack `rows` into one array of `shape`, even if there are no rows."""
     return np.array(rows).reshape(shape)

@@ -85,7 +85,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                # otherwise the user's program has set another number in the meantime, which is kept
+                # keep the number if the user's program has set another one in the meantime
                 if pool.get() == now:
                     pool.set(before)
 

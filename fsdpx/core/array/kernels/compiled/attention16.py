@@ -147,8 +147,8 @@ def _interleave_two_rows_into(typingctx: Any, x: Any, row: Any, out: Any) -> Any
 
 @intrinsic
 def _transpose_tile_into(typingctx: Any, x: Any, row: Any, out: Any, out_row: Any) -> Any:
-    """Transpose a tile of LANES x LANES words in registers, in log2(LANES) rounds, each of which exchanges parts
-    between pairs of rows."""
+    """Transpose a tile of LANES x LANES words in registers, in log2(LANES) rounds. Each round exchanges parts between
+    pairs of rows."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         x, row, out, out_row = arguments
