@@ -19,9 +19,10 @@ rows, columns = (
 
 
 def make_initial_drops(seed):
-    """Return this rank's part of still water with two drops, (rows, columns, 3).
+    """Return this rank's part of the initial state, still water with two drops.
 
-    The last dim holds the height, the velocity along x and the velocity along y."""
+    Its shape is (rows, columns, 3). The last dim contains the height, the velocity along
+    x and the velocity along y."""
     u = np.zeros((len(rows), len(columns), 3))
     draw = np.random.default_rng(seed)
     for y, x, size in draw.uniform((8, 0, 3), (ROWS - 8, COLUMNS, 5), (2, 3)):
@@ -32,8 +33,8 @@ def make_initial_drops(seed):
 
 
 def add_halo(u):
-    """Return this rank's part u with one halo cell on each side. Halo cells come from
-    neighboring ranks; beyond a wall, they mirror the cells at the wall."""
+    """Return u, this rank's part of a state, with one halo cell on each side. Halo cells
+    come from neighboring ranks; beyond a wall, they mirror the cells at the wall."""
     for dim, wall in enumerate([(1, 1, -1), (1, 1, 1)]):
         before, after = cart.Shift(dim, 1)
         u = np.moveaxis(u, dim, 0)
