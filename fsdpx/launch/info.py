@@ -53,12 +53,12 @@ def info() -> Info:
     """Return the rank and device of this process (rank, size, local_rank, world, backend, device), and a description
     of the machine and its Python installation.
 
-    This function does not communicate. MPI is loaded only in a child process, to query its name.
+    This function does not communicate. To find the name of the MPI library, it loads MPI in a child process only.
 
     Returns
     -------
-    dict : finding by name; `print` shows the dict as a table. `backend` is the backend in use, or the one that
-        `init()` would open; `device` is "cuda" if CuPy can use a GPU
+    dict : each property by its name; `print` shows the dict as a table. `backend` is the backend in use, or the one
+        that `init()` would open; `device` is "cuda" if CuPy can use a GPU
     """
     gpu_library, gpus = describe_cupy_and_count_gpus()
     here: dict[str, Any] = get_rank_info()._asdict()

@@ -499,7 +499,7 @@ class Layer(ABC):
         Parameters
         ----------
         env : array namespace, mesh, random numbers and training mode
-        g : gradients by name, added to in place; frozen parameters are missing
+        g : gradients by name, updated in place; it has no entries for frozen parameters
         kept : second result of `backward_input`
         """
         if g:
@@ -513,7 +513,7 @@ class Layer(ABC):
         ----------
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
-        g : gradients by name, added to in place; frozen parameters are missing
+        g : gradients by name, updated in place; it has no entries for frozen parameters
         saved : second result of `forward`
         dy : gradient of the result, with the same shape as the result; must not be changed
 
@@ -537,7 +537,7 @@ class Layer(ABC):
         ----------
         env : array namespace, mesh, random numbers and training mode
         p : parameters by name
-        g : gradients by name, added to in place; frozen parameters are missing
+        g : gradients by name, updated in place; it has no entries for frozen parameters
         saved : second result of `forward`
         dy : gradient of the result, with the same shape as the result; must not be changed
         """

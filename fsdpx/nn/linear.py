@@ -144,7 +144,7 @@ class Linear(Layer):
         return RowParallelLinear(*size, init=self.init, bias_init=self.bias_init), partial
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return x weight^T, without the bias.
+        """Return `x @ weight.T`, without the bias.
 
         Parameters
         ----------
@@ -263,7 +263,7 @@ class ColumnParallelLinear(ShardedLinear):
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return x weight^T without the bias, for this rank's shard of the features. Collective if `sequence`.
+        """Return `x @ weight.T`, without the bias, for this rank's shard of the features. Collective if `sequence`.
 
         Parameters
         ----------

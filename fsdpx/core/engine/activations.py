@@ -59,8 +59,8 @@ class ActivationMeter:
         self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
 
     def get_storage_bytes_by_slot(self) -> dict[Slot, dict[int, int]]:
-        """Return the memory that the value in each slot (named value) currently holds, as a dict from slot to a dict
-        from the id of a base array to its bytes."""
+        """Return the memory that the value in each slot (named value) currently holds: for each slot, a dict that maps
+        the `id` of each base array to its size in bytes."""
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:

@@ -30,19 +30,18 @@ class VerbTimings(NamedTuple):
     Attributes
     ----------
     seconds : run time
-    waited : seconds spent waiting for transfers that these actions were the first to need
+    waited : seconds that these actions waited for the results of transfers
     calls : number of actions
     nbytes : bytes that this rank sent, received, wrote to a checkpoint or read from one in these actions
-    flown : seconds during which transfers issued by these actions were pending
-    busy : the part of `flown` in which this rank progressed transfers or waited for them; it computed in the rest of
-        the time
+    in_flight : seconds during which transfers issued by these actions were in flight
+    busy : the part of `in_flight` that this rank spent progressing or waiting for transfers instead of computing
     """
 
     seconds: float = 0.0
     waited: float = 0.0
     calls: int = 0
     nbytes: int = 0
-    flown: float = 0.0
+    in_flight: float = 0.0
     busy: float = 0.0
 
 
@@ -81,10 +80,10 @@ class EngineClock(Observer):
         row[3] += nbytes
 
     def on_transfer_complete(self, action: Action, transfer: TimedTransfer) -> None:
-        axis, flown = VERBS[action.op].lane, transfer.completed_at - transfer.issued_at
+        axis, in_flight = VERBS[action.op].lane, transfer.completed_at - transfer.issued_at
         before, row = self.in_flight.get(axis, (0.0, 0.0)), self.rows[action.op]
-        self.in_flight[axis] = (before[0] + flown, before[1] + transfer.busy_seconds)
-        row[4] += flown
+        self.in_flight[axis] = (before[0] + in_flight, before[1] + transfer.busy_seconds)
+        row[4] += in_flight
         row[5] += transfer.busy_seconds
 
     def get_timings(self) -> dict[str, VerbTimings]:

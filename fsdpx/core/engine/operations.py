@@ -147,9 +147,10 @@ def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def _pack_loss_and_scheduled_values(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """Return the numbers that this rank sends to average the loss: the weight of its gradients; the summed loss and the
-    weight of each microbatch; and the scheduled values (such as the learning rate), which must be the same on all
-    ranks."""
+    """Return the numbers that this rank contributes to the all-reduce at the end of a step.
+
+    They are the weight of its gradients, the summed loss and the weight of each microbatch, and the scheduled values
+    (such as the learning rate), which must be the same on all ranks."""
     rates = get_scheduled_values(run.placement.optimizer, run.step + 1) if run.has_update else UNSCHEDULED
     # return zeros: the loss of these samples is counted on another pipeline or tensor rank
     if not run.placement.counts_loss or not weight:

@@ -134,9 +134,9 @@ class RecomputeChoice:
 
     Attributes
     ----------
-    every : k, to recompute every k-th unit (group of layers); 0: none
+    every : interval k: every k-th unit (group of layers) is recomputed; 0: none
     budget : maximum number of bytes of activations that a rank saves for the backward pass; None: no limit
-    cores : kinds of layers that save fewer activations for the backward pass, and recompute the others themselves
+    cores : kinds of layers, such as "attention", that recompute some of their own activations in the backward pass
     """
 
     every: int = 0

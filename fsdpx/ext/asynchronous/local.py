@@ -297,8 +297,9 @@ class LocalSyncPolicy(SyncPolicy):
 
     @cached_property
     def rounds(self) -> RoundSchedule:
-        """The schedule of rounds. Pages are assigned to fragments round-robin, but all copies of a tied parameter go
-        to the same fragment."""
+        """Schedule that says which parameters are synchronized in which round.
+
+        Pages are assigned to fragments round-robin, but all copies of a tied parameter go to the same fragment."""
         choice, layout = self.choice, self.placement.layout
         first = {p: group[0] for group in layout.twins for p in group}
         trained = [page.index for page in layout.pages if page.trainable]
@@ -414,7 +415,7 @@ class LocalSyncPolicy(SyncPolicy):
 
     @property
     def _saved_rounds(self) -> dict[str, int]:
-        """The schedule of rounds as stored in checkpoints."""
+        """The synchronization schedule as stored in checkpoints."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:

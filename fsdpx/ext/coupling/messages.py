@@ -44,7 +44,7 @@ class PartFacts(NamedTuple):
 
     @property
     def shape_by_letter(self) -> dict[str, int]:
-        """Number of cells of the full field along each dim, by letter."""
+        """Number of cells of the full field along each dim, as a dict keyed by the dim's letter in the layout."""
         return dict(zip(self.layout.replace("c", ""), self.shape, strict=True))
 
     def compute_array_shape(self, channels: int) -> tuple[int, ...]:

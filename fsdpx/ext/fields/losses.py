@@ -240,7 +240,8 @@ class BandRMSE(_RootLoss):
         if getattr(env.xp, "holds_no_data", False):
             return apart, target, None
         if self.high is None and self.low**2 > sum((cuts[-1] // 2) ** 2 for cuts in self._get_cuts(y)):
-            return apart * 0, target, None  # the grid has no waves so short, so only rounding errors would remain
+            # the grid cannot represent waves this short: all that remains would be rounding errors
+            return apart * 0, target, None
         last = self.low if self.high is None else self.high
         inside = self._filter_band(env, apart.astype(np.float64), last)
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None

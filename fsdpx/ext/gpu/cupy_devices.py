@@ -40,7 +40,7 @@ def list_gpu_pci_addresses() -> tuple[str, ...]:
     runtime = library.cuda.runtime
     try:
         count = runtime.getDeviceCount()
-    except Exception as error:  # CuPy raises its own exception types for errors of the driver
+    except Exception as error:  # CuPy raises its own exception types for driver errors
         why = " ".join(str(error).split())
         raise ConfigError(
             f"device 'cuda' needs a GPU, and CuPy {library.__version__} finds none ({why}){_describe_visible_gpus()}: "

@@ -87,7 +87,7 @@ class LoRALinear(Linear):
         return RowLoRA(self, sequence=sequence, grain=grain), (*partial, RowLoRA.partial)
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return x weight^T plus the adapter's output, without the bias.
+        """Return `x @ weight.T` plus the adapter's output. The bias is not added.
 
         Parameters
         ----------

@@ -129,8 +129,8 @@ def parse_whole_graph(
 
 
 def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Raise ConfigError on all ranks unless all of them pass the same kinds of arguments. Return this rank's arguments,
-    in which arrays without rows get as many columns as on other ranks. Collective."""
+    """Raise ConfigError on all ranks unless all of them pass the same kinds of arguments. Return this rank's arguments;
+    empty arrays are given the same number of columns as on the other ranks. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))

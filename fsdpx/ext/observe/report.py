@@ -99,7 +99,7 @@ class ReportSummary:
             bytes per second; None if the verb transfers nothing
         """
         rows = self.list_timings(verb)
-        moved, seconds = sum(one.nbytes for one in rows), sum(one.flown or one.seconds for one in rows)
+        moved, seconds = sum(one.nbytes for one in rows), sum(one.in_flight or one.seconds for one in rows)
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
@@ -114,8 +114,8 @@ class ReportSummary:
         float or None
             share from 0 to 1; None if the verb transfers nothing
         """
-        flown, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("flown", "busy"))
-        return 1 - busy / flown if flown else None
+        in_flight, busy = (sum(getattr(one, name) for one in self.list_timings(verb)) for name in ("in_flight", "busy"))
+        return 1 - busy / in_flight if in_flight else None
 
     def _sort_key(self, verb: str) -> float:
         return -sum(one.seconds + one.waited for one in self.list_timings(verb))
@@ -426,7 +426,7 @@ def make_report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Repo
         disk=state.ledger.count_offloaded_bytes_by_kind(),
         peak_rss=get_peak_rss(),
         times=clock.get_timings(),
-        overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
+        overlap={axis: 1.0 - busy / in_flight for axis, (in_flight, busy) in clock.in_flight.items() if in_flight > 0},
         seconds=perf_counter() - clock.start,
         reduces=list(_iterate_compressed_reduces(engine)),
         layers={} if traced is None else dict(traced.layers),

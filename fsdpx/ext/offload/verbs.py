@@ -67,7 +67,7 @@ def store_record(run: ProgramRun, action: Action, taken: Values, read: Values, a
         batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, *one.targets)]
         own = get_arena_storage_ids(run.workspace.state.arena) | {
             id(find_storage(array)) for array in batch
-        }  # inputs and arena buffers stay in memory anyway, so they are not written
+        }  # inputs and arena buffers stay in memory anyway, so writing them to disk would free nothing
         spilled = extract_large_arrays(value, lambda root: id(root) in own)
         run.placement.axes.counters.add_calls("disk", "write", sum(spilled.sizes))
         return TimedTransfer(disk.start_spill(slot, spilled), lambda: value), spilled
