@@ -162,9 +162,9 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def read_npy_header(file: BinaryIO, start: int, stop: int) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype, int]:
-    """Return the shape, memory order and dtype of an array that is stored in `.npy` format in an open file, beginning
-    at byte `start`, and the byte at which its elements begin. Raise OSError or ValueError if it cannot be read or
-    reaches beyond byte `stop`."""
+    """Return the shape, memory order and dtype of an array that an open file holds in `.npy` format from byte `start`
+    on, and the offset of its first element. Raise OSError or ValueError if the array cannot be read or extends beyond
+    byte `stop`."""
     file.seek(start)
     form = np.lib.format
     header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
@@ -232,8 +232,7 @@ class ArrayDataset:
 
         Returns
         -------
-        tuple of arrays
-            one array of k rows for each array of the dataset
+        tuple of arrays k rows of each array of the dataset
         """
         return tuple(a[indices] for a in self.arrays)
 
@@ -271,7 +270,7 @@ def hash_first_sample(dataset: Any) -> int | None:
     take = getattr(dataset, "take", None)
     try:
         sample = dataset[0] if take is None else take(np.array([0]))
-    except Exception:  # ignore the error here: the loader raises it again when it reads the sample
+    except Exception:  # the error is ignored here, since the loader raises it again when it reads the sample
         return None
     parts = [a for a in map(_to_array_or_none, _iterate_leaves(sample)) if a is not None and a.dtype.kind in "biufcSU"]
     texts = [f"{a.dtype}{a.shape}".encode() + np.ascontiguousarray(a).tobytes() for a in parts]
@@ -297,7 +296,7 @@ def _to_array_or_none(value: Any) -> np.ndarray | None:
 
 SKIPPED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
 MAX_STRETCHES = 16  # the text is divided into at most this many stretches
-STRETCH_BYTES = 1 << 16  # minimum size of a stretch in bytes, if there is more than one
+STRETCH_BYTES = 1 << 16  # minimum size of a stretch in bytes, if there is more than one stretch
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]

@@ -62,7 +62,7 @@ class DistributedSampler:
         True: ranks may then have different numbers of samples, so `state_dict` leaves out `n`
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if
         one exists, else all ranks of this job
-    shuffle : whether each epoch has a new random order; False: 0 .. n-1
+    shuffle : whether each epoch has a new random order; if False, the order is 0 .. n-1
     seed : seed of the random order
     drop_last : whether to leave out the last global batch if it is shorter than `batch`
     batch : number of samples in a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
@@ -246,8 +246,7 @@ class DistributedSampler:
 
         Returns
         -------
-        bool
-            True if, of all passes in progress, this one began first
+        bool True if this pass began before all others that are in progress
         """
         return self._pass is not None and self._pass() is epoch_pass
 
@@ -328,7 +327,7 @@ def _has_indexed_samples(dataset: Any) -> bool:
 MAX_PREFETCHED = 1 << 16
 """Maximum number of batches to read ahead. More batches would not fit into memory anyway, and a much larger number
 could overflow a queue's counter."""
-POLL_SECONDS = 0.2  # while the queue is full, `stopped` is checked at this interval
+POLL_SECONDS = 0.2  # interval at which `stopped` is checked while the queue is full
 
 
 @dataclass
@@ -417,7 +416,7 @@ class DataLoader:
         communicator
     rank, size, shuffle, seed, drop_last, reproducible_chunks : see `DistributedSampler`. rank=0, size=1 without comm
         means that the dataset contains only this rank's samples, and that batch_size counts only this rank's samples
-    sampler : a sampler to use instead of batch_size, comm, and the arguments from rank to reproducible_chunks
+    sampler : a sampler, which replaces batch_size, comm, and all options in the line above
     collate : function from a list of samples to a batch; None: use the dataset's method `take` if there is one, else
         stack the samples
     transform : function from batch to batch; like collate, it runs in the reading thread
@@ -564,7 +563,7 @@ class DataLoader:
         batch
             `(x, y)` for the datasets of this package, with k rows
         """
-        # PyTorch and Hugging Face datasets may have this method, which reads all samples of a batch in one call
+        # PyTorch and Hugging Face datasets may have this method, which reads all samples of a batch at once
         several = getattr(self.dataset, "__getitems__", None)
         take = getattr(self.dataset, "take", None) if several is None else None
         if take is not None and self.collate is None:

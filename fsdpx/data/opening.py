@@ -55,15 +55,15 @@ _MAX_LINKS = 16
 
 
 def open_fields(path: Path) -> Any:
-    """Open a file of fields and return its root group. A single array, a folder of arrays, or an `.npz` file is
-    returned as a dict keyed by name."""
+    """Open a file of fields and return its root group. For a single array, a folder of arrays, or an `.npz` file,
+    return a dict of the arrays, keyed by name."""
     if path.suffix == ".npy":
         return {path.stem: memory_map_array(path, np.dtype(np.uint8))}
     if path.suffix == ".npz":
         return _map_npz(path)
     if path.is_dir():
         return _open_zarr(path)
-    # pass a Python file object to h5py, because reads from it release the GIL
+    # h5py gets a Python file object, because reads from such an object release the GIL
     library, file = _import_library("h5py", path), open_file(path, ours=False)
     try:
         root = library.File(file, "r")
@@ -91,7 +91,7 @@ def _map_npz(path: Path) -> dict[str, np.ndarray]:
                 entries = archive.infolist()
         except zipfile.BadZipFile as error:
             raise ValueError(str(error)) from error
-        whole = np.memmap(file, np.uint8, "r")  # one for all arrays, since each keeps a file descriptor open
+        whole = np.memmap(file, np.uint8, "r")  # one memory map for all arrays, since each map keeps a file descriptor open
         for entry in entries:
             name = entry.filename.removesuffix(".npy")
             if entry.compress_type != zipfile.ZIP_STORED:
@@ -131,8 +131,7 @@ def _is_zarr(folder: Path) -> bool:
 
 
 def _explain_unreadable(path: Path, file: Any, known: str) -> str:
-    """Return an error message that says that the file is in the unsupported format `known`, and how to convert or
-    unpack it."""
+    """Return an error message for a file in the unsupported format `known`, which says how to convert or unpack it."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
         into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))
@@ -259,7 +258,7 @@ def _describe_missing_filter(path: Path, array: Any) -> str:
     if code is None or 0 in array.shape:
         return ""
     with suppress(OSError):
-        # a program that lacks the filter may store chunks uncompressed; then reading works here as well
+        # a program that lacks the filter may store chunks uncompressed; such an array can be read without the filter
         array[(0,) * len(array.shape)]
         return ""
     named = f"{_FILTERS.get(code) or found[code].decode(errors='replace') or 'a filter'} (HDF5 filter {code})"

@@ -32,9 +32,9 @@ class PackedGraphs(NamedTuple):
         return int(self.offsets[-1])
 
     def assign_parts(self, ranks: int) -> np.ndarray:
-        """Return the rank of each node, for `Partition.split(parts=)`. Each graph is assigned to one rank, so that
-        ranks have similar numbers of nodes: from the largest graph to the smallest, each graph goes to the rank that
-        has the fewest nodes so far (Graham 1969).
+        """Assign each graph to one rank, and return the rank of each node, for `Partition.split(parts=)`. To give the
+        ranks similar numbers of nodes, from the largest graph to the smallest, each graph goes to the rank that has the
+        fewest nodes so far (Graham 1969).
 
         Parameters
         ----------

@@ -33,7 +33,7 @@ class NumberEncoding:
 
     Parameters
     ----------
-    kind : dtype used to interpret the stored bytes
+    kind : dtype as which the stored bytes are interpreted
     missing : stored numbers that mark missing data
     low, high : stored numbers below `low` or above `high` mark missing data; None: no limit
     factor, offset : value = stored * factor + offset, for packed data
@@ -63,7 +63,7 @@ class NumberEncoding:
 
 
 def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
-    """Return how the values of an array in a file are encoded; None if the stored numbers are the values.
+    """Return how the values of an array in a file are encoded; None if the stored numbers are the values themselves.
 
     A stored number marks missing data if it equals `_FillValue` or one of `missing_value`, or if it is outside of
     `valid_range`, or outside of the range from `valid_min` to `valid_max`. In NetCDF files without `_FillValue`, the
@@ -92,8 +92,9 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the dtype with which to interpret stored integers, given the attribute `_Unsigned`. In NetCDF's classic
-    model, all integers are stored as signed, and this attribute marks those that are meant as unsigned."""
+    """Return the dtype as which to interpret stored integers, given the value of their attribute `_Unsigned`. In
+    NetCDF's classic model, all integers are stored as signed, and this attribute marks those that are meant as
+    unsigned."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 
@@ -101,7 +102,7 @@ def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
 def _iterate_default_fill_values(
     path: Path, array: Any, attributes: Mapping[str, Any], stored: np.dtype, kind: np.dtype
 ) -> Iterator[int | float]:
-    """Yield the numbers that mark missing data by convention, without an attribute that says so."""
+    """Yield the numbers that mark missing data by convention, even if no attribute declares them."""
     if getattr(getattr(array, "metadata", None), "zarr_format", None) == 2 and _DIMENSIONS in attributes:
         if array.fill_value is not None:
             yield np.asarray(array.fill_value).item()

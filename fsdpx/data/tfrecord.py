@@ -118,8 +118,8 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def mask_checksum(checksum: int) -> int:
-    """Return a checksum in the masked form in which TFRecord files store it. It is masked because a CRC of data that
-    contain their own CRC is problematic."""
+    """Return a checksum in the masked form in which TFRecord files store it. Checksums are masked because it is
+    problematic to compute the CRC of data that contain CRCs."""
     return (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -152,7 +152,7 @@ def compute_crc32c(data: bytes) -> int:
 
 @cache
 def _make_table() -> np.ndarray:
-    """For each possible byte, return the CRC state after this byte, starting from state 0."""
+    """Return a table of CRC states: entry b is the state after byte b, starting from state 0."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = (table >> np.uint32(1)) ^ np.where(table & np.uint32(1), np.uint32(POLYNOMIAL), np.uint32(0))
@@ -160,7 +160,7 @@ def _make_table() -> np.ndarray:
 
 
 def _make_shift(zeros: int) -> np.ndarray:
-    """For each of the CRC states 1, 2, 4, ..., return the state after `zeros` zero bytes. It is computed by repeated
+    """Return, for each of the CRC states 1, 2, 4, ..., the state after `zeros` more zero bytes, computed by repeated
     squaring."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits

@@ -91,7 +91,7 @@ class NodeCores:
     Attributes
     ----------
     cores : number of cores
-    source : where the number comes from, worded so that it can end a sentence, such as "as this machine has"
+    source : where the number comes from, as a phrase to end a sentence with, such as "as this machine has"
     """
 
     cores: int
@@ -99,8 +99,8 @@ class NodeCores:
 
 
 def find_cores_per_node() -> NodeCores:
-    """Return the number of cores per node: if Slurm is installed, the number of its smallest node, else the number of
-    this machine."""
+    """Return the number of cores per node: that of the smallest Slurm node if Slurm is installed, else that of this
+    machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:

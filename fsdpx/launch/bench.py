@@ -228,9 +228,9 @@ def measure_verbs(
     on all ranks. Collective.
 
     The report has one section for the ranks of each host, one for communication between hosts, and one for all ranks.
-    Each section contains the latency and bandwidth of messages, and one row per operation and size. `sizes` are sizes
-    of the full array in bytes; they are rounded up so that all ranks have the same number of elements. `seconds` is
-    the approximate time spent on each row. To report progress, `count` is called with the number of finished
+    Each section contains the latency and bandwidth of messages, and one row per operation and size. `sizes` are the
+    sizes of the full array in bytes; they are rounded up so that all ranks have the same number of elements. `seconds`
+    is the approximate time spent on each row. To report progress, `count` is called with the number of finished
     measurements and the total number of measurements."""
     names: list[str] = comm.all_gather_data(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
@@ -451,9 +451,9 @@ def compare_strategies(
     ranks. Collective.
 
     For each strategy, the report contains the median and the minimum over all rounds of the slowest rank's step time,
-    in seconds, and the ratio of the step time to the step time of the first strategy: the ratio is computed in each
-    round, and the median over the rounds is reported. To report progress, `count` is called with the number of
-    finished rounds, including warm-up, and the total number of rounds."""
+    in seconds, and the ratio of that time to the first strategy's time (computed in each round; the median over all
+    rounds is reported). To report progress, `count` is called with the number of finished rounds, including warm-up,
+    and the total number of rounds."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

@@ -198,7 +198,7 @@ class ModelBuilder:
 
     def _resolve_value(self, value: Any, where: str) -> Any:
         """Return `value` with each nested `make` table replaced by the result of its call, and each nested `use` table
-        replaced by the object that it names. Error messages name `where` as the place of the value."""
+        replaced by the object that it names. `where` is the location of the value, for error messages."""
         if type(value) in (list, tuple):
             return type(value)([self._resolve_value(one, f"{where}[{n}]") for n, one in enumerate(value)])
         if not isinstance(value, Mapping):
@@ -240,7 +240,7 @@ class ModelBuilder:
         """Raise ConfigError unless `function` accepts these arguments."""
         try:
             taken = signature(function)
-        except ValueError:  # some functions written in C have no signature, so they cannot be checked
+        except ValueError:  # some functions written in C have no signature, so their arguments cannot be checked
             return
         known = OPTIONS if function is distribute else taken.parameters
         if function is distribute or all(p.kind is not p.VAR_KEYWORD for p in taken.parameters.values()):

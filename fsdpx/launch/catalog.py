@@ -32,7 +32,7 @@ class CatalogModel:
 
     Attributes
     ----------
-    about : one line that describes the model
+    about : one-line description of the model
     model : function that creates the model
     loss : the loss
     x, y : functions that take a number of samples n, and return the (shape, dtype) of n inputs (x) or n targets (y)
@@ -201,7 +201,7 @@ def _import_and_call_factory(name: str) -> Any:
     except TypeError as error:
         raise ConfigError(f"{name}: {error}; name a function that needs no arguments") from None
     except ValueError:
-        pass  # functions written in C may have no signature, so just call them
+        pass  # functions written in C may have no signature, so they are called without a check
     return found()
 
 

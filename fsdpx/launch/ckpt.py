@@ -87,8 +87,7 @@ def _format_checkpoint_contents(source: CheckpointSource) -> str:
 
 
 def _verify_and_print_digests(path: Path) -> int:
-    """Recompute the digests of a checkpoint, and print which tensors are damaged. Return 1 if any is damaged, else
-    0."""
+    """Recompute the digests of a checkpoint, and print which tensors are damaged. Return 1 if there are any, else 0."""
     source, wrong = offline.open_and_list_damaged_tensors(path)
     count = format_count(len(source.locations), "tensor")
     size = _format_size(sum(contents.size for contents in source.files.values()))

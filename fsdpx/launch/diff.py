@@ -42,7 +42,7 @@ class FirstDifference:
     worst : the element that differs most; for per-sample values, the first index of the element is the index of the
         sample in the global batch
     ranks : number of ranks of the first run, and of the second run
-    before : number of earlier values, all of which agree
+    before : number of values before this one, all of which agree
     """
 
     step: int
@@ -125,8 +125,8 @@ def _list_contiguous_pieces(written: WrittenTensor) -> list[ValuePiece]:
 
 
 def _find_worst_common_element(one: WrittenTensor, other: WrittenTensor, tolerance: float) -> WorstElement | None:
-    """Among the elements that both runs wrote, return the element with the largest difference. Return None if all of
-    them agree within the tolerance."""
+    """Among the elements that both runs wrote, return the element with the largest difference. Return None if no
+    difference exceeds the tolerance."""
     overlaps = [
         (low, want[low - start : high - start], got[low - first : high - first])
         for start, stop, want in _list_contiguous_pieces(one)

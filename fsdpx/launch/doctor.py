@@ -52,8 +52,8 @@ class RankFacts(NamedTuple):
     versions : package name -> version
     cores : ids of the cores on which the rank may run
     threads : number of threads that compute kernels use
-    free : free bytes of shared memory; None if shared memory has no limit of its own
-    cache, writable : the cache folder, and whether the rank can write to it
+    free : free bytes of shared memory; None if there is no separate limit on shared memory
+    cache, writable : path of the cache folder, and whether the rank can write to it
     gpus : GPUs that CuPy sees
     driver : whether the host has an NVIDIA driver
     load : load average of the host, divided by its number of cores
@@ -121,7 +121,7 @@ def diagnose_ranks(comm: Communicator) -> tuple[bool, list[tuple[str, str]]]:
 
 
 def _format_by_rank(numbers: Sequence[int]) -> str:
-    """Format a list with one number per rank: "2 per rank" if all are equal, else "2, 4 by rank"."""
+    """Format a list that has one number per rank: "2 per rank" if all are equal, else "2, 4 by rank"."""
     return f"{numbers[0]} per rank" if len(set(numbers)) == 1 else f"{', '.join(map(str, numbers))} by rank"
 
 

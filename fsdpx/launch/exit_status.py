@@ -46,7 +46,7 @@ class DeathRecorder:
     ----------
     order : ranks that have ended, in the order in which they ended
     missed : ranks that had ended before they could be watched
-    in_vain : event that is set once ranks have waited too long in MPI_Init for a rank that has ended
+    in_vain : event that is set when ranks in MPI_Init have waited too long for a rank that has already ended
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -304,7 +304,7 @@ class Case(NamedTuple):
     Attributes
     ----------
     applies : function of the evidence that tells whether this case applies
-    verdict : kind of the ending, and whether it leads to a restart
+    verdict : kind of ending, and whether it leads to a restart
     status : exit status of `fsdpx run`
     text : template of `JobEnding.text`, filled by `Evidence.make_message_template_values`
     """
@@ -395,8 +395,7 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Return how many consecutive attempts directly before the last one reached at least the same step as the last
-    attempt."""
+    """Return how many attempts in a row, directly before the last one, got at least as far as the last one."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

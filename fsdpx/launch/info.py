@@ -125,8 +125,8 @@ def _list_blas_rate_rows() -> list[tuple[str, str]]:
 
 
 def probe_mpi_library() -> tuple[str, str]:
-    """Return a pair of strings: the name and version of the MPI library that mpi4py loads, and "". If no library can be
-    loaded, return "" and the reason."""
+    """Return (name and version of the MPI library that mpi4py loads, ""). If no library can be loaded, return ("",
+    reason)."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
@@ -135,8 +135,8 @@ def probe_mpi_library() -> tuple[str, str]:
 
 
 def describe_version(package: str, without: str = "") -> str:
-    """Return the version of a package. If it is not installed, return "not installed" followed by `without`, a text
-    that tells what happens without the package."""
+    """Return the version of a package or, if it is not installed, "not installed" followed by `without`, which says
+    what happens without the package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -180,8 +180,8 @@ def describe_cupy_and_count_gpus() -> tuple[str, int]:
 
 
 def get_free_shared_memory_bytes() -> int | None:
-    """Return the free bytes of shared memory (/dev/shm) on this host. Return None if shared memory has no limit of its
-    own."""
+    """Return the free bytes of shared memory (/dev/shm) on this host. Return None if there is no separate limit on
+    shared memory."""
     if not Path("/dev/shm").is_dir():
         return None
     found = os.statvfs("/dev/shm")

@@ -49,9 +49,9 @@ class Launcher:
         searched for in the launcher's path
     always : options that are always passed. They make the launcher end all ranks when one fails, and keep it from
         binding ranks to single cores, because fsdpx itself divides the cores among the ranks
-    here : options for a job that names neither hosts nor their number
-    spread : options for a job that gives the number of hosts or of ranks per host, but no host names
-    on : options for a job that names its hosts
+    here : options for a job for which neither the hosts nor their number is given
+    spread : options for a job for which the number of hosts or of ranks per host is given, but no host names
+    on : options for a job for which the host names are given
     passes : options that pass environment variables ({name} or {names}) to other hosts; "" if the launcher passes all
         of them
     serves : prefixes of the names of the MPI libraries whose ranks the launcher can start; () if it can start ranks of
@@ -311,7 +311,7 @@ def _find_srun() -> FoundLauncher | None:
     kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
     wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
-    if plugin is None:  # an unknown MPI library, such as Cray's, should work with the cluster's default plugin
+    if plugin is None:  # unknown MPI libraries, such as Cray's, should work with the cluster's default plugin
         return FoundLauncher((srun,), kind)
     if not re.search(rf"\b{plugin}\b", _run_and_read_output([srun, "--mpi=list"])):
         return None

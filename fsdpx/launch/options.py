@@ -48,7 +48,8 @@ class LaunchConfig:
     per_node : maximum number of ranks per host
     backend : "mpi", or "gloo" to start ranks on this host without MPI (docs: backends). For "gloo" on several hosts,
         use `fsdpx run --node-rank`
-    hostfile : file with host names and the number of ranks for each, in the format of any launcher (docs: launching)
+    hostfile : file with host names and the number of ranks for each, in the format of any supported launcher (docs:
+        launching)
     mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (None: find one)
     elastic : keep the job running when ranks die (Open MPI's --with-ft ulfm)
     threads : threads per rank for BLAS and kernels (None: the cores of a host divided by its ranks)
@@ -205,8 +206,8 @@ class NodeRank:
     def from_options(
         cls, backend: str, nodes: int | None, number: int | None, address: str | None, port: int | None
     ) -> NodeRank | None:
-        """Parse the options --nodes, --node-rank, --master-addr and --master-port of `fsdpx run`. Return None if the
-        options say that a single launcher starts all ranks.
+        """Parse the options --nodes, --node-rank, --master-addr and --master-port of `fsdpx run`. Return None if a
+        single launcher starts all ranks.
 
         Raise LaunchError if an option is missing or does not fit the backend."""
         given = {"--nodes": nodes, "--node-rank": number, "--master-addr": address}
@@ -332,9 +333,9 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the default number of ranks of a job without -n, and a text that tells where the number comes from, such
-    as "the 8 cores that this process may use". The number is derived from other options, a hostfile, the allocation,
-    or the cores of this machine."""
+    """Return the default number of ranks of a job without -n, and a phrase for its origin, such as "the 8 cores that
+    this process may use". The number is derived from other options, a hostfile, the allocation, or the cores of this
+    machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")
@@ -370,7 +371,7 @@ def write_hostfile(hosts: Sequence[HostSlots], path: Path) -> Path:
 
 
 def require_resolvable_hosts(hosts: Sequence[HostSlots], path: Path) -> None:
-    """Raise LaunchError if a host name cannot be resolved. Without this check, a launcher would hang, or print a long
+    """Raise LaunchError if a host name cannot be resolved. Without this check, a launcher might hang or print a long
     error message."""
     for host in hosts:
         try:

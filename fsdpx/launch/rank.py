@@ -68,7 +68,7 @@ def escape_colon_words(program: Sequence[str]) -> list[str]:
     """Escape the words of a program's command line for mpiexec, which interprets a single ":" as the start of another
     program.
 
-    Each word that consists only of colons gets one more colon, which `main` removes."""
+    One more colon is appended to each word that consists only of colons; `main` removes it."""
     return [f":{word}" if _has_only_colons(word) else word for word in program]
 
 
@@ -99,8 +99,8 @@ class RankStatusWriter:
         self._lock = threading.RLock()  # reentrant, because a signal handler that interrupts `update` may call it
 
     def update(self, final: bool = False, **changes: Any) -> None:
-        """Replace the fields in `changes` and write the status, unless a final status has been written. A forked child
-        process is not a rank, so there this method does nothing."""
+        """Replace the fields in `changes` and write the status, unless a final status has been written. In a forked
+        child process, which is not a rank, this method does nothing."""
         if os.getpid() == self._note.process:
             with self._lock:
                 if not self._final:

@@ -168,9 +168,10 @@ def create_and_hold_lifeline(folder: Path, rank: int) -> None:
     with suppress(OSError):  # the folder may be missing on this host, or its file system may not support named pipes
         path = _get_lifeline_path(folder, rank)
         os.mkfifo(path)
-        # The pipe is opened for reading, too, so that open does not wait for a reader.
+        # The pipe is also opened for reading, so that `open` does not wait for a reader.
         low = os.open(path, os.O_RDWR)
-        # Forked children must close the pipe. A program that replaces the script (exec) is still the rank and keeps it.
+        # Forked children must close the pipe. A program that replaces the script (exec) is the same rank, and keeps it
+        # open.
         high = os.dup2(low, min(os.sysconf("SC_OPEN_MAX") - 1, _MAX_DESCRIPTOR))
         os.close(low)
         os.register_at_fork(after_in_child=lambda: _close_descriptor(high))

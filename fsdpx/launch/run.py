@@ -120,7 +120,7 @@ def run_job(
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
     _require_existing_program(program)
-    job.make_command(config.ranks)  # raises an error for impossible options before any file is written
+    job.make_command(config.ranks)  # raises an error if the options cannot work, before any file is written
     if config.hostfile is not None:
         require_resolvable_hosts(read_hostfile(config.hostfile), config.hostfile)
     folder = (
@@ -153,7 +153,7 @@ def run_job(
         _log_line(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
         safe_files.remove_user_owned_folder(folder)
-    # later jobs remove only folders that have an owner file, so the records are kept
+    # later jobs remove only folders that contain an owner file, so the records are kept
     (folder / _OWNER_FILE).unlink(missing_ok=True)
     return ending
 
@@ -369,7 +369,7 @@ class _SignalForwarder:
         self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
         listen: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """Forward signals to the job until it has ended, and finally kill what is left of its process group.
+        """Forward signals to the job until it has ended, and finally kill any remaining processes of its group.
 
         The job is ended at once when the event `in_vain` is set. The function `meanwhile` is called repeatedly while
         the job is running and has received no signal. The function `listen` returns whether a rank saves a checkpoint

@@ -66,8 +66,8 @@ __all__ = [
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
-    """Add --mesh, --schedule, --sequence and --recompute to an argument parser. `also` is text that names one more
-    value of --schedule and --sequence that the command accepts; it is appended to their help."""
+    """Add --mesh, --schedule, --sequence and --recompute to an argument parser. `also` is appended to the help of
+    --schedule and --sequence, to name one more value that the command accepts."""
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument("--schedule", default=None, help=f"pipeline schedule: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"mode of the tensor axis: parallel, ulysses, ring, samples{also}")
@@ -75,8 +75,8 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def require_axes_for_options(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
-    """Raise ConfigError if --schedule is given without a pipeline axis in --mesh, or --sequence without a tensor
-    axis."""
+    """Raise ConfigError if --schedule is given but the mesh has no pipeline axis, or --sequence is given but the mesh
+    has no tensor axis."""
     if schedule is not None and (mesh is None or mesh.pipe == 1):
         raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
     if sequence is not None and (mesh is None or mesh.tensor == 1):
@@ -99,7 +99,7 @@ SCHEDULE_WIDTH_CHARS = 250  # line width of a drawn schedule if the output is no
 DEFAULT_MACHINE = "epyc-100g"
 """Machine on which steps are simulated by default."""
 UNIT_COSTS = StageCosts(forward=1, backward_input=1, backward_params=1)
-# over these axes, layers communicate by themselves, so this traffic cannot be predicted from the program
+# layers themselves communicate over these axes, so this traffic cannot be predicted from the program
 LAYER_AXES = ("tensor", "data", "domain")
 
 
@@ -110,8 +110,8 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _simulate_and_format_step(args: argparse.Namespace, count: Callable[[int], None]) -> str:
-    """Return the text that `show` prints. To report progress, call `count` with the number of the dry run at the start
-    of each dry run."""
+    """Return the text that `show` prints. To report progress, `count` is called with the number of each dry run when it
+    starts."""
     if args.png is not None:
         require_writable_picture("--png", args.png)
     example = _grow_batch_to_chunks(find_model(args.example, args.batch), args.batch, args.chunks)
@@ -213,7 +213,7 @@ def parse_dims(option: str, text: str | None) -> tuple[int, ...]:
 
 
 def make_no_field_error(example: str) -> ConfigError:
-    """Return the error for --domain or --field if the samples of the model `example` are not fields."""
+    """Return the error to raise for --domain or --field, because samples of the model `example` are not fields."""
     fields = ", ".join(name for name, one in CATALOG.items() if one.cells)
     say = "; of a model of your own say --batch with samples, channels and cells, as many as it gives"
     own = say * (":" in example)

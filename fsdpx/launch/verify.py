@@ -95,7 +95,7 @@ class VerifyCase:
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Return text with the mesh, the schedule, the sequence mode and the recomputation, as far as they are set."""
+        """Return a label that lists those of mesh, schedule, sequence mode and recomputation that are set."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
@@ -265,8 +265,8 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
 def _compare_tensors(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Return a bool that tells whether all tensors and losses agree within `tolerance`, and a line of text about the
-    largest difference. Differences are relative to the largest element of a tensor."""
+    """Return whether all tensors and losses agree within `tolerance`, and a line of text about the largest difference.
+    Differences are relative to the largest element of a tensor."""
     ours = {"the losses": np.array(got_losses), **{name: got[name] for name in want}}
     worst = find_difference(
         ours, {"the losses": np.array(want_losses), **want}, -1.0

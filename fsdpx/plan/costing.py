@@ -124,8 +124,8 @@ class ActionCostRecorder(TimelineRecorder):
         """Ignore the event: work outside of programs takes no time in a dry run."""
 
     def _pop_work_and_calls(self, moved: bool = True) -> tuple[WorkCount, tuple[Call, ...]]:
-        """Return the work and the communication calls since the last call of this method. With `moved=False`, the
-        caller says that there was no communication, and no calls are returned."""
+        """Return the work and the communication calls since the last call of this method. `moved=False` means that
+        nothing was communicated; the returned calls are then empty."""
         work = self.work.pop_counts()
         if not moved:
             return work, ()
@@ -236,8 +236,8 @@ def _find_first_equal_layer(layer: Layer) -> Layer:
 def _make_layer_key(value: Any, kept: list[Any]) -> Any:
     """Return a hashable key that is equal for layers of the same class with equal attributes.
 
-    Objects with unknown attributes are compared by id. They are appended to `kept`, which keeps them alive, so that no
-    new object can get the id of one of them."""
+    Objects with unknown attributes are compared by id. They are appended to `kept`, which keeps them alive so that
+    their ids cannot be reused."""
     if value is None or isinstance(value, int | float | str | bytes | type):
         return value
     if isinstance(value, tuple | list):
@@ -251,7 +251,7 @@ def _make_layer_key(value: Any, kept: list[Any]) -> Any:
 
 
 def _make_shape_key(value: Any, roots: list[Storage]) -> Any:
-    """Return a hashable key for nested values. It contains the shapes and dtypes of arrays, and tells which arrays
+    """Return a hashable key for nested values. It contains the shapes and dtypes of arrays, and records which arrays
     share memory. The storage of each array is appended to `roots`."""
     kind = type(value)
     if kind is ShapeArray:

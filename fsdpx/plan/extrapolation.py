@@ -121,7 +121,7 @@ class StepDryRuns:
         bytes in use from that time on)]} per rank.
 
         Each buffer of the program is counted while it is in use, and activations are counted at their maximum during
-        each action. The dry runs must have run all microbatches of `events`."""
+        each action. The dry runs must include all microbatches that occur in `events`."""
         rows = group_events_by_rank(events)
         return [_make_memory_timeline(run, self.simulated, rows[rank]) for rank, run in enumerate(self.runs)]
 
@@ -154,8 +154,8 @@ def _make_memory_timeline(
 
 
 def _accumulate_memory_changes(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Convert changes of memory, (seconds, change in bytes), to the memory in use, (seconds, bytes), with one entry per
-    time. At equal times, memory is freed before memory is allocated."""
+    """Convert (seconds, change in bytes) pairs to (seconds, bytes in use) pairs, with one pair per point in time. At
+    equal times, memory is freed before it is allocated."""
     changes.sort()
     now = accumulate(nbytes for _, nbytes in changes)
     return list(dict(zip((time for time, _ in changes), now, strict=True)).items())

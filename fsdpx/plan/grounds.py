@@ -12,7 +12,7 @@ MEASURE = "python -m fsdpx measure-machine"
 
 
 def describe_unmeasured_figures(found: Prediction) -> list[str]:
-    """Return one sentence for each figure in a prediction that is not based on measurements; [] if all are."""
+    """Return one sentence for each figure in a prediction that is not based on measurements; [] if there is none."""
     machine, ranks = found.machine, found.mesh.size
     measured = machine.measured or ()
     sentences = []

@@ -1,4 +1,4 @@
-"""The costs of individual layers, and a lower bound on the step time. With this bound, the search can rule out
+"""Computes the costs of individual layers and a lower bound on the step time, with which the search rules out
 configurations without predicting them. Costs and bound come from one dry run of the layers, which is reused for many
 configurations."""
 
@@ -36,7 +36,7 @@ LayerCostList = list[tuple[int, int, ActionCost, int]]
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It includes only computing, and communication that layers
+    """Return a lower bound on the time of a step in seconds. It covers only computing and the communication that layers
     wait for.
 
     Each pipeline rank computes its stages for all microbatches. Before the rank can begin, the first microbatch must
@@ -105,9 +105,9 @@ def predict_layers(step: WorldStep, machine: Machine) -> dict[str, LayerPredicti
 
 
 def _run_layers_and_list_costs(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, LayerCostList]:
-    """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given
-    as (index of the last layer of a unit, part of the step, cost, bytes of activations kept after the action minus
-    those kept before it).
+    """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given as
+    (index of the last layer of the unit, number from `STEP_PARTS`, cost of an action, change in the bytes of kept
+    activations).
 
     `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
     that the backward pass is divided into input gradients (I) and parameter gradients (W)."""

@@ -80,10 +80,10 @@ class Compute:
         (F + half) of that rate. This holds for the fastest format; in any other format, a small product loses the same
         time in seconds
     memory_efficiency : share of `memory` that memory-bound kernels reach
-    launch : additional seconds for each kernel
+    launch : overhead of each kernel call in seconds
     spill : share of the intermediate arrays of attention and losses that is written to memory if these layers consist
         of several kernels; 0 if all intermediate arrays stay in registers and caches
-    overhead : additional seconds for each step
+    overhead : overhead of each step in seconds
     gpu : whether each rank is a GPU; unlike CPUs, GPUs always compute with 16-bit numbers directly
     cores : number of cores of a rank that is not a GPU; less than 1 if ranks share cores. In this case, all other
         figures apply to a host on which all ranks are computing

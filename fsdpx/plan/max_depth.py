@@ -1,4 +1,4 @@
-"""Creates deeper versions of a model: with the same width, but with more blocks."""
+"""Creates deeper versions of a model, which have the same width but more blocks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def count_parameters(model: Layer) -> int:
 
 
 def _find_repeated_blocks(model: Layer) -> tuple[str, Container] | None:
-    """Return the name and the container of the model's repeated blocks, which must all be equal. Return None if there
-    are none."""
+    """Return the name and the container of the model's repeated blocks, which must all be equal. Return None if the
+    model has no such blocks."""
     for name, child in model.children().items() if isinstance(model, Container) else ():
         if isinstance(child, Container) and len({step.layer for step in child.steps}) == 1 < len(child.steps):
             layers = {step.name: step.layer for step in child.steps}

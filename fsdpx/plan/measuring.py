@@ -134,7 +134,7 @@ def _average_call_seconds(
 
 
 def _time_calls(call: Callable[[], Any], device: Processors, calls: int) -> float:
-    """Run `call()` `calls` times, and return the time in seconds until all calls have finished on the device."""
+    """Run `call()` `calls` times, and return the total time in seconds, until the device has finished the last call."""
     device.synchronize_device()
     begin = perf_counter()
     for _ in range(calls):

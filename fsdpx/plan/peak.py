@@ -291,7 +291,7 @@ def _iterate_option_changes(current: Mapping[str, Any], rows: int) -> Iterator[d
     change is a dict of one option, or of several options that make sense only together."""
     mesh, names = current.get("mesh"), set[str]()
     for name, value in iterate_cheaper_options(current, rows):
-        # try only the first larger number of microbatches, which is twice the current one
+        # try only the next larger number of microbatches, which is twice the current one
         if name != "microbatches" or name not in names:
             cut = {} if mesh is None or name != "strategy" else {"mesh": replace(mesh, replica=1, shard=None)}
             yield {name: value, **cut}

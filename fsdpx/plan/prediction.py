@@ -94,7 +94,7 @@ class Prediction:
     @property
     def peak(self) -> MemoryPeak:
         """The moment at which a rank of `worst_class` uses the most memory: the action, and the memory held for each
-        unit. `print` shows the peak as a table."""
+        unit. `print(prediction.peak)` shows it as a table."""
         return self.worst_class.peak
 
     @property

@@ -51,8 +51,8 @@ class StepClock:
         return self._known(rank, find_representative_action(action, self._few))
 
     def _compute_price(self, rank: int, action: Action) -> ActionPrice:
-        """Return the time of an action that was part of the dry run. A receive costs nothing, because the send is
-        charged for the whole transfer."""
+        """Return the time of an action that was part of the dry run. A receive costs nothing, because the whole
+        transfer is charged to the send."""
         cost, verb = self.runs[rank].costs[action], VERBS[action.op]
         if verb.is_receive:
             return ActionPrice(0.0, {})
@@ -84,7 +84,7 @@ class StepClock:
         return {name: sum(share.get(name, 0.0) for share in shares) / len(shares) for name in names}
 
     def _get_transfer_seconds(self, rank: int, action: Action) -> Any:
-        """Return the transfer time of an action's data in seconds, without the wait until the sender is ready.
+        """Return the time in seconds to transfer an action's data, excluding the wait for the sender.
 
         Return inf for an action that neither receives nor synchronizes."""
         verb = VERBS[action.op]

@@ -73,7 +73,8 @@ def _list_rowwise_calls(xp: Any, a: Any, b: Any) -> list[Call]:
 
 
 def _make_field(xp: Any, samples: int, cells: tuple[int, ...], channels: int, dtype: Any) -> Any:
-    """Return an array (samples, channels, *cells) in channels-last memory layout, as field kernels return it."""
+    """Return an array (samples, channels, *cells) in channels-last memory layout, the layout of arrays that field
+    kernels return."""
     return xp.moveaxis(xp.full((samples, *cells, channels), 0.5, dtype=dtype), -1, 1)
 
 

@@ -302,7 +302,7 @@ class _Search:
 
     @property
     def _has_fixed_parts(self) -> bool:
-        """Whether samples are split by a `Partition`. The search does not change a `Partition`."""
+        """Whether samples are split by a `Partition`, which the search never changes."""
         return isinstance(self.space, Domain) and not isinstance(self.space, Grid)
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
@@ -584,7 +584,7 @@ def _drop_none(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_options_key(options: Mapping[str, Any]) -> str:
-    """Return options as text that serves as a dict key. Options that are None are left out."""
+    """Return a string that identifies the options, for use as a dict key. Options that are None are left out."""
     return format_options(_drop_none(options))
 
 

@@ -171,7 +171,7 @@ class StepTimes:
 
         - ring: each step has the largest latency, and bytes move at the speed of the slowest link
         - tree: for an all-reduce, log2(ranks) steps in each direction, each of which sends the full array; for small
-          messages by MPI, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
+          MPI messages, log2(ranks) steps that send everything received so far (Bruck et al. 1997)
         - hierarchy: one network level after another, each with the bytes that remain after the levels below it
 
         A message to a neighbor takes one latency plus the time for its bytes. Receiving it takes no additional time."""

@@ -1,5 +1,5 @@
 """Fault injection: kill, stop or delay ranks at chosen actions of their programs. Faults are reproducible from a seed.
-A step log is then used to check a restarted job: each step must count once, and a repeated step must give a
+A step log then shows whether a restarted job is correct: each step must count once, and a repeated step must give a
 bit-identical loss."""
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Fault:
     rank : the rank on which the fault occurs
     action : number of actions that the rank has run since the start of the job when the fault occurs
     seconds : duration of a delay
-    start : the start of the job to which the fault belongs: 0 for the first start, 1 for the first restart, and so on
+    start : number of the start of the job during which the fault occurs: 0 for the first start, 1 for the first
+        restart, and so on
     """
 
     kind: str
@@ -84,8 +85,8 @@ def draw_faults(
 
 
 def inject_faults(trainer: Any, faults: Iterable[Fault], start: int = 0, *, threads: bool = False) -> None:
-    """Inject those faults that belong to this rank and to start number `start` of the job (0: the first start, before
-    any restart).
+    """Inject the faults that are meant for this rank and for start number `start` of the job (0: the first start,
+    before any restart).
 
     To kill or stop a rank that is a process, SIGKILL or SIGSTOP is sent to it. If ranks are threads (`threads`),
     `InjectedFault` is raised in the thread instead. Raises ConfigError for a fault of an unknown kind."""
@@ -143,7 +144,7 @@ class StepLog:
 
     def read_starts(self) -> dict[int, dict[int, list[tuple[int, str]]]]:
         """Read the log, and return it as a nested dict: `log[start][rank]` is a list of (step, loss as hexadecimal
-        text). If a kill has truncated the last line of a file, this line is skipped."""
+        text). The last line of a file is skipped if it is incomplete because the rank was killed."""
         found: dict[int, dict[int, list[tuple[int, str]]]] = {}
         for path in sorted(self.folder.iterdir()):
             start, rank = map(int, path.name.split("-"))

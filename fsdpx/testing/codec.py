@@ -41,7 +41,7 @@ class CodecContract:
     """Dtype of the gradients."""
 
     def make(self) -> Codec:
-        """Return a new codec to be tested; to be overridden."""
+        """Return a new codec to test. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define make()")
 
     @pytest.mark.parametrize(("size", "counts", "into"), REDUCE_CASES)
@@ -62,7 +62,7 @@ class CodecContract:
     @pytest.mark.parametrize("whole", [False, True])
     def test_error_feedback_loses_nothing(self, whole: bool) -> None:
         """For a codec with error feedback, check that everything sent plus everything kept equals the sum of all
-        gradients. What is kept are the memory arrays whose rule in `reshard_rules` is "sum"."""
+        gradients. The kept values are those in memory arrays whose rule in `reshard_rules` is "sum"."""
         size, n, steps = 3, 61, 3
 
         def body(comm: Communicator) -> np.ndarray:
@@ -132,8 +132,8 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that take turns with the same memory arrays give results that are bit-identical to
-        those of a single codec. This shows that a codec stores no state elsewhere."""
+        """Check that two codecs that take turns with the same memory arrays give the same bits as a single codec, which
+        shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)

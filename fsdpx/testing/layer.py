@@ -34,11 +34,11 @@ class GradientContract:
     """Allowed difference between float32 and float64 results, both relative and absolute."""
 
     def make(self) -> Any:
-        """Return a new instance of the layer or loss to be tested; to be overridden."""
+        """Return a new instance of the layer or loss to test. To be overridden."""
         raise NotImplementedError
 
     def draw_integers(self, below: int, *shape: int) -> np.ndarray:
-        """Return random integers in [0, below), which are the same in every run.
+        """Return random integers in [0, below), the same ones in every run.
 
         Parameters
         ----------
@@ -79,7 +79,7 @@ class LayerContract(GradientContract):
     """Whether the result for a sample is independent of the other samples (False for BatchNorm)."""
 
     def make(self) -> Layer:
-        """Return a new instance of the layer to be tested; to be overridden."""
+        """Return a new instance of the layer to test. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
@@ -227,7 +227,7 @@ class LayerContract(GradientContract):
     def test_bfloat16_stays_bfloat16(self) -> None:
         layer, x, p = self._make_test_case()
         dtype = parse_dtype("bf16")
-        with use_mode("plain"):  # compiled kernels have the same dtypes, and compiling them takes seconds
+        with use_mode("plain"):  # compiled kernels return the same dtypes, and compiling them would take seconds
             y, _, dx, _ = self._run_forward_backward(
                 layer, {n: a.astype(dtype) for n, a in p.items()}, _as_floats(x, dtype)
             )
@@ -272,7 +272,7 @@ class LayerContract(GradientContract):
         x = _as_tuple(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = make_initial_values(layer.specs(), seed=1, dtype=np.float64)
-        # add noise, because tests with parameters of 0 or 1 would not notice a missing factor
+        # noise is added, because a missing factor would go unnoticed if parameters were 0 or 1
         moved = {n: a + 0.1 * np.abs(_draw_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
@@ -335,7 +335,7 @@ class LossContract(GradientContract):
     Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
     def make(self) -> Loss:
-        """Return a new instance of the loss to be tested; to be overridden."""
+        """Return a new instance of the loss to test. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the loss to be tested")
 
     def outputs(self) -> Any:
@@ -344,7 +344,7 @@ class LossContract(GradientContract):
         raise TypeError(f"{type(self).__name__} must define outputs(), which returns what a model gives")
 
     def target(self) -> np.ndarray:
-        """Return targets for the samples of `outputs`; to be overridden."""
+        """Return targets for the samples of `outputs`. To be overridden."""
         raise TypeError(f"{type(self).__name__} must define target(), which returns what outputs are compared with")
 
     def draw_normal(self, *shape: int, seed: int = 0) -> np.ndarray:
@@ -398,8 +398,8 @@ class LossContract(GradientContract):
         self._assert_adds_up(y, target, [slice(0, 1), slice(1, n - 1), slice(n - 1, n), slice(n, n)], 0)
 
     def test_parts_of_a_sequence_add_up(self) -> None:
-        """If the loss has `acts_on = "position"`, check that the loss sums of the parts of a sequence add up to that of
-        the full sequence."""
+        """If the loss has `acts_on = "position"`, check that the loss sums of the parts of a sequence add up to the
+        loss sum of the full sequence."""
         y, target = self._make_test_case()
         if self.make().acts_on == "position" and target.ndim > 1 and all(part.ndim > 1 for part in y):
             self._assert_adds_up(y, target, [slice(0, 1), slice(1, None)], 1)

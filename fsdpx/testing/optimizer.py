@@ -38,7 +38,7 @@ class OptimizerContract:
     """Whether `make` takes `weight_decay`, and `groups` with "lr_scale" and "weight_decay"."""
 
     def make(self, **options: Any) -> Optimizer:
-        """Return a new optimizer to be tested; to be overridden.
+        """Return a new optimizer to test. To be overridden.
 
         Parameters
         ----------
@@ -98,8 +98,8 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that in each of two threads that share an optimizer, the results are bit-identical to those in a thread
-        with its own optimizer."""
+        """Check that two threads can share one optimizer: the results of each must be bit-identical to those with an
+        optimizer of its own."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:
             p, g, slots = self._make_parameters_gradients_and_slots("float32", slice(None), optimizer)
@@ -136,7 +136,7 @@ class OptimizerContract:
             segments = _make_segments(0, TOTAL_SIZE).with_missed_updates(dict.fromkeys(late, 2 if step == 3 else 0))
             update_parameters(optimizer, np, p, g, slots, lr=0.01, step=step, segments=segments)
             for name, at in _compute_parameter_ranges().items():
-                if name in late and step < 3:  # frozen parameters must not change: undo the update
+                if name in late and step < 3:  # undo the update, since frozen parameters must not change
                     for a, old in before:
                         a[at] = old[at]
                     continue
@@ -211,7 +211,8 @@ def _compute_parameter_ranges() -> dict[str, slice]:
 def _make_segments(
     low: int, high: int, exchange: Exchange | None = None, peers: ShardPeers | None = None
 ) -> ShardSegments:
-    """Return the parameters, or parts of parameters, in the shard [low, high) of all test parameters."""
+    """Return the parameters, and parts of parameters, that lie in the shard [low, high) of the concatenated test
+    parameters."""
     items = []
     for name, place in _compute_parameter_ranges().items():
         start, stop = max(low, place.start), min(high, place.stop)

@@ -32,7 +32,7 @@ class VirtualTime:
 
     Attributes
     ----------
-    events : tuples (time in seconds, rank, "pull", "push" or "mix"), in order
+    events : tuples (time in seconds, rank, kind), in order, where kind is "pull", "push" or "mix"
     """
 
     def __init__(self, seconds: Sequence[float], seed: int = 0, jitter: float = 0.1) -> None:
@@ -95,7 +95,7 @@ class VirtualTime:
 
         Parameters
         ----------
-        rank : rank whose turn it is
+        rank : rank that pulls, pushes or mixes
         kind : "pull", "push" or "mix"
         """
         with self._changed:
@@ -122,7 +122,7 @@ class VirtualTime:
         Parameters
         ----------
         rank : rank that waits
-        ready : condition, evaluated on this rank's turn and after each access of another rank
+        ready : condition, evaluated when it is this rank's turn and after each access by another rank
         window : this rank's window; its timeout limits each wait
         what : description of the condition, for the error message
 
@@ -229,8 +229,8 @@ class _TimedWindow(Window):
 
 
 def _is_ready_or_failed(ready: Callable[[], bool]) -> bool:
-    """Return whether `ready()` is true or raises an error. If it raises an error, the waiting rank is woken, calls
-    `ready` itself and gets the error."""
+    """Return whether `ready()` is true or raises an error. In case of an error, the waiting rank is woken, calls
+    `ready` itself, and gets the error."""
     try:
         return ready()
     except Exception:

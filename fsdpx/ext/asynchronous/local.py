@@ -68,7 +68,7 @@ VERBS.update({
 
 @dataclass(frozen=True)
 class OuterStep:
-    """What replicas communicate in one step of local training, as sets of pages (flat parameter buffers).
+    """The sets of pages (flat parameter buffers) that replicas communicate in one step of local training.
 
     An outer gradient is the change of a replica's parameters during a round. The outer optimizer applies the mean
     outer gradient to the outer parameters, which all replicas have in common.
@@ -112,7 +112,7 @@ class RoundSchedule:
 
     Attributes
     ----------
-    every : number of steps from sending one outer gradient of a page to sending the next
+    every : number of steps from one synchronization of a page to the next
     fragments : sets of pages. The pages of a set are sent together, and each set is sent at a different point of the
         round
     delay : number of steps that the transfers of a fragment may take. The outer gradient is sent during the first half
@@ -179,8 +179,8 @@ class LocalSGD(SyncChoice):
     fragments : number of parts into which the model is divided; each part is sent at a different point of the round
     delay : number of steps that the transfers of a fragment may take while training continues, less than `sync_every`.
         The outer gradient is sent during the first half of these steps, and the new parameters during the second half
-    mix : after an outer step, a replica continues from the weighted mean of its own parameters, with weight `mix` in
-        [0, 1), and the new outer parameters
+    mix : weight in [0, 1) of a replica's own parameters in the weighted mean with the new outer parameters from which
+        the replica continues after an outer step
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """
@@ -226,7 +226,7 @@ class LocalSGD(SyncChoice):
 
     @property
     def description(self) -> str:
-        """Values of all options except the outer optimizer and the codec, as text."""
+        """String with the values of all options except the outer optimizer and the codec."""
         return f"sync_every={self.sync_every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
@@ -403,8 +403,8 @@ class LocalSyncPolicy(SyncPolicy):
         state.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
 
     def on_resume(self, state: TrainState, saved: Mapping[str, Any] | None) -> None:
-        """Restore the transfers that were pending when the state was saved. These transfers count as complete, because
-        the checkpoint holds their results."""
+        """Restore the transfers that were pending when the state was saved. They count as complete, because the
+        checkpoint holds their results."""
         if saved is not None:
             weights = saved["weights"]
             state.store[TRAINED] = list(weights[self.placement.axes.replica.rank % len(weights)])
@@ -415,11 +415,11 @@ class LocalSyncPolicy(SyncPolicy):
 
     @property
     def _saved_rounds(self) -> dict[str, int]:
-        """The synchronization schedule as stored in checkpoints."""
+        """The synchronization schedule, as a dict that is stored in checkpoints."""
         return {"every": self.rounds.every, "fragments": len(self.rounds.fragments), "delay": self.rounds.delay}
 
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
-        """Return what a checkpoint stores about local training. Collective.
+        """Return the information about local training that a checkpoint stores. Collective.
 
         These are the schedule of rounds and, for each replica and fragment, the loss weight of the data on which the
         replica has trained since it last sent the fragment."""
@@ -507,8 +507,8 @@ def start_reduce_scatter_outer_gradient(
     """Start to reduce-scatter the outer gradient of a page over the replicas, weighted by each replica's share of the
     data.
 
-    The outer gradient is the outer parameters minus this replica's parameters. Each of R replicas sends n - n/R of n
-    elements."""
+    The outer gradient is the outer parameters minus this replica's parameters. Each of R replicas sends n - n/R of the
+    page's n elements."""
     p, place, (master, start, mine), kept = get_action_target(action), run.placement, read, added[0] if added else {}
     buffer, replica = run.workspace.state.ledger.get_array("delta", p), place.axes.replica
     if place.device.holds_data:
@@ -531,7 +531,7 @@ def update_and_start_all_gather_outer(
 ) -> Values:
     """Run the outer optimizer on this rank's elements of a page, then start the all-gather of the outer parameters.
 
-    Each of R replicas sends n - n/R of n elements."""
+    Each of R replicas sends n - n/R of the page's n elements."""
     p, place, (gradient,), (whole, slots) = get_action_target(action), run.placement, taken, added
     policy, rounds, _ = _get_policy_and_outer_step(run)
     segments, optimizer = policy.segments[p], policy.outer

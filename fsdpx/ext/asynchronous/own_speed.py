@@ -52,10 +52,10 @@ class WindowItem(NamedTuple):
 
 
 class CommonMemory:
-    """Parameters and optimizer state in a shared-memory window, which every rank can read and update without the help
-    of the rank that owns the data. The constructor is collective.
+    """Parameters and optimizer state in a shared-memory window, which every rank can read and update without involving
+    the rank that owns the data. The constructor is collective.
 
-    Each rank owns one part of the window. A part has arrays of the following kinds: "words" (counters, in front of each
+    Each rank owns one part of the window. It consists of arrays of these kinds: "words" (counters, in front of each
     page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of gradients). If
     `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a model."""
 
@@ -121,8 +121,8 @@ class CommonMemory:
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return, in the form that optimizers take, how the elements of a page that rank `rank` owns divide into
-        parameters.
+        """Return the parameters, and parts of parameters, that the elements of a page owned by rank `rank` belong to,
+        in the form that optimizers take.
         """
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_owned_element_range(self.placement, page, rank, self.sharded)
@@ -341,7 +341,7 @@ class OwnSpeedPolicy(SyncPolicy):
 
     Attributes
     ----------
-    clock : number of steps that this rank has taken since all ranks last synchronized
+    clock : number of steps of this rank since all ranks last synchronized
     staleness_counts : staleness -> number of this rank's updates with that staleness. The staleness of an update is the
         number of other updates of the page since this rank read the page
     """
@@ -353,7 +353,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self.placement, world = placement, placement.axes.world
         self.choice, self.rank, self.size = choice, world.rank, world.size
         self.clock = self._sync_count = 0
-        # (rank, page) -> number of updates that the page had when this rank last read it
+        # (rank, page) -> number of updates of the page when this rank last read it
         self._read: dict[tuple[int, int], int] = {}
         self.staleness_counts: dict[int, int] = {}
 
@@ -494,7 +494,8 @@ class OwnSpeedPolicy(SyncPolicy):
         self._count_traffic("mix", 2 * a.size, a.dtype)
 
     def advance_clock(self) -> None:
-        """Count one more step of this rank, and publish the count so that other ranks can see how far it has come."""
+        """Count one more step of this rank, and publish the count, so that other ranks know how far this rank has
+        come."""
         self.clock += 1
         self.window.write_word(CLOCK, self.clock)
 
@@ -528,7 +529,7 @@ class OwnSpeedPolicy(SyncPolicy):
         self._wait_for_all_ranks()
         self.clock = 0
         self.window.write_word(CLOCK, 0)
-        self._wait_for_all_ranks()  # so that no rank reads AWAY_CLOCK from a rank in the first wait
+        self._wait_for_all_ranks()  # so that no rank continues before all ranks have reset their clocks
 
     def _wait_for_all_ranks(self) -> None:
         self._sync_count += 1
@@ -543,7 +544,7 @@ class OwnSpeedPolicy(SyncPolicy):
         )
 
     def assemble_full_page(self, key: LedgerKey) -> Any:
-        """Return all elements of a page of parameters or optimizer state, without the help of other ranks. Not
+        """Return all elements of a page of parameters or optimizer state, without involving other ranks. Not
         collective.
 
         They are assembled from all shards or, if each rank has its own model, averaged over the models."""
