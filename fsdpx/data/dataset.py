@@ -232,7 +232,8 @@ class ArrayDataset:
 
         Returns
         -------
-        tuple of arrays k rows of each array of the dataset
+        tuple of arrays
+            k rows of each array of the dataset
         """
         return tuple(a[indices] for a in self.arrays)
 

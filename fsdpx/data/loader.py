@@ -246,7 +246,8 @@ class DistributedSampler:
 
         Returns
         -------
-        bool True if this pass began before all others that are in progress
+        bool
+            True if this pass began before all others that are in progress
         """
         return self._pass is not None and self._pass() is epoch_pass
 

@@ -91,7 +91,7 @@ def _map_npz(path: Path) -> dict[str, np.ndarray]:
                 entries = archive.infolist()
         except zipfile.BadZipFile as error:
             raise ValueError(str(error)) from error
-        whole = np.memmap(file, np.uint8, "r")  # one memory map for all arrays, since each map keeps a file descriptor open
+        whole = np.memmap(file, np.uint8, "r")  # one map for all arrays, since each map keeps a file open
         for entry in entries:
             name = entry.filename.removesuffix(".npy")
             if entry.compress_type != zipfile.ZIP_STORED:

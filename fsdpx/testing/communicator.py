@@ -125,7 +125,7 @@ class CommunicatorContract:
     @_on_every_rank
     def test_16_bit_floats_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
         ours = [_make_random_array(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-        if comm.size > 2:  # in rank order, the large values cancel first; in any other order, small values would be lost
+        if comm.size > 2:  # in rank order, large values cancel first; otherwise, small values would be lost
             ours[0] = _make_random_array(dtype, 33, seed=9) * 4096
             ours[1] = -ours[0]
         ours = [array.astype(dtype) for array in ours]
