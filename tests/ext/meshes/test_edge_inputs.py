@@ -87,11 +87,11 @@ def test_edges_of_samples_and_types_of_nodes_train_as_in_pytorch(ranks: int) -> 
     de = np.full(E[0].shape, np.nan)
     for losses, values, (numbers, part), _, parameters in found:
         np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        np.testing.assert_allclose(values["y"], y[0].detach().numpy(), rtol=0, atol=1e-11)
-        np.testing.assert_allclose(values["dx"], x.grad.numpy(), rtol=0, atol=1e-11)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-11)
+        np.testing.assert_allclose(values["y"], y[0].detach().numpy(), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(values["dx"], x.grad.numpy(), rtol=0, atol=1e-12)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
         de[:, numbers] = part
-    np.testing.assert_allclose(de, e.grad.numpy(), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(de, e.grad.numpy(), rtol=0, atol=1e-12)
 
 
 def exchange(rows: int, width: int = 1, **more: Any) -> Any:

@@ -107,6 +107,6 @@ def test_each_layer_is_equal_on_two_parts_or_refused() -> None:
             continue
         for part in found:
             for a, b in zip([*part[0], *part[1]], [*wanted[0], *wanted[1]], strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12, err_msg=name)
+                np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
         for a, b, c in zip(found[0][2], found[1][2], wanted[2], strict=True):
-            np.testing.assert_allclose(a + b, c, rtol=1e-10, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(a + b, c, rtol=1e-12, atol=1e-12, err_msg=name)

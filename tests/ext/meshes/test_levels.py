@@ -87,8 +87,8 @@ def test_a_cycle_of_two_meshes_trains_as_in_pytorch(ranks: int) -> None:
     y = run_in_torch(p, torch.tensor(X[0]), *graphs).detach().numpy()
     for losses, predicted, _, parameters in found:
         np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        np.testing.assert_allclose(predicted, y, rtol=0, atol=1e-11)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-11)
+        np.testing.assert_allclose(predicted, y, rtol=0, atol=1e-12)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
 
 
 @pytest.mark.parametrize("how", ["mean", "sum"])

@@ -94,8 +94,8 @@ def test_a_rollout_of_a_mesh_trains_as_in_pytorch(ranks: int) -> None:
     values = {"y": y[0], "dx": x.grad, "df": f.grad, "ds": s.grad}
     for losses, got, _, parameters in found:
         np.testing.assert_allclose(losses, wanted, rtol=1e-12)
-        assert_close(got, {name: value.detach().numpy() for name, value in values.items()}, 1e-11)
-        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-11)
+        assert_close(got, {name: value.detach().numpy() for name, value in values.items()}, 1e-12)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
 
 
 def test_noise_and_dropout_are_the_same_on_any_partition() -> None:
@@ -106,8 +106,8 @@ def test_noise_and_dropout_are_the_same_on_any_partition() -> None:
         graph, way = Graph(NODES, whole.edges, whole.positions, parts), ("anywhere", "twice", "senders")[k % 3]
         for got, found, _, after in spawn(lambda comm, g=graph, w=way: train(comm, g, w, True), ranks):
             np.testing.assert_allclose(got, losses, rtol=1e-12)
-            assert_close(found, values, 1e-11)
-            assert_close(after, parameters, 1e-11)
+            assert_close(found, values, 1e-12)
+            assert_close(after, parameters, 1e-12)
     assert spawn(lambda comm: train(comm, whole, "split", False), 1)[0][0] != losses
 
 

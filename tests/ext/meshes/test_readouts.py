@@ -100,8 +100,8 @@ def test_readouts_and_scalars_train_as_in_pytorch(ranks: int) -> None:
     for losses, values, _, parameters in found:
         np.testing.assert_allclose(losses, wanted_losses, rtol=1e-12)
         for name, value in wanted.items():
-            np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-11, err_msg=name)
-        assert_close(parameters, after, 1e-11)
+            np.testing.assert_allclose(values[name], value, rtol=0, atol=1e-12, err_msg=name)
+        assert_close(parameters, after, 1e-12)
 
 
 def test_equal_maxima_share_their_gradient_also_between_ranks() -> None:
