@@ -40,7 +40,7 @@ help:
 	@echo "make test-oldest  arrays, communicators and optimizers on threads, and all MPI tests at 2 and 3 ranks, with the"
 	@echo "                  oldest versions that pyproject.toml allows (Python 3.11, a C compiler)"
 	@echo "make test-site    a job beside the packages of Debian 12's own Python and MPI (root; they are gone afterwards)"
-	@echo "make test-dolfinx meshes of dolfinx and PETSc as their wheels bring them (PYTHON=python3.12 or newer)"
+	@echo "make test-dolfinx meshes of dolfinx, PETSc and meshio as their wheels bring them (PYTHON=python3.12 or newer)"
 	@echo "make test-processors  the tests on thread ranks as on other processors: Numba's, NumPy's, BLAS libraries, threads"
 	@echo "                  (two hours; ARGS='--only haswell' for one, ARGS=--list for their names)"
 	@echo "make thorough     thousands of random meshes, odd arguments, spoilt checkpoints and kills (an hour)"
@@ -107,7 +107,8 @@ test-site:
 DOLFINX := .venv-dolfinx
 $(DOLFINX)/.ready: pyproject.toml
 	test -x $(DOLFINX)/bin/python || $(PYTHON) -m venv $(DOLFINX)
-	$(DOLFINX)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" dolfinx-solver-real "mpich<6"
+	$(DOLFINX)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" dolfinx-solver-real "mpich<6" \
+		meshio pymetis
 	touch $@
 
 test-dolfinx: $(DOLFINX)/.ready

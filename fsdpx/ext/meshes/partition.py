@@ -41,12 +41,16 @@ from fsdpx.ext.meshes.solver_meshes import (
     list_edges_of_cells,
     read_dmplex,
     read_dolfinx_space,
+    read_meshio,
 )
 from fsdpx.ext.meshes.splitting import count_part_sizes
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shard_specs import FieldPartition, Kind
 
 __all__ = ["Partition"]
+
+WholeGraph = tuple[Any, ...]
+"""The arguments of `parse_whole_graph` after the number of ranks."""
 
 
 class Partition(Domain):
@@ -305,14 +309,51 @@ class Partition(Domain):
         ------
         ConfigError : as for `Partition`, and if ranks pass different graphs
         """
+        graph = nodes, edges, parts, method, positions, edge_features, undirected
+        return cls._split(comm, lambda: graph)
+
+    @classmethod
+    def from_meshio(
+        cls, comm: Any, mesh: Any, *, parts: Any = None, method: str = "coordinates", positions: Any = None
+    ) -> Partition:
+        """Partition a mesh that every rank has read with meshio. Collective.
+
+        Edges in both directions join points that share an edge of a line, triangle, quad, polygon, tetra, pyramid,
+        wedge or hexahedron, and all points of any other cell. `take_local(mesh.point_data[name])` returns the rows of
+        this rank's points, in the order of the file.
+
+        Parameters
+        ----------
+        comm, parts, method : as in `split`
+        mesh : result of `meshio.read`, the same on all ranks
+        positions : as in `split`, such as scaled coordinates. Default: the coordinates of the points, without those
+            that are the same for all points
+
+        Returns
+        -------
+        Partition
+
+        Raises
+        ------
+        ConfigError : as for `split`, and if cells of one block differ in their numbers of points
+        """
+
+        def read() -> WholeGraph:
+            places, edges = read_meshio(mesh)
+            return len(places), edges, parts, method, places if positions is None else positions, None, True
+
+        return cls._split(comm, read)
+
+    @classmethod
+    def _split(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
+        """Partition the graph that `read` returns as the arguments of `parse_whole_graph`. Collective."""
         comm = _open(comm)
         rank, size = get_rank_and_size(comm)
-        graph = nodes, edges, parts, method, positions, edge_features, undirected
-        given, chosen = parse_on_each_rank(comm, lambda: parse_whole_graph(size, *graph))
+        given, chosen = parse_on_each_rank(comm, lambda: parse_whole_graph(size, *read()))
         require_same_graph(comm, given, chosen)
         senders, receivers = given.edges
         wanted = chosen[receivers] == rank
-        if undirected:
+        if given.undirected:
             wanted |= chosen[senders] == rank
         rows = np.unique(np.concatenate([np.flatnonzero(chosen == rank), given.edges[:, wanted].reshape(-1)]))
         local = given._replace(
@@ -324,7 +365,7 @@ class Partition(Domain):
         )
         made = cls.__new__(cls)
         made._build(comm, lambda: local)
-        if not undirected:
+        if not given.undirected:
             taken, made._passed_edges = np.flatnonzero(wanted), given.edges.shape[1]
             made._routes = made._routes._replace(sent=[taken[rows] for rows in made._routes.sent])
         made._local_rows = made.local_shape[0]  # the caller's arrays have no rows for ghosts

@@ -1,4 +1,4 @@
-"""Reads graphs for `Partition` from dolfinx meshes and PETSc DMPlex objects, without importing these libraries."""
+"""Reads graphs for `Partition` from meshes of dolfinx, PETSc DMPlex and meshio, without importing these libraries."""
 
 from __future__ import annotations
 
@@ -12,9 +12,25 @@ from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.arguments import parse_integers
 from fsdpx.ext.meshes.graph_building import exchange_arrays
 
-__all__ = ["SolverMesh", "exchange_cell_neighbors", "list_edges_of_cells", "read_dmplex", "read_dolfinx_space"]
+__all__ = [
+    "SolverMesh", "exchange_cell_neighbors", "list_edges_of_cells", "read_dmplex", "read_dolfinx_space", "read_meshio",
+]  # fmt: skip
 
 Table = np.ndarray
+
+
+def _list_ring(first: int, count: int) -> list[tuple[int, int]]:
+    """Return the pairs of neighbors in a ring of the numbers first, first + 1, ..., first + count - 1."""
+    return [(first + i, first + (i + 1) % count) for i in range(count)]
+
+
+CELL_EDGES = {
+    "quad": _list_ring(0, 4),
+    "pyramid": [*_list_ring(0, 4), *((i, 4) for i in range(4))],
+    "wedge": [*_list_ring(0, 3), *_list_ring(3, 3), *((i, i + 3) for i in range(3))],
+    "hexahedron": [*_list_ring(0, 4), *_list_ring(4, 4), *((i, i + 4) for i in range(4))],
+}
+"""For meshio's types of cells in which not all nodes are joined, the pairs of nodes that share an edge."""
 
 
 class SolverMesh(NamedTuple):
@@ -94,6 +110,18 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
     low, high = dm.getDepthStratum(1)
     ends = _stack_rows([dm.getCone(edge) for edge in range(low, high)], (high - low, 2)).astype(np.int64)
     return SolverMesh(dm.comm, numbers, owned, positions, edges=ends.T - first)
+
+
+def read_meshio(mesh: Any) -> tuple[Table, Table]:
+    """Return the points of a meshio mesh, (points, dims), and its edges, (2, edges), as rows of points. Dims in which
+    all points have the same coordinate are left out."""
+    points = np.asarray(mesh.points, np.float64)
+    edges = [np.zeros((2, 0), np.int64)]
+    for block in mesh.cells:
+        cells = parse_integers(f"cells of type {block.type!r}", block.data, 2)
+        pairs = _list_ring(0, cells.shape[1]) if block.type == "polygon" else CELL_EDGES.get(block.type)
+        edges.append(list_edges_of_cells(cells, pairs))
+    return points[:, (points != points[:1]).any(axis=0)], np.concatenate(edges, axis=1)
 
 
 def list_edges_of_cells(cells: Table, pairs: Any) -> Table:

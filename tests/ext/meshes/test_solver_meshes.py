@@ -1,4 +1,4 @@
-"""Meshes of dolfinx and of DMPlex: the same graph on any ranks, with and without ghost cells."""
+"""Meshes of dolfinx, DMPlex and meshio: the same graph on any ranks, with and without ghost cells."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,58 @@ def test_what_gives_no_graph_is_an_error_on_all_ranks(make: Callable[[Communicat
     found = spawn(one, 2)
     assert found[0] == found[1]
     assert re.search(text, found[0])
+
+
+POINTS = np.array([(x, y, z) for z in (0, 1) for y in (0, 1) for x in (0, 1, 2)], float)
+FLAT = np.array([[0, 0], [1, 0], [2, 0], [2, 1], [1, 1], [0, 1], [9, 9]], float)
+BLOCKS: dict[str, tuple[np.ndarray, list[tuple[str, list[list[int]]]], str]] = {
+    "flat": (
+        np.pad(FLAT, ((0, 0), (0, 1)), constant_values=4.0),  # meshio writes a third coordinate
+        [("vertex", [[6]]), ("line", [[0, 1], [1, 2]]), ("quad", [[0, 1, 4, 5]]), ("triangle", [[1, 2, 3], [1, 3, 4]])],
+        "01 14 45 50 12 23 31 34",
+    ),
+    "solid": (
+        POINTS,
+        [("hexahedron", [[0, 1, 4, 3, 6, 7, 10, 9]]), ("wedge", [[1, 2, 4, 7, 8, 10]]), ("tetra", [[2, 4, 5, 11]])],
+        "01 14 43 30 67 7a a9 96 06 17 4a 39 12 24 78 8a 28 45 5b 4b 25 2b",
+    ),
+    "pyramid": (
+        POINTS[:7],
+        [("pyramid", [[0, 1, 4, 3, 6]]), ("line3", [[2, 5, 4]])],
+        "01 14 43 30 06 16 46 36 25 24 54",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("library", ["stand-in", "meshio"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_mesh_of_meshio_is_partitioned(name: str, library: str, tmp_path: Path) -> None:
+    points, blocks, wanted = BLOCKS[name]
+    if library == "meshio":
+        meshio, path = pytest.importorskip("meshio"), tmp_path / "mesh.vtk"
+        meshio.Mesh(points, blocks, {"u": points[:, 0]}).write(path)
+        mesh = meshio.read(path)
+    else:
+        cells = [SimpleNamespace(type=kind, data=np.array(rows)) for kind, rows in blocks]
+        mesh = SimpleNamespace(points=points, cells=cells, point_data={"u": points[:, 0]})
+
+    def read(comm: Communicator) -> tuple[set[frozenset[int]], int, int, np.ndarray]:
+        made = fsdpx.Partition.from_meshio(comm, mesh, parts=np.arange(len(points)) % comm.size)
+        edges = {frozenset(pair) for pair in made.edges.T.tolist()}
+        return edges, made.total_edges, made.edge_feature_count, made.gather(made.take_local(mesh.point_data["u"]))
+
+    found, joined = spawn(read, 3), {frozenset(int(n, 12) for n in pair) for pair in wanted.split()}
+    assert set.union(*(edges for edges, *_ in found)) == joined
+    for _, total, features, values in found:
+        assert total == 2 * len(joined)
+        assert features == (3 if name == "flat" else 4)
+        np.testing.assert_array_equal(values, points[:, 0])
+
+
+def test_cells_of_meshio_without_a_table_are_an_error() -> None:
+    ragged = SimpleNamespace(points=POINTS, cells=[SimpleNamespace(type="polyhedron4", data=[[[0, 1], [2]], [[3]]])])
+    with pytest.raises(ConfigError, match="cells of type 'polyhedron4' must be an array"):
+        fsdpx.Partition.from_meshio(spawn(lambda comm: comm, 1)[0], ragged)
 
 
 @pytest.mark.mpi_skip
