@@ -61,8 +61,8 @@ BLOCK_BYTES = 32 << 20  # size in bytes of a block that several buffers share
 
 @dataclass(frozen=True)
 class BufferLifetime:
-    """A buffer of `nbytes` bytes that is needed from action number `start` of a program up to and including action
-    number `stop`. `name` identifies the buffer."""
+    """A buffer of `nbytes` bytes that is needed from action number `start` to action number `stop` of a program,
+    inclusive. `name` identifies the buffer."""
 
     name: Hashable
     start: int
@@ -76,7 +76,7 @@ class SlabPlan:
 
     Attributes
     ----------
-    offsets : name of a buffer -> its offset in bytes
+    offsets : the offset of each buffer in bytes, by the buffer's name
     nbytes : size of the slab in bytes
     peak : maximum total size in bytes of the buffers that are alive at the same time
     """
@@ -174,9 +174,9 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Free arrays of `allocate_shared` whose arena has been garbage-collected: at once if that is safe, otherwise
-        later. This method must not communicate, because garbage collection happens on this rank only, in any thread and
-        at any time."""
+        """Free arrays from `allocate_shared` after their arena has been garbage-collected: at once if that is safe,
+        otherwise later. This method must not communicate, because garbage collection happens on this rank only, in any
+        thread and at any time."""
         ...
 
 
@@ -203,7 +203,7 @@ class Arena:
         # incremented when the slab moves or a buffer is dropped, because earlier views are then invalid
         self.generation = 0
         self.views: dict[tuple[int, int, np.dtype], Any] = {}
-        self._rest = np.empty(0, np.uint8)  # unused rest of the block from which buffers are currently cut
+        self._rest = np.empty(0, np.uint8)  # unused remainder of the block from which buffers are currently cut
 
     def get_or_create_buffer(self, name: Hashable, size: int, dtype: Any, *, temporary: bool = False) -> Any:
         """Return the buffer with this name, which lives until `drop_buffer`. If there is none, create one of `size`

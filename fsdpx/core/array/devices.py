@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
-"""Device number of each local rank if a host has several devices. None assigns the devices in order."""
+"""The device number for each local rank, if a host has several devices. None assigns devices to ranks in order."""
 
 
 class Device:

@@ -86,8 +86,8 @@ def _load_code_store() -> CodeStore | None:
 
 
 def format_fastmath_for_file_name(fastmath: Any) -> str:
-    """Return the compiler flag `fastmath` as part of a file name. The name must contain the flag, because the sums that
-    it reorders have different bits."""
+    """Return the compiler flag `fastmath` as part of a file name. The name must contain the flag, because the flag lets
+    the compiler reorder sums, which changes their last bits."""
     return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
 
 

@@ -71,7 +71,7 @@ def parse_dtype(name: str | np.dtype) -> np.dtype:
 
 
 LARGEST_INTEGERS = {np.dtype(np.float16): 65504}
-"""Floating-point dtype -> largest integer that it can represent, for dtypes that cannot represent all integers that may
+"""Largest integer that each floating-point dtype can represent, for dtypes that cannot represent all integers that may
 occur in data."""
 
 

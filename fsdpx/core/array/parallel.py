@@ -1,10 +1,10 @@
 """Threads that compute kernels. The calling thread and the workers of a pool each compute part of a call, and flush
 denormals to 0 during a step.
 
-Kernels are split by rows, columns or elements, and workers treat denormals in the same way as the calling thread. No
-result therefore depends on the number of threads, or on which thread computed it. Numba's `prange` is not used for two
-reasons: its default layer ("workqueue") ends the process when two threads call it at once, as ranks that run as threads
-do, and its split depends on the number of threads.
+Kernels are split by rows, columns or elements, and workers treat denormals in the same way as the calling thread, so no
+result depends on the number of threads or on which thread computed it. Numba's `prange` is not used for two reasons:
+its default layer ("workqueue") ends the process when two threads call it at once, as ranks that run as threads do, and
+its split depends on the number of threads.
 
 Processors compute far more slowly with denormals (numbers below 1.2e-38 in float32 or 2.2e-308 in float64). Vanishing
 gradients, their squares in an optimizer, and the far tail of a softmax consist largely of denormals. GPUs and
@@ -58,7 +58,7 @@ def _load_control_register_module() -> Any:
 
 
 MIN_PIECE_ELEMENTS = 1 << 16
-"""Minimum number of elements of a piece."""
+"""Minimum number of elements per piece when a call is split over threads."""
 MIN_PARALLEL_SIZE = 1 << 18
 """Minimum number of elements for which splitting a call pays off. A pass over this number of elements takes 80 us,
 whereas waking a thread and getting its answer takes 30 us."""

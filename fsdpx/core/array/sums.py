@@ -1,5 +1,5 @@
-"""Sums whose bits do not depend on how the terms are distributed over ranks, because the sums of fixed blocks are added
-exactly. Also merges means and variances without cancellation."""
+"""Sums that are bitwise the same however the terms are distributed over ranks, because the sums of fixed blocks are
+added exactly. Also merges means and variances without cancellation."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ __all__ = [
 CHUNK_ELEMENTS = 1024
 """Number of elements per block. Shards whose boundaries are multiples of this number contain only complete blocks."""
 EXPANSION_PARTS = 40
-"""Maximum length of an expansion (numbers that represent a sum exactly). It suffices, because each
-number has 53 of the 2,098 bits that a sum of float64 numbers can have."""
+"""Maximum length of an expansion (numbers that represent a sum exactly). This length suffices, because each number has
+53 of the 2,098 bits that a sum of float64 numbers can have."""
 
 
 def sum_block_squares(xp: Any, x: Any) -> list[float]:

@@ -1,4 +1,5 @@
-"""Check arguments against the type hints of a function. A wrong argument raises a ConfigError that contains its name.
+"""Check arguments against the type hints of a function. An argument of the wrong type raises a ConfigError that names
+the argument.
 
 A function's own checks are more specific, so they run first. The hints are checked only after the function has
 returned, or has raised an error other than an FsdpxError.
@@ -28,7 +29,7 @@ __all__ = [
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_ARRAY_INTEGER = 2**64
-"""Integers of this magnitude or larger do not fit into any array dtype, so they are rejected as mistakes."""
+"""Smallest magnitude of integers that fit into no array dtype. Such integers are rejected as mistakes."""
 
 
 def wrap_with_argument_check(
@@ -84,7 +85,7 @@ def wrap_constructor_with_argument_check(cls: type) -> None:
 def _refuse_huge_integers(
     function: Callable[..., Any], label: str, given: tuple[Any, ...], options: Mapping[str, Any]
 ) -> None:
-    """Raise ConfigError for an integer argument whose magnitude is `MAX_ARRAY_INTEGER` or more, since a loop with so
+    """Raise ConfigError for an integer argument whose magnitude is `MAX_ARRAY_INTEGER` or more, since a loop with that
     many iterations would never end."""
     for name, value in [*zip(_get_hints_and_positional_names(function)[1], given, strict=False), *options.items()]:
         if type(value) is int and abs(value) >= MAX_ARRAY_INTEGER:
@@ -171,7 +172,7 @@ _SEQUENCES = (tuple, list, Sequence, Collection, Iterable)
 _MAPPINGS = (dict, Mapping)
 _CHECKED_COLLECTIONS = (tuple, list, range, set, frozenset, np.ndarray)
 MAX_CHECKED_ELEMENTS = 1000
-"""Longer sequences are assumed to be data, so their elements are not checked."""
+"""Maximum length of a sequence whose elements are checked; longer sequences are assumed to be data."""
 
 
 def _is_sequence(value: Any, collection_type: Any) -> bool:
@@ -185,8 +186,9 @@ def _is_sequence(value: Any, collection_type: Any) -> bool:
 
 
 def _pair_elements_with_hints(value: Any, inner: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    """Return (element, type hint) pairs for the elements of the collection `value`. `inner` are the hints inside the
-    collection's own hint. Return no pairs if the collection is too long to be checked."""
+    """Return (element, type hint) pairs for the elements of the collection `value`. `inner` contains the arguments of
+    the collection's own hint, such as `int` in `list[int]`. Return no pairs if the collection is too long to be
+    checked."""
     if not inner or not isinstance(value, _CHECKED_COLLECTIONS) or len(value) > MAX_CHECKED_ELEMENTS:
         return ()
     if len(inner) == 1 or inner[1] is Ellipsis:

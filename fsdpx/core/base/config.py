@@ -57,8 +57,8 @@ def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, p
     """Return `value` itself if it is an instance of `config_class`. If `value` is a folder, return
     `config_class(value)`. Otherwise raise ConfigError.
 
-    The error message begins with `prefix`, such as "trace={}", and mentions `other_field`, another field of the class,
-    as an example.
+    The error message begins with `prefix`, such as "trace={}", and uses `other_field`, another field of the class, in
+    an example.
     """
     if isinstance(value, str | PathLike):
         return config_class(value)
@@ -102,7 +102,8 @@ class Sharding:
 
     Parameters
     ----------
-    replica, shard : widths of the two data-parallel mesh axes; None: all ranks that the other axis leaves over
+    replica, shard : widths of the two data-parallel mesh axes; None: the number of data-parallel ranks divided by the
+        other width
     full_params : "use" frees gathered parameters as soon as their layers have run, "step" keeps them until the update
     full_grads : "use" reduces gradients after each microbatch, "step" reduces only the sum of the gradients of all
         microbatches
@@ -141,8 +142,8 @@ PRESETS: dict[str, Sharding] = {
 
 
 PRESETS_BY_MEMORY = tuple({one: name for name, one in PRESETS.items() if one.replica or one.shard}.values())
-"""Presets with one data axis, ordered from the most to the least memory per rank. Of identical presets, only the last
-name is listed."""
+"""Presets with one data axis, in order of decreasing memory per rank. Of identical presets, only the last name is
+listed."""
 
 
 def resolve_sharding(strategy: str | Sharding, ranks: int) -> Sharding:

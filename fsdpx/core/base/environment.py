@@ -31,8 +31,8 @@ _LAUNCHERS = {
     "mpiexec or srun with PMI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "mpiexec of MVAPICH": tuple(f"MV2_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
 }
-"""Variables of size, rank, local rank and local size, by the name of the launcher that sets them. The first launcher
-whose variables are set applies."""
+"""For each launcher, the names of the variables in which it stores size, rank, local rank and local size. The first
+launcher whose variables are set applies."""
 _NO_TASKS = 0xFFFFFFF0
 """Slurm's step numbers from this value on denote the batch script and the shell of an interactive allocation."""
 
@@ -44,7 +44,7 @@ class RendezvousStore:
 
     Attributes
     ----------
-    served : whether a process other than rank 0 already listens at the port, as under torchrun
+    served : whether a process other than rank 0 is already listening on the port, as under torchrun
     start : text that distinguishes restarts of a job that use the same store
     """
 
@@ -160,9 +160,9 @@ def _format_setting(value: object) -> str:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return the settings of this process. Raise LaunchError for a variable that cannot be parsed.
 
-    In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. These variables are assumed
-    to describe ranks only in a job step without PMI_ or OMPI_ variables: if there are any, another launcher runs inside
-    the step.
+    In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. They are assumed to describe
+    ranks only in a job step without PMI_ or OMPI_ variables, since such a variable means that another launcher runs
+    inside the step.
     """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
@@ -228,8 +228,8 @@ def find_scheduler(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def list_shared_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of the environment variables that must have the same value on all hosts, because they select
-    code or affect the exact bits of results."""
+    """Return the names of the environment variables that must have the same value on all hosts, because they affect
+    which code runs or the last bits of results."""
     return [name for name in environ if name.startswith(SHARED_PREFIXES)]
 
 
@@ -360,7 +360,7 @@ def get_gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _list_missing_master_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of those of the variables MASTER_ADDR and MASTER_PORT that are missing or invalid."""
+    """Return the names of the missing or invalid ones among the variables MASTER_ADDR and MASTER_PORT."""
     address, port = environ.get("MASTER_ADDR", "").strip(), _parse_count_variable(environ, "MASTER_PORT") or 0
     missing = [] if address else ["MASTER_ADDR"]
     return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
@@ -393,8 +393,8 @@ def _read_positive_number(environ: Mapping[str, str], variable: str) -> int | No
 
 
 def describe_compiler_target(environ: Mapping[str, str] = os.environ) -> str:
-    """Return a description of the processor for which the user makes Numba compile (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
-    NUMBA_OPT); "" if none of these variables is set."""
+    """Return a description of the processor for which the user has told Numba to compile (NUMBA_CPU_NAME,
+    NUMBA_CPU_FEATURES, NUMBA_OPT); "" if none of these variables is set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 

@@ -148,7 +148,7 @@ def list_extensions(kind: str) -> list[str]:
 
 @cache
 def _load_entry_points(kind: str) -> Mapping[str, str]:
-    """Return, as {name: `module:attribute`}, the extensions of this kind that installed packages declare."""
+    """Return a dict {name: `module:attribute`} of the extensions of this kind that installed packages declare."""
     # imported only when needed, because importing importlib.metadata is slow
     from importlib.metadata import entry_points
 

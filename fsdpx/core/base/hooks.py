@@ -249,7 +249,7 @@ class SignalHandler:
         return self.number.name == "SIGQUIT" and of_c
 
     def call_handler(self, frame: Any) -> None:
-        """Call the handler if it is a Python function, except Python's default SIGINT handler."""
+        """Call the handler if it is a Python function other than Python's default SIGINT handler."""
         if callable(self.function) and self.function is not signal.default_int_handler:
             self.function(int(self.number), frame)
 

@@ -47,7 +47,8 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
 
 
 def _map_names_to_modules(package: str, source: str) -> dict[str, str]:
-    """Return, as {name: module}, the module from which to import each name that the source of a package declares."""
+    """Return a dict {name: module} that gives, for each name declared in the source of a package, the module from which
+    to import it."""
     homes: dict[str, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module:

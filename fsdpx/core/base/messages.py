@@ -98,8 +98,8 @@ def is_stderr_terminal() -> bool:
 def reporting_if_slow(
     enabled: bool, what: str, outcome: Callable[[], str] | None = str
 ) -> Iterator[ProgressCallback]:
-    """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, it is logged that
-    the task is running and, at the end, how long it took.
+    """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, a message says
+    that it is running, and another says at the end how long it took.
 
     It yields a function (done, total) with which the task reports its progress. On a terminal, the progress is updated
     in place; elsewhere it is printed as a few lines, at intervals that triple each time.

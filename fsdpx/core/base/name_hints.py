@@ -114,9 +114,9 @@ _EQUIVALENTS = {
     "trainer.save(folder)": "save",
     "trainer.load(folder)": "load",
 }  # fmt: skip
-"""Name in fsdpx -> names of its equivalents in other libraries."""
+"""For each name in fsdpx, the names of its equivalents in other libraries."""
 NAMES_ELSEWHERE: dict[str, str] = {word: ours for ours, words in _EQUIVALENTS.items() for word in words.split()}
-"""Name in another library -> equivalent in fsdpx. Case, dashes and underscores in names are ignored."""
+"""For each name in another library, its equivalent in fsdpx. Case, dashes and underscores in names are ignored."""
 CALLS_ELSEWHERE: dict[str, str] = {
     "state_dict": "trainer.parameters(), or trainer.save(folder)",
     "load_state_dict": "trainer.load_parameters(values), or trainer.load(folder)",
@@ -128,7 +128,7 @@ CALLS_ELSEWHERE: dict[str, str] = {
     "to": "distribute(..., device=...)",
     "cuda": 'distribute(..., device="cuda")',
 }  # fmt: skip
-"""Name of a method of a model or engine in another library -> equivalent in fsdpx."""
+"""For each method name of a model or engine in another library, its equivalent in fsdpx."""
 _OPTIONS: dict[str, str] = {
     "learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas",
     "beta_2": "betas", "b1": "betas", "b2": "betas", "wd": "weight_decay", "decay": "weight_decay",
@@ -136,13 +136,13 @@ _OPTIONS: dict[str, str] = {
     "nproc_per_node": "per_node", "nnodes": "nodes", "num_nodes": "nodes", "nprocs": "ranks", "num_processes": "ranks",
     "world_size": "ranks", "spawn.nprocs": "size", "spawn.world_size": "size", "spawn.nproc_per_node": "size",
 }  # fmt: skip
-"""Name of an equivalent option -> option of fsdpx. Equivalent options are those of optimizers, schedules and launchers
-of other libraries, and those of other calls of fsdpx."""
+"""Maps option names that a user may try to the right option of fsdpx. They are options of optimizers, schedules and
+launchers in other libraries, or of other fsdpx functions."""
 _FORMATS = {
     "float64": "fp64 64 64-true double", "float32": "fp32 32 32-true float single no",
     "bf16": "bfloat16 bf16-mixed mixed_bfloat16", "float16": "fp16 16 16-mixed mixed_float16 half",
 }  # fmt: skip
-"""Name of a number format in fsdpx -> its names in other libraries."""
+"""For each number format of fsdpx, its names in other libraries."""
 _FORMATS_ELSEWHERE = {word: ours for ours, words in _FORMATS.items() for word in words.split()}
 _PLAIN = str.maketrans("", "", "-_ ")
 _OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in NAMES_ELSEWHERE.items()}
@@ -159,8 +159,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def suggest_number_format(given: Any, known: Collection[Any]) -> str:
-    """Return a suggestion for an unknown number format, as the end of a sentence. It is the format in `known` to which
-    another library gives the name `given` (or the name of the dtype `given`). Return "" if there is none."""
+    """Return a suggestion for an unknown number format, as the end of a sentence. The suggestion is the format in
+    `known` that another library calls `given`, which may also be a dtype. Return "" if there is none."""
     word = given if isinstance(given, str) else getattr(given, "__name__", str(given)).rpartition(".")[2]
     ours = _FORMATS_ELSEWHERE.get(word, word)
     return f"; here that is {ours!r}" if ours in known else ""

@@ -1,8 +1,8 @@
 """Types of options whose values are names. The stub file next to this module declares these names for type checkers and
 editors.
 
-At run time each type is `str`, because other packages can add names (`fsdpx.core.base.extensions`). The call that
-looks up a name knows all names, so its error for an unknown name is more helpful.
+At run time each type is `str`, because other packages can add names (`fsdpx.core.base.extensions`). The function that
+looks up a name knows all names, so it can raise a more helpful error than a type checker.
 """
 
 from typing import Any

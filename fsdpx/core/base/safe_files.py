@@ -44,7 +44,7 @@ PRIVATE, READABLE = 0o600, 0o644
 """Modes of new files. `PRIVATE` files are for this user only. `READABLE` files, for example in a shared cache, can be
 read by all users."""
 TEMPORARY_PREFIX = "fsdpx-file-"
-"""Prefix of files that are unlinked as soon as all processes have opened them."""
+"""Name prefix of files that are unlinked as soon as all processes have opened them."""
 _POSIX = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -110,8 +110,8 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, o
 
 
 def read_json(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> Any:
-    """Return the parsed content of a JSON file. The arguments and errors are the same as for `read_file`. In addition,
-    raise a ValueError that states the file, line and byte if the JSON is invalid."""
+    """Return the parsed content of a JSON file. The arguments and errors are those of `read_file`. If the JSON is
+    invalid, raise a ValueError that states the file, line and byte."""
     data = read_file(path, max_bytes, ours)
     try:
         return parse_json(data)
@@ -330,8 +330,8 @@ def open_self_deleting_file(folder: str | os.PathLike[str]) -> int:
 
 
 def make_temporary_path(folder: str | os.PathLike[str]) -> Path:
-    """Return an unused path for a file that has a name only for a short time. If the process is killed during this
-    time, an empty file remains."""
+    """Return an unused path for a file that is unlinked soon after it has been created. If the process is killed before
+    that, the file remains."""
     return Path(folder, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}")
 
 

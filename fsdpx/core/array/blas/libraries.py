@@ -1,5 +1,5 @@
-"""Find and set up those BLAS libraries of this machine whose functions can be called by address, and choose the one for
-the matrix products of this process."""
+"""Find and set up the BLAS libraries on this machine whose functions can be called by address, and choose one of them
+for the matrix products of this process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ __all__ = [
 LIBRARY_NAMES = ("mkl", "openblas")
 """Names of the libraries that compute in float32 and float64."""
 WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
-"""Pattern of the file of each library, by the name of the library. The wheel of a library installs the file in the
-folder `lib` of Python."""
+"""File name pattern of each library, by the library's name. Wheels install the file in Python's folder `lib`."""
 
 SEQUENTIAL = 1  # value of MKL_Set_Threading_Layer with which no OpenMP runtime is loaded
 AUTO, STRICT = 2, 0x10000  # values of MKL_CBWR_Set
@@ -78,8 +77,8 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return, as {name: text}, the path, size and modification time of each installed library, without loading any
-    library. Stored measurements are valid only as long as this text stays the same."""
+    """Return a dict {name: text} of the path, size and modification time of each installed library, without loading any
+    library. Stored measurements are valid only as long as these texts stay the same."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
@@ -87,8 +86,9 @@ def describe_library_files() -> dict[str, str]:
 def _load_mkl(path: Path) -> BlasLibrary:
     """Load MKL so that it computes only in the calling thread and returns bitwise equal results in every run.
 
-    The documentation of MKL promises equal bits for every memory alignment only with STRICT, which makes small products
-    slower by a fifth. In measurements with AVX-512, the bits were equal at all alignments even without STRICT.
+    The documentation of MKL promises bitwise equal results for all memory alignments only with STRICT, which makes
+    small products slower by a fifth. In measurements with AVX-512, results were bitwise equal at all alignments even
+    without STRICT.
     """
     library = load_shared_library(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -126,15 +126,15 @@ def is_intel_processor() -> bool:
 NUMPY = "numpy"
 """The name of `numpy.matmul`, which is always available, and is the only choice without Numba."""
 MAX_ROWS_WITHOUT_BLAS = 4
-"""Maximum number of rows of x for which compiled code computes `x @ weight.T` itself, reading the matrix once. A
-library would copy the matrix first, which is worthwhile only for many rows."""
+"""Maximum number of rows of x for which compiled code computes `x @ weight.T` without BLAS, reading `weight` once. A
+library would first copy `weight`, which pays off only for many rows."""
 
 requested_library: str | None = None  # set by `select_library`
 product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return, as {name: text}, the path and version of each library that `select_library` accepts."""
+    """Return a dict {name: text} of the path and version of each library that `select_library` accepts."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}

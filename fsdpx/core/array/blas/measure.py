@@ -13,8 +13,8 @@ from fsdpx.core.base.messages import ProgressCallback
 __all__ = ["measure_library_gflops"]
 
 SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
-"""(rows, columns, inner) of the measured matrix products: two products of a transformer, one of a tile of its
-attention, and one of a small layer."""
+"""(rows, columns, inner) of the measured matrix products: two from a transformer, one from a tile of its attention, and
+one from a small layer."""
 BUDGET_SECONDS = 0.1  # approximate time in seconds that `measure_library_gflops` takes
 ROUNDS = 5
 

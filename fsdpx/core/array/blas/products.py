@@ -24,18 +24,19 @@ __all__ = [
 
 Array = np.ndarray
 GradientTarget = tuple[Array, bool]
-"""Array for a gradient, and whether to add the gradient to the array instead of overwriting the array."""
+"""(array, add): the array for a gradient, and whether to add the gradient to it instead of overwriting it."""
 MIN_PARALLEL_MULTIPLY_ADDS = 1 << 24
-"""Minimum number of multiply-adds of a product that is split over threads. A product of this size takes
-0.2 ms, seven times as long as waking a thread."""
+"""Minimum number of multiply-adds for which a product is split over threads. A product of this size takes 0.2 ms, seven
+times as long as waking a thread."""
 MAX_SMALL_MULTIPLY_ADDS = 1 << 20
 """Maximum number of multiply-adds of a product whose 16-bit matrices are converted to float32. For such small products,
 the conversion is as fast as a library for 16-bit products, because a library call takes microseconds."""
-PIECE_ALIGNMENT = 64  # splits are at multiples of this, so that threads share no cache lines or tiles of the library
+# splits are at multiples of this, so that threads share neither cache lines nor the library's tiles
+PIECE_ALIGNMENT = 64
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
-    """Compute out = a @ b, or out += a @ b with `accumulate`, for a `(m, k)`, b `(k, n)` and out `(m, n)`.
+    """Compute out = a @ b, or out += a @ b if `accumulate` is true, for a `(m, k)`, b `(k, n)` and out `(m, n)`.
 
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, are passed to BLAS
     without a copy. Other arrays are passed to `numpy.matmul`.
@@ -47,8 +48,8 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
 
 def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
-    """Finish a product computed in float32: compute out = total + bias, or out += total with `accumulate`, rounded
-    once to the dtype of `out`. The float32 array `total` is overwritten."""
+    """Finish a product computed in float32: compute out = total + bias, or out += total if `accumulate` is true,
+    rounded once to the dtype of `out`. The float32 array `total` is overwritten."""
     if bias is not None:
         total += to_float32(np, bias)
     if accumulate:
@@ -115,8 +116,8 @@ def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_gra
 
 
 def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
-    """Compute out = a @ b + bias, or out += a @ b with `accumulate`, for small bfloat16 matrices and a bfloat16 or
-    float32 output. Return False, without computing, if the arguments are not of this kind."""
+    """Compute out = a @ b + bias, or out += a @ b if `accumulate` is true, for small bfloat16 matrices and a bfloat16
+    or float32 output. Return False, without computing, if the arguments are not of this kind."""
     gemm_address = find_small_bfloat16_gemm_address(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False
@@ -174,7 +175,7 @@ def list_product_parts(out: Array, a: Array, b: Array) -> list[tuple[Array, Arra
     """Split a matrix product along the longer dim of `out` into one part (out, a, b) per thread. Return an empty list
     if the product is too small to be split.
 
-    The split changes the last bits of the result, since a library may add long sums in an order that depends on the
+    The split can change the last bits of the result, since a library may add long sums in an order that depends on the
     shape.
     """
     (m, n), count = out.shape, libraries.product_threads

@@ -75,8 +75,8 @@ GATED_FORMS = ("silu", "gelu", "gelu tanh")
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
-    """Return the gated activation act(a) b, elementwise (Shazeer 2020). `form`, one of `GATED_FORMS`, is the name of
-    act."""
+    """Return the elementwise product act(a) b of a gated activation (Shazeer 2020). `form`, one of `GATED_FORMS`, names
+    the function act."""
     return _apply_activation(xp, a, form) * b
 
 
@@ -103,7 +103,8 @@ def _apply_activation(xp: Any, a: Any, form: str) -> Any:
 
 
 CUBIC = 0.044715
-SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # factor 2: 1/2 (1 + tanh(u)) is computed as sigmoid(2u), without cancellation
+# with a factor of 2, because 1/2 (1 + tanh(u)) is computed as sigmoid(2u) to avoid cancellation
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 

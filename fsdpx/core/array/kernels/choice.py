@@ -1,4 +1,5 @@
-"""Choose the implementation of a kernel. The choice follows a fixed table, so that all ranks compute the same bits.
+"""Choose the implementation of a kernel. The choice follows a fixed table, so that results are bitwise equal on all
+ranks.
 
 The table is based on `bench/kernels.py`, and never on measurements made while a job runs.
 """
@@ -29,11 +30,11 @@ arrays of shapes (2, 3) and (3,) in the compute dtype, and one of shape (3,) in 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels whose files have been imported, by name."""
 FILES: dict[str, str] = {"normal": "fsdpx.core.array.kernels.compiled.normal"}
-"""Name of a kernel -> module of its compiled code, whether or not that module exists. The table also has an entry for
-`array.random.normal`."""
+"""For each kernel name, the module that would contain its compiled code; the module need not exist. There is also an
+entry for `array.random.normal`."""
 COMPILED_KERNELS: dict[str, Callable[..., Any]] = {}
 """Kernels that run as Numba code by default; the table of `bench/kernels.py` justifies each of them. An entry is added
-when its file is imported, which happens on first use of one of the file's kernels."""
+when its file is imported, that is, when a kernel in that file is first used."""
 SAMPLE_CALLS: dict[str, Sample | None] = {}
 active_mode: Mode = "default"
 """Mode that `use_mode` has set."""

@@ -1,4 +1,4 @@
-"""Sums of squares of 1-D arrays, for gradient norms. The bits of a sum are the same on every processor."""
+"""Sums of squares of 1-D arrays, for gradient norms. A sum is bitwise the same on every processor."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def square_sums(xp: Any, flat: Any, grain: int) -> Any:
     """Return the sums of squares of consecutive blocks of `grain` elements of a 1-D array, in float64. The last block
     may be shorter.
 
-    The bits are the same in all implementations and on all processors, because the elements are added in fixed lanes
-    (see `sum_rows_in_lanes`), regardless of the width of the processor's vectors.
+    The results are bitwise the same in all implementations and on all processors, because the elements are added in
+    fixed lanes (see `sum_rows_in_lanes`), regardless of the width of the processor's vectors.
     """
     squares = xp.square(flat.astype(np.float64))
     rows = xp.zeros((-(-squares.size // grain), grain))

@@ -134,8 +134,8 @@ def measuring_memory() -> Iterator[MemoryMeter]:
 
 
 def call_without_metering_temporaries(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run `call`, and count only the memory that is still in use at its end. The other memory holds
-    temporaries, which the compiled code that runs for NumPy arrays keeps in registers and caches."""
+    """Run `call`, and count only the memory that is still in use at its end. Temporaries are left out, because compiled
+    code for NumPy arrays keeps them in registers and caches."""
     meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
@@ -345,7 +345,7 @@ FUNCTIONS = {
     np.exp, np.exp2, np.expm1, np.log, np.log2, np.log10, np.log1p, np.sin, np.cos, np.tan, np.tanh, np.sinh, np.cosh,
     np.power, np.hypot, operator.pow,
 }  # fmt: skip
-"""Functions that take several times as long per element as an addition or a multiplication."""
+"""Functions that take several times as long per element as additions or multiplications."""
 
 
 def require_valid_output(out: ShapeArray, result: ShapeArray) -> ShapeArray:

@@ -29,8 +29,8 @@ class ProductCount(NamedTuple):
 
     Attributes
     ----------
-    kernel : name of the kernel that computes the product, perhaps without writing its operands or its result to memory;
-        "" for a product outside kernels
+    kernel : name of the kernel that computes the product, possibly without storing its operands or its result in
+        memory; "" for a product outside kernels
     places : number of products in one call of that kernel
     windows : for a convolution, the length of a row of outputs divided by the length of the window; for a convolution
         with one-cell windows, the total number of windows
@@ -80,11 +80,11 @@ class WorkCount:
 
     Attributes
     ----------
-    products : matrix product -> how often it occurs
-    passes : kernel call -> how often it occurs
-    inner : kernel name -> number of bytes that the steps inside the kernel would read and write if each step were a
-        separate kernel; counted in the dtype of the operands for kernels with matrix products, and in float32 for other
-        kernels
+    products : the number of times that each matrix product occurs
+    passes : the number of times that each kernel call occurs
+    inner : for each kernel name, the number of bytes that the steps inside the kernel would read and write if each step
+        were a separate kernel. Elements are counted in the dtype of the operands for kernels with matrix products, and
+        in float32 for other kernels
     """
 
     products: Counter[ProductCount] = field(default_factory=Counter)

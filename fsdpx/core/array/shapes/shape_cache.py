@@ -23,7 +23,7 @@ from fsdpx.core.array.shapes.flop_counter import (
 __all__ = ["call_cached", "make_rebuild_plan", "rebuild_from_plan"]
 
 MAX_RESULTS = 4096
-"""Maximum number of cached calls. When it is reached, all cached calls are dropped."""
+"""Maximum number of cached calls. When it is reached, the whole cache is cleared."""
 
 _results: dict[Any, Any] = {}
 

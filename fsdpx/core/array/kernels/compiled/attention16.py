@@ -1,5 +1,5 @@
 """Attention of bfloat16 arrays in blocks of rows, with the processor instruction that multiplies pairs of bfloat16
-numbers (VDPBF16PS of AVX512-BF16). Arrays in memory stay 16-bit.
+numbers (VDPBF16PS of AVX512-BF16). Arrays in memory remain 16-bit.
 
 As in `dot_product_attention`, softmax is computed on full rows, not online. Scores and sums are float32, and
 probabilities are rounded to bfloat16 before they are multiplied. A word is a pair of bfloat16 numbers that are
@@ -29,7 +29,7 @@ __all__ = [
 
 LANES = 16
 SIZE_MULTIPLE = 2 * LANES
-"""All sizes of tiles are multiples of this number."""
+"""Tile sizes are multiples of this number."""
 ROWS, VECTORS = 8, 2  # size, in rows and vectors, of a tile whose sums fit into registers
 WORD, ADDRESS = ir.IntType(32), ir.IntType(64)
 SUMS, WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (ir.FloatType(), WORD, ir.IntType(16)))

@@ -11,7 +11,7 @@ from fsdpx.core.array.lazy_numba import cgutils, intrinsic, ir, register_jitable
 __all__ = ["make_column_loop", "sum_block", "sum_block_gradients", "sum_block_squares"]
 
 WIDE, NARROW, UNROLLED = 64, 32, 4
-"""WIDE, NARROW: bytes of a vector of values. UNROLLED: number of WIDE vectors that are computed together."""
+"""WIDE, NARROW: sizes of vectors in bytes. UNROLLED: number of WIDE vectors that are processed together."""
 
 Formula = Callable[[Any, list[Any], list[Any]], list[Any]]
 """Function (builder, elements of the matrices, values of their columns) that emits code and returns the numbers that
@@ -24,8 +24,8 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
 
     With `writes`, the formula computes each element of the last matrix from the elements of the other matrices.
     Otherwise it computes several terms for each element, and the sum of term k over the rows of column j is written to
-    sums[k][j - start]. values[k][j - start] is value k of column j. The bits of the results do not depend on `start`
-    and `stop`."""
+    sums[k][j - start]. values[k][j - start] is value k of column j. Results are bitwise equal for any `start` and
+    `stop`."""
     unrolled, wide, narrow, single = (
         _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )

@@ -106,9 +106,9 @@ def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarr
 
 BLOCK_ROWS = 64  # rows of scores held in memory at a time; with a causal mask, scores of later keys are never computed
 HIDDEN = 60.0
-"""Before exp, a masked score is set to the maximum of its row minus this number. After exp, the element is set to 0.
-Masked scores are kept so that all loops over rows have the length of the block. With other lengths, the tail of the
-vector loop would take as long as the rest."""
+"""Before exp, a masked score is set to the maximum of its row minus this number; after exp, it is set to 0. Masked
+scores are not skipped, so that all loops over rows have the length of the block. With other lengths, the remainder of
+the vector loop would take as long as the loop itself."""
 
 
 @jit(fastmath=REORDER)
@@ -143,8 +143,8 @@ def _find_keys_of_row_block(start, stop, full, causal, window):
 
 @jit
 def _find_keys_of_row(i, start, low, keys, causal, window):
-    """Return the range of keys, counted from key `low`, to which query `start + i` attends. `keys` is the number of
-    keys from `low` on; `window` is 0 if there is no window."""
+    """Return the range of keys to which query `start + i` attends, as indices relative to key `low`. `keys` is the
+    number of keys from `low` on; `window` is 0 if there is no window."""
     row = start + i - low
     return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
 
@@ -380,7 +380,7 @@ def _copy_unless_blas_readable(x: np.ndarray) -> np.ndarray:
 
 
 def _split_heads_over_threads(pairs: int) -> list[tuple[int, int]]:
-    """Divide the indices of `pairs` (sample, head) pairs into ranges. Each range is processed by one thread, and
-    results do not depend on how the indices are divided."""
+    """Split range(pairs), the indices of (sample, head) pairs, into ranges that are each processed by one thread. The
+    split does not affect results."""
     count = max(1, min(pairs, 4 * parallel.get_threads())) if parallel.get_threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

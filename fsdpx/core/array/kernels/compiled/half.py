@@ -110,9 +110,9 @@ def _make_constant_vector(count: int, number: int) -> Any:
 
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
-    """Return three compiled loops for a 16-bit dtype, by name: the first rounds float32 to the dtype, the second
-    converts the dtype to float32, and the third adds it to float32. The functions `to` and `back` convert one number to
-    the dtype and back."""
+    """Return a dict of three compiled loops for a 16-bit dtype: one rounds float32 arrays to the dtype, one converts
+    arrays of the dtype to float32, and one adds them to float32 arrays. `to` and `back` are functions that convert one
+    number to the dtype and back."""
 
     def narrow_loop(x, out):
         for i in range(x.size):

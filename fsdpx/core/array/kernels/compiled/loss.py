@@ -70,8 +70,8 @@ def _sum_row_in_float64(x):
 
 @jit
 def _count_targets_or_find_invalid(target, classes, ignored):
-    """Return the number of rows whose target is not `ignored`. If there are invalid targets, return -1 - row for the
-    first row with an invalid target."""
+    """Return the number of rows whose target is not `ignored`. If there are invalid targets, return -1 - row instead,
+    where `row` is the first row with an invalid target."""
     counted = 0
     for i in range(target.size):
         if target[i] != ignored:

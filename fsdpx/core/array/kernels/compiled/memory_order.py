@@ -20,8 +20,8 @@ __all__ = [
 ]  # fmt: skip
 
 LINE, SQUARE = 64, 8
-"""LINE: number of pixels that are transposed while they are in cache. SQUARE: number of rows and columns of the
-matrices that are transposed in registers."""
+"""LINE: number of pixels that are transposed at a time, so that they stay in cache. SQUARE: number of rows and columns
+of the matrices that are transposed in registers."""
 
 
 @intrinsic

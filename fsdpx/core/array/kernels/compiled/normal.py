@@ -1,8 +1,8 @@
 """Counter-based random numbers and dropout as Numba code. Random bits come from Philox 4x64 (Salmon et al., SC'11), and
-are equal to those of `array.random`. Normal numbers come from the Box-Muller transform, with logarithm and cosine
+are the same as those of `array.random`. Normal numbers come from the Box-Muller transform, with logarithm and cosine
 computed in vector lanes.
 
-Normal numbers are accurate to a few units in the last place of float64, and their bits do not depend on where a range
+Normal numbers are accurate to a few units in the last place of float64, and bitwise independent of where a range
 begins. Dropout needs only one pass over memory: its random numbers are generated in cache, just before they are used.
 """
 
@@ -146,8 +146,8 @@ def _fill_normal(out, start, key0, key1):
 
 @register_compiled_kernel()
 def normal(numbers: NumberRange) -> np.ndarray:
-    """Return the normal random numbers of a range of a stream. Their bits do not depend on where the range begins. See
-    `array.random.normal`."""
+    """Return the normal random numbers for a range of a stream (see `array.random.normal`). A number is bitwise the
+    same wherever the range begins."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.split_range(out.size, parallel.MIN_PIECE_ELEMENTS // 4)
     parallel.run_tasks(_fill_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])

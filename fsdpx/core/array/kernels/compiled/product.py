@@ -32,8 +32,8 @@ __all__ = [
 
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 PREFETCH_BYTES = 8192
-"""Distance, in bytes, by which a matrix is prefetched ahead of its use. In measurements, the matrix arrived too late
-with fewer bytes, and was evicted before use with more bytes."""
+"""Distance in bytes by which a matrix is prefetched ahead of its use. In measurements, data arrived too late with a
+smaller distance, and were evicted before use with a larger one."""
 
 
 @intrinsic
@@ -70,8 +70,8 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows_into(out, a, b):
-    """Compute out = a b for a matrix a with few rows and a matrix b with contiguous columns. The bits of an element do
-    not depend on the number of rows.
+    """Compute out = a b for a matrix a with few rows and a matrix b with contiguous columns. An element is bitwise the
+    same for any number of rows.
 
     The order of a sum depends on the width of vectors, so all callers whose results must agree bitwise call
     `use_widest_vectors`.
@@ -116,8 +116,8 @@ def gemm(address, out, a, b, accumulate):
 
 @jit
 def linear_forward(address, out, x, weight, bias):
-    """Compute out = x weight^T + bias with the gemm function at `address`. If `bias` is empty, there is no bias. Return
-    False if the arrays are not supported."""
+    """Compute `out = x @ weight.T + bias` with the gemm function at `address`. If `bias` is empty, there is no bias.
+    Return False if the arrays are not supported."""
     use_widest_vectors()
     one, zero = out.dtype.type(1), out.dtype.type(0)
     if bias.size not in (0, out.shape[1]) or not try_multiply_matrices_into(address, out, x, weight.T, one, zero):
@@ -131,7 +131,7 @@ def linear_forward(address, out, x, weight, bias):
 
 @jit
 def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
-    """Write dy^T x to dweight, and the column sums of dy to dbias. If `accumulate_weight` or `accumulate_bias` is
+    """Write `dy.T @ x` to dweight, and the column sums of dy to dbias. If `accumulate_weight` or `accumulate_bias` is
     true, add to that array instead. An empty dweight or dbias is skipped. Return False if the arrays are not
     supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
@@ -148,7 +148,7 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute dx = dy weight, and the parameter gradients as `linear_backward_params` does (`add_weight` and
+    """Compute `dx = dy @ weight`, and the parameter gradients as `linear_backward_params` does (`add_weight` and
     `add_bias` are its accumulate flags). Return False if the arrays are not supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not try_multiply_matrices_into(address, dx, dy, weight, one, zero):
@@ -165,8 +165,8 @@ def _widen_matrix_into(x, out):
 
 @register_jitable
 def _round_total_into(out, total, bias, accumulate):
-    """Compute out = total + bias, or out += total with `accumulate`, rounded once. If `bias` is empty, there is no
-    bias."""
+    """Compute out = total + bias, or out += total if `accumulate` is true, rounded once. If `bias` is empty, there is
+    no bias."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
@@ -182,8 +182,8 @@ def _round_total_into(out, total, bias, accumulate):
 
 @jit
 def try_multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, transposed_a, transposed_b):
-    """Compute out = a b + bias, or out += a b with `accumulate`. If `bias` is empty, there is no bias. Return False if
-    the arrays are not supported.
+    """Compute out = a b + bias, or out += a b if `accumulate` is true. If `bias` is empty, there is no bias. Return
+    False if the arrays are not supported.
 
     a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `transposed_a` or `transposed_b` is true, that
     matrix is passed transposed.

@@ -1,9 +1,9 @@
-"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
-Also functions that read and set the control register of the vector unit (MXCSR), which determines whether denormals are
-flushed to 0.
+"""Scalar functions that LLVM vectorizes: fused multiply-add, polynomials, exp, and Phi of the normal distribution. The
+file also contains functions that read and set the control register of the vector unit (MXCSR), which determines whether
+denormals are flushed to 0.
 
-Every operation is explicit, including fused multiply-adds, and none may be reordered. The result for an element
-therefore has the same bits in the vectorized part and in the remainder of a loop, and in loops of any length.
+Every operation is explicit, including fused multiply-adds, and none may be reordered. The result for an element is
+therefore bitwise the same in the vectorized part and in the remainder of a loop, and in loops of any length.
 """
 
 from __future__ import annotations

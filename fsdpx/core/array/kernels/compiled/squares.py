@@ -1,5 +1,5 @@
-"""Sums of squares, computed in fixed blocks and in a fixed order, so that their bits depend neither on the number of
-threads nor on the width of vectors."""
+"""Sums of squares, computed in fixed blocks and in a fixed order, so that results are bitwise the same for any number
+of threads and any width of vectors."""
 
 from __future__ import annotations
 
