@@ -126,9 +126,10 @@ search."""
 
 @jit
 def _find_kth_largest_bitwise(sizes, count, k):
-    """Return the largest threshold that at least `k` of the first `count` elements of `sizes` reach, found bit by bit.
+    """Return the largest threshold t for which at least `k` of the first `count` elements of `sizes` are >= t, found
+    bit by bit.
 
-    The search stops as soon as exactly `k` elements reach the threshold."""
+    The search stops as soon as exactly `k` elements are >= t."""
     least = np.int32(0)
     for step in range(HIGHEST_BIT + 1):
         trial = least | np.int32(1 << (HIGHEST_BIT - step))
@@ -208,7 +209,8 @@ def select_largest_elements(
     """Compiled version of `topk.select_largest_elements`: write the elements of each block that are largest in absolute
     value to `values`, and their indices within the block to `positions`.
 
-    `per_block` and `rest` are the numbers of elements to take from each full block and from the remainder."""
+    `per_block` is the number of elements to take from each full block, and `rest` the number to take from the
+    remainder."""
     if residual is not None and residual is not x:
         residual[...] = x
     left = x if residual is None else residual

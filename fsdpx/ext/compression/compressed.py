@@ -37,7 +37,7 @@ class CompressedCodec(Codec):
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
     next gradient, so that the sum of everything sent and the error kept equals the sum of all gradients. In
-    `reduce_all`, owners also pack their sums, and add the error of that packing to the error that they keep.
+    `reduce_all`, owners also pack their sums, and add the resulting error to the error that they keep.
 
     Inf or NaN in a gradient leads to NaN in the sum, so that loss scaling detects it. Inf and NaN are not kept in the
     error."""
@@ -106,7 +106,7 @@ class CompressedCodec(Codec):
         """Return the size in bytes of the send and receive buffers of a reduction of `size` elements over `width`
         ranks, in parts of equal size.
 
-        If some part is larger, the reduction allocates its own buffers."""
+        If any part is larger than that, the reduction allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)
 
     def predict_transfers(self, counts: Sequence[int], rank: int, itemsize: int) -> Transfers:
@@ -188,8 +188,7 @@ class CompressedCodec(Codec):
     def get_and_advance_reduce_number(self, memory: Memory) -> int:
         """Return the number of this reduction, which is the same on all ranks, and advance the counter.
 
-        Numbers begin at 0 and wrap around at MAX_REDUCES. In a dry run, this is always the first number after the
-        warm-up."""
+        Numbers begin at 0 and wrap around at MAX_REDUCES. A dry run always uses the first number after the warm-up."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         step = int(memory["turn"][0])
@@ -208,7 +207,8 @@ def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> 
 
 
 def require_float_dtype(codec: Codec, dtype: Any, what: str = "") -> None:
-    """Raise ConfigError if a gradient is neither float32 nor float64. `what` names the gradient in the message."""
+    """Raise ConfigError if a gradient is neither float32 nor float64. `what` is the name of the gradient in the
+    message."""
     if np.dtype(dtype) not in (np.float32, np.float64):
         raise ConfigError(
             f"{what}{': ' if what else ''}codec {type(codec).__name__} carries gradients of float32 or float64, not "

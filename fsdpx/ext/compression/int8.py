@@ -21,7 +21,7 @@ def quantize(xp: Any, x: Any, q: Any, scales: Any, residual: Any | None, numbers
     `scales` gets one float32 per block: 0 if all elements of the block are zero or tiny, and NaN, with q = 0, if any is
     Inf or NaN. `residual`, which may be x itself, gets the error x - q * scale, or 0 where the error is not finite.
     `numbers` are random numbers for stochastic rounding: element i is rounded up with a probability equal to its
-    fractional part. If None, elements are rounded to nearest."""
+    fractional part. If `numbers` is None, elements are rounded to nearest."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import quantize as body
 

@@ -48,8 +48,9 @@ class PowerSGD(Codec):
     the Q of the previous step. The all-reduces sum `rank` x (n + m) elements instead of n x m. The error M - P Q^T is
     added to the next gradient.
 
-    All dims of a tensor but the first are flattened into columns. Vectors, and matrices that would not get smaller,
-    are sent uncompressed. Every rank gets P and Q of the full gradient, and computes its part of their product.
+    All dims of a tensor but the first are flattened into columns. Vectors, and matrices whose factors would not be
+    smaller, are sent uncompressed. Every rank gets P and Q of the full gradient, and computes its part of their
+    product.
 
     Parameters
     ----------
@@ -158,8 +159,8 @@ class PowerSGD(Codec):
         """Compute P = M Q for every matrix of the gradient, with the kept error added, and copy the tensors that are
         sent uncompressed.
 
-        P and the copies go to `left_sums`. Each matrix is multiplied right after the error was added, while it is
-        still in the cache."""
+        P and the copies go to `left_sums`. Each matrix is multiplied right after its error is added, while it is still
+        in the cache."""
         whole = memory["error"]
         for t in thin:
             whole[t.start : t.stop] += grad[t.start : t.stop]
@@ -180,7 +181,8 @@ class PowerSGD(Codec):
     ) -> None:
         """Orthonormalize the summed P, compute this rank's Q = M^T P, and replace M by its error M - P Q^T.
 
-        If P is not finite, the error is set to zero. P is the same on all ranks, and so is this decision."""
+        If P is not finite, the error is set to zero. Since P is the same on all ranks, all ranks make the same
+        decision."""
         for t in thin:
             p, q = self._view_factor(left_sums, t.left, t.rows), self._view_factor(right_sums, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
@@ -248,7 +250,7 @@ class PowerSGD(Codec):
 
 
 def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array, subtract: bool = False) -> None:
-    """Write the elements of P Q^T, in row-major order and from element `start` on, to `out`. If `subtract`, subtract
+    """Write `out.size` elements of P Q^T to `out`, in row-major order, from element `start` on. If `subtract`, subtract
     them from `out` instead.
 
     The outer products of columns are added one by one, without matmul, because every rank must get the same result, and

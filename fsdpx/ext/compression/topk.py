@@ -23,8 +23,8 @@ with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are sent, as (total from all full blocks, number from the remainder). From
-    each full block, ceil(share * block) elements are sent."""
+    """Return how many of `size` elements are sent, as (total for all full blocks, number for the remainder). From each
+    full block, ceil(share * block) elements are sent."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
@@ -111,7 +111,7 @@ class TopK(CompressedCodec):
     Parameters
     ----------
     fraction : share of the elements to send, in (0, 1]; 1 sends all
-    warmup : number of reductions at the start in which the share falls geometrically from 1/4 to `fraction`
+    warmup : number of initial reductions during which the share falls geometrically from 1/4 to `fraction`
     block : choose ceil(fraction * block) elements from each block of `block` elements, using all threads. This sends
         slightly more elements, but their indices take only 2 bytes. None (default): choose from the entire part
     """

@@ -41,7 +41,7 @@ class Snapshot(NamedTuple):
 
     Attributes
     ----------
-    number : how many snapshots the other side had sent before this one; in mode "latest", dropped snapshots leave gaps
+    number : number of snapshots sent before this one, including those that mode "latest" has dropped
     fields : this rank's part of each field, in the layout of its grid and without ghost cells
     scalars : the values that were sent with the fields
     """
@@ -128,7 +128,7 @@ class Bridge:
         ------
         DataError : if an array does not have the shape of this rank's part, or a value cannot be sent
         CommTimeout : if the other side does not receive within the time limit (FSDPX_TIMEOUT)
-        RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
+        RankLost : if a rank has died but this one survives; the bridge can no longer be used
         """
         self._require_open("send")
         arrays = [self._without_ghosts(field, f"Bridge.send: field {i}") for i, field in enumerate(fields)]
@@ -161,7 +161,7 @@ class Bridge:
         DataError : if ranks of the other side have sent different scalars, numbers of fields, dtypes or numbers of
             channels
         CommTimeout : if nothing arrives within the time limit (FSDPX_TIMEOUT)
-        RankLost : if a rank has died and this one lives on; the bridge cannot be used any more
+        RankLost : if a rank has died but this one survives; the bridge can no longer be used
         """
         self._require_open("receive")
         received = self._receivers[0].receive(wait)
@@ -353,7 +353,7 @@ def _list_part_facts(grid: Grid) -> tuple[Any, ...]:
 
 
 def _find_argument_error(solver: Any, trainer: Any, mode: Any, depth: Any) -> str:
-    """Return an error message about this rank's arguments, or "" if they are valid."""
+    """Return an error message if this rank's arguments are invalid, or "" if they are valid."""
     if (solver is None) == (trainer is None):
         return "pass solver= on solver ranks and trainer= on training ranks, and only one of them on each rank"
     grid = solver if trainer is None else trainer
@@ -407,8 +407,8 @@ def _require_equal_contents(messages: list[tuple[Overlap, Any, list[np.ndarray]]
 
 
 def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
-    """Return a function that tells the other side that this rank's script has ended, and register it to run at exit, in
-    case the script does not close the bridge. It is not registered for ranks that are threads, which report a missing
+    """Register a function to run at exit that tells the other side that this rank's script has ended without closing
+    the bridge, and return this function. If ranks are threads, it is not registered, because threads report a missing
     call themselves."""
 
     def announce_end() -> None:

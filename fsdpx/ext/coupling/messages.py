@@ -38,7 +38,7 @@ class PartFacts(NamedTuple):
 
     @property
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """For each dim letter, the range [start, stop) of cells in the part."""
+        """Dict from dim letter to the range [start, stop) of cells in the part."""
         letters = self.layout.replace("c", "")
         return {a: (start, start + n) for a, start, n in zip(letters, self.offsets, self.local_shape, strict=True)}
 
@@ -48,13 +48,14 @@ class PartFacts(NamedTuple):
         return dict(zip(self.layout.replace("c", ""), self.shape, strict=True))
 
     def compute_array_shape(self, channels: int) -> tuple[int, ...]:
-        """Return the shape of an array for this part. `channels` is -1 if the array has no channels dim."""
+        """Return the shape of an array for this part. `channels` is the number of channels, or -1 if the array has no
+        channels dim."""
         sizes = {letter: stop - start for letter, (start, stop) in self.ranges.items()} | {"c": channels}
         return tuple(sizes[letter] for letter in self.layout if letter != "c" or channels >= 0)
 
     def make_index(self, ranges: Mapping[str, tuple[int, int]], has_channels: bool) -> tuple[slice, ...]:
-        """Return the index that selects the cells in `ranges` from an array for this part. `ranges` are in cells of the
-        full field."""
+        """Return the index that selects the cells in `ranges` from an array for this part. `ranges` count the cells of
+        the full field."""
         own, index = self.ranges, []
         for letter in self.layout if has_channels else self.layout.replace("c", ""):
             if letter == "c":
@@ -66,7 +67,7 @@ class PartFacts(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The cells that both this rank and rank `rank` of the other side hold. `ranges` gives, by dim letter, the range
+    """The cells that both this rank and rank `rank` of the other side hold. `ranges` maps each dim letter to the range
     [start, stop) of these cells, which may be empty."""
 
     rank: int
@@ -79,9 +80,8 @@ def find_overlaps_with_receivers(
 ) -> list[Overlap]:
     """Return the overlaps of a sender's part with the parts of the receivers to which it sends messages.
 
-    These receivers are the first one, all whose parts have cells in common with this part, and some of those without
-    any cells, so that every receiver gets a message. `place` is the index of this rank among the `senders` sender
-    ranks."""
+    These are the first receiver, all receivers whose parts overlap with this part, and some receivers without any
+    cells, so that every receiver gets a message. `place` is the index of this rank among the `senders` sender ranks."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
     return [overlap for i, overlap in found if exchanges_messages(place, senders, i, overlap.theirs, overlap.ranges)]
 
@@ -123,8 +123,8 @@ def to_native_numbers(array: Any, what: str) -> np.ndarray:
 
 
 def pack_message(facts: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return `facts`, which must be plain data, and arrays from `to_native_numbers`, packed into one array of bytes.
-    The arrays need not be contiguous.
+    """Pack `facts`, which must be plain data, and arrays from `to_native_numbers` into one array of bytes, and return
+    it. The arrays need not be contiguous.
 
     Raises DataError if `facts` are not plain data."""
     head = pack([facts, [[array.dtype.name, list(array.shape)] for array in arrays]])

@@ -40,7 +40,7 @@ class ReplayBatch(NamedTuple):
     ----------
     ids : numbers of the samples, in the order in which they were added
     fields : each field of all samples, with a leading dim of samples
-    weights : importance weight of each sample, at most 1, to compensate for drawing in proportion to priorities
+    weights : importance weight of each sample, at most 1, which compensates for drawing in proportion to priorities
     """
 
     ids: np.ndarray
@@ -246,8 +246,8 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the content of this buffer with that of a saved one, whatever the number of ranks that saved it. The
-        state of the random number generator is restored as well. Collective over the grid.
+        """Replace the content of this buffer with that of a saved one, which may have been saved by any number of
+        ranks. The state of the random number generator is restored as well. Collective over the grid.
 
         Parameters
         ----------
@@ -281,7 +281,7 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.load({str(folder)!r}): {texts[0]}")
         self._samples = list(zip(*fields, strict=True))
         self._ids, self._priorities, self._count, self._random = ids, priorities, count, random
-        # the saved moments cover all ranks, so only rank 0 takes them; otherwise, they would be counted several times
+        # the saved moments cover all ranks, so only rank 0 keeps them; otherwise, they would be counted once per rank
         is_first = get_rank_and_size(self._grid.comm)[0] == 0
         self._moments = moments if is_first else [None] * len(moments)
 
@@ -353,7 +353,7 @@ class ReplayBuffer:
                 raise DataError(f"this sample has fields {kinds}, but earlier samples have {before}")
 
     def _merge_moments(self, arrays: tuple[np.ndarray, ...]) -> list[np.ndarray | None]:
-        """Return the moments of all samples added so far, including the new sample `arrays`."""
+        """Return the moments of all samples added so far, including the new sample with the fields `arrays`."""
         layout, before = self._part.layout, self._moments or [None] * len(arrays)
         channels = [
             np.moveaxis(a, layout.index("c"), 0) if "c" in layout and a.ndim == len(layout) else a[None] for a in arrays

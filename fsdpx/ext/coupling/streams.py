@@ -87,7 +87,7 @@ def wait_until(
 
 
 def raise_if_rank_lost(comm: Communicator, what: str) -> None:
-    """Raise RankLost if a rank has died and `comm` is of the kind that survives dead ranks."""
+    """Raise RankLost if a rank has died, provided that `comm` can detect this and survive it."""
     if can_survive(comm):
         lost = comm.get_failed_ranks()  # type: ignore[attr-defined]
         if lost:
@@ -95,7 +95,7 @@ def raise_if_rank_lost(comm: Communicator, what: str) -> None:
 
 
 class Incoming:
-    """Receives small messages from one rank, one after the other. Each has the same number of integers."""
+    """Receives small messages from one rank, one after another. All consist of the same number of integers."""
 
     def __init__(self, comm: Communicator, rank: int, tag: int, words: int) -> None:
         self._comm, self._rank, self._tag = comm, rank, tag
@@ -126,7 +126,7 @@ class Outgoing:
                 self._under_way.append(self._comm.send(array, rank, self._tag, what="the bridge"))
 
     def is_complete(self) -> bool:
-        """Make progress on the messages in transit, and return whether all are complete."""
+        """Advance the messages in transit, and return whether all of them are complete."""
         self._under_way = [handle for handle in self._under_way if not handle.test()]
         return not self._under_way
 
@@ -197,7 +197,7 @@ class Sender:
 
     def is_closed(self) -> bool:
         """Process incoming messages, and return whether all receivers have closed the stream and no message is in
-        transit, other than to ranks whose script has ended."""
+        transit, except to ranks whose script has ended."""
         self.has_closed_receiver()
         return not self._control and (self._out.is_complete() or self._has_ended_receiver)
 
@@ -257,8 +257,8 @@ class Sender:
 
 
 class ReceivedBodies(NamedTuple):
-    """What a receiver rank received for one snapshot: the number of the snapshot, and the body from each sender
-    rank."""
+    """The data that a receiver rank received for one snapshot: the number of the snapshot, and the body from each
+    sender rank."""
 
     number: int
     bodies: dict[int, np.ndarray]
@@ -274,7 +274,7 @@ class Header(NamedTuple):
 
 
 class SnapshotChoice:
-    """Chooses which snapshot all sender ranks send. Used by the lead, the rank that asks for snapshots.
+    """Chooses the snapshot that all sender ranks send. It is used by the lead, the rank that asks for snapshots.
 
     Attributes
     ----------
@@ -300,14 +300,15 @@ class SnapshotChoice:
             self._positions[rank] = number
 
     def try_choose(self, senders: int) -> bool:
-        """Return whether the snapshot numbers of all sender ranks are known, and if so, set `wanted`."""
+        """If the snapshot numbers of all sender ranks are known, set `wanted` and return True; otherwise return
+        False."""
         if self._positions is None or len(self._positions) < senders:
             return False
         self.wanted, self._positions = max(self._positions.values()) + self._margin, None
         return True
 
     def adjust_margin(self, headers: Sequence[Header]) -> None:
-        """Adjust the margin, depending on how late or early the sender ranks learned which snapshot was wanted."""
+        """Adjust the margin to how late or early the sender ranks learned which snapshot was wanted."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
         early = min(header.early for header in headers)
         self._margin = self._margin + 2 * late if late else max(1, self._margin - early // 2)

@@ -63,7 +63,7 @@ def find_largest_fitting_mesh(mesh: Mesh | None, strategy: str | Sharding, ranks
 
 def choose_training_ranks(training_ranks: Sequence[int | None], count: int) -> list[int]:
     """Return the `count` ranks that train from now on. Ranks that trained before come first, in their old order,
-    because they hold the state; idle ranks follow.
+    because they hold the state; ranks that were idle follow.
 
     `training_ranks` gives, for each rank, its number among the ranks that trained before, or None if it was idle."""
     order = sorted(enumerate(training_ranks), key=lambda pair: (pair[1] is None, pair[1] or 0, pair[0]))
@@ -97,7 +97,7 @@ def recv_value(comm: Communicator, source: int) -> Any:
 
 
 class GenerationSummary(NamedTuple):
-    """What other ranks are told about a snapshot of the state that a rank holds in memory.
+    """Summary, for the other ranks, of a snapshot of the state that a rank holds in memory.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class GenerationSummary(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What each rank tells all other ranks about itself in a recovery.
+    """Information about one rank that it sends to all other ranks in a recovery.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class Assembly:
     copies : copies of the state in the memory of other ranks
     step : number of the step from which training continues; 0 for initial parameters
     watchdog : the watchdog that finds hanging ranks, if any
-    copied : whether the copies of the state at `step` have arrived on this rank
+    copied : whether the copies of the state after step `step` have arrived on this rank
     """
 
     control: SurvivorCommunicator
@@ -187,8 +187,8 @@ class Assembler:
         self, control: SurvivorCommunicator, member: Member, generations: Sequence[StateGeneration], ranks: int | None,
         report: Callable[[str], None], timeout: float | None,
     ) -> Assembly:  # fmt: skip
-        """Return the assembly after a change of ranks, with the newest complete state that the surviving ranks hold
-        between them. Collective.
+        """Return the assembly after a change of ranks, with the newest complete state that the surviving ranks together
+        hold. Collective.
 
         Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
         state. `report` is called with messages about the progress. `timeout` is the timeout in seconds for the new
@@ -259,7 +259,7 @@ def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple
 
 
 def _find_newest_complete_step(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
-    """Return the newest step whose complete state the ranks hold between them, and the scalars of that state as JSON.
+    """Return the newest step whose complete state the ranks together hold, and the scalars of that state as JSON.
 
     Returns None if no such state is left but every rank can start again from the initial parameters. Raises StateLost
     if not even that is possible."""

@@ -78,7 +78,7 @@ class RecentBatches:
             self._first += 1
 
     def clear_and_restart_after(self, number: int) -> None:
-        """Drop all batches, and number the next one `number` + 1, because earlier steps will not be repeated."""
+        """Drop all batches, and number the next one `number` + 1, because steps up to `number` will not be repeated."""
         self._batches.clear()
         self._first = number + 1
 
@@ -91,7 +91,7 @@ def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> A
 
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
-            return array  # a scalar is an error, which is raised later, when all batches are checked
+            return array  # a scalar is an error, which the check of all batches raises later
         mine = accumulation.get_sample_indices_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 
@@ -289,7 +289,8 @@ class ElasticRunner(CallRunner):
         self._switch_to_current_session()
 
     def _run_pending_steps(self) -> None:
-        """Run all steps whose batches are stored, and that were not committed yet or were undone by a recovery."""
+        """Run all steps whose batches are stored and that are not committed, either because they are new or because a
+        recovery undid them."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])
@@ -327,7 +328,7 @@ class ElasticRunner(CallRunner):
         self.last_update = step
 
     def _resize_if_requested(self) -> None:
-        """Change the number of ranks if a request came in. If a rank is lost during the change, try again after the
+        """Change the number of ranks if this was requested. If a rank is lost during the change, try again after the
         next step."""
         try:
             wanted = self._coordinator.agree_on_requested_rank_count() if self._coordinator.asked else None
@@ -374,7 +375,7 @@ class ElasticRunner(CallRunner):
                 self._run_pending_steps()
 
     def _run_and_send_errors(self, run: Callable[[], T]) -> T:
-        """Run a call on the training ranks, and send any error that it raises to the idle ranks."""
+        """Run the call `run` on the training ranks, and send any error that it raises to the idle ranks."""
         try:
             return run()
         except RankLost:

@@ -31,9 +31,9 @@ class ElasticConfig(CallRunnerChoice):
     ----------
     copies : number of other ranks that keep a copy of each rank's state, in addition to data-parallel replicas; the run
         survives the simultaneous failure of any `copies` ranks
-    every : number of steps between two copies, and so the maximum number of steps to repeat after a failure (default:
-        chosen such that copying takes about 1 % of the time)
-    ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks stand by
+    every : number of steps from one copy to the next, and therefore the maximum number of steps to repeat after a
+        failure (default: chosen so that copying takes about 1 % of the time)
+    ranks : number of ranks that train at first (default: all that the mesh can use); the other ranks are idle
     resize : path of a file that contains a number of ranks; when the number changes, that many ranks train from the
         next step on
     """
@@ -60,6 +60,6 @@ class ElasticConfig(CallRunnerChoice):
         module = import_extension_module("fsdpx.ext.elastic.call_runner", "elastic training")
         runner: CallRunner = module.ElasticRunner(recipe, world, self)
         if (opened := get_default()) is not None:
-            # a watchdog over all ranks that were started would end the job when one of them dies, so stop it
+            # a watchdog over all initial ranks is stopped, because it would end the job when one of them dies
             detach_watchdog(opened.comm)
         return runner

@@ -66,8 +66,7 @@ class Recovery:
     lost : ranks that died, numbered as at the start of the job
     ranks : number of ranks that train from now on
     replayed : number of steps that had to be repeated
-    seconds : time from when this rank noticed the loss until it continued, not counting the time of the repeated
-        steps
+    seconds : time from when this rank noticed the loss until it continued, excluding the repeated steps
     """
 
     step: int
@@ -84,14 +83,14 @@ class Recovery:
 
 
 class AgreementRefused(RankLost):
-    """Raised when an agreement of all living ranks reports the loss of a rank, so that all living ranks know of the
+    """Raised when an agreement of all living ranks reports the loss of a rank. All living ranks then know of the
     loss."""
 
 
 @dataclass(frozen=True)
 class TrainingFailure:
-    """An error on the training ranks, in the form in which it is sent to idle ranks. If `agreed`, all training ranks
-    raise it together after an agreement."""
+    """An error on the training ranks, in the form in which it is sent to idle ranks. `agreed` means that all training
+    ranks raise it together, after an agreement."""
 
     kind: str
     text: str
@@ -144,14 +143,14 @@ class CopyInterval:
 
 @dataclass(frozen=True)
 class StepPosition:
-    """How far a run has come, and what is needed to undo the next step.
+    """The progress of a run, and the data that are needed to undo its next step.
 
     Attributes
     ----------
     step : number of the last step that all ranks committed
     secure_step : newest step that will never be repeated, because its state has been copied
-    scalars : copy of the scalars, such as the loss scale, from before the next step
-    before : copies of the running statistics and codec memory from before the next step, because a step changes these
+    scalars : copy of the scalars, such as the loss scale, made before the next step
+    before : copies of the running statistics and codec memory, made before the next step, because a step changes these
         before all ranks have agreed on it
     under_way : number of the step whose copies have not arrived yet; None if there is none
     updating : whether a step is agreed on but this rank has not finished its update
@@ -224,8 +223,8 @@ class Coordinator:
         """Wait for all living ranks, and raise RankLost on all of them if a rank was lost before all had arrived.
         Collective.
 
-        In this agreement, ranks also exchange whether copies have arrived, whether a resize is requested, and how often
-        to copy."""
+        In this agreement, ranks also tell each other whether copies have arrived, whether a resize is requested, and
+        how often to copy."""
         flags = NO_LOSS | (COPIES_ARRIVED if self.assembly.copies.advance_and_test_copies() else 0)
         flags |= SIZE_UNCHANGED if self._read_requested_rank_count() in (self.ranks, self._refused) else 0
         common = self.assembly.control.agree_on_flags(
@@ -240,8 +239,8 @@ class Coordinator:
         self._copy_interval.set_smallest_common_interval(common >> INTERVAL_SHIFT)
 
     def commit_step(self) -> None:
-        """Agree with all ranks that a step counts. This rank can then update its shard without the others. Collective.
-        """
+        """Agree with all ranks that a step counts, after which this rank can update its shard independently.
+        Collective."""
         self.agree_on_step()
         self._position = replace(self._position, updating=True)
 
@@ -267,7 +266,7 @@ class Coordinator:
             return self.ranks
         try:
             return max(int(read_file(self.elastic.resize, ours=False)), 1)
-        except (OSError, ValueError):  # no change while the request file is missing or being written
+        except (OSError, ValueError):  # the number stays unchanged while the request file is missing or being written
             return self.ranks
 
     def agree_on_requested_rank_count(self) -> int | None:
@@ -296,7 +295,7 @@ class Coordinator:
             self.assembly.copies.wait_for_copies()
 
     def count_new_state_as_step(self) -> None:
-        """Count the replacement of the state as one more step, and as one that will never be repeated."""
+        """Count the replacement of the state as one more step, which will never be repeated."""
         self._position = self._make_step_position(self.last_step + 1, self.last_step + 1)
 
     def send_result_to_idle_ranks(self, call: str, value: Any) -> None:
@@ -365,7 +364,7 @@ class Coordinator:
     def close(self) -> None:
         """End the run on all ranks. Collective.
 
-        The barrier ensures that all ranks know of the end; otherwise, a rank that ends early would count as lost."""
+        A barrier ensures that all ranks know of the end; otherwise, a rank that ends early would count as lost."""
         try:
             self.assembly.control.barrier(what="close").wait()
         except RankLost:
@@ -437,6 +436,7 @@ class Coordinator:
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """Tell the observers of the engine's actions how far a recovery or save has come. `what` is a line of text."""
+        """Report the progress of a recovery or save, as the line of text `what`, to the observers of the engine's
+        actions."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

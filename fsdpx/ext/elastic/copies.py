@@ -42,9 +42,9 @@ def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[in
     """Return, for each rank, its buddies: the `copies` ranks (or all other ranks, if there are fewer) that keep a copy
     of its state.
 
-    `hosts` gives the host of each rank. Ranks form groups of copies + 1, in which each rank keeps the state of all
-    others. The last group takes the remaining ranks and is a ring, in which each rank keeps the state of the `copies`
-    ranks before it. So every rank keeps as many copies as it has buddies.
+    `hosts` gives the host of each rank. Ranks form groups of copies + 1 ranks, in which each rank keeps the state of
+    all others. The remaining ranks join the last group, which is a ring: in it, each rank keeps the state of the
+    `copies` ranks before it. Every rank thus keeps as many copies as it has buddies.
 
     With the same memory, groups survive more losses than a single ring of all ranks. State is lost when a rank and all
     its buddies are lost at once; a ring has N such sets of ranks, but groups have only N / (copies + 1). If N ranks
@@ -91,8 +91,8 @@ def _order_ranks_across_hosts(ranks: list[int], hosts: Sequence[str]) -> list[in
 
 
 def are_copies_needed(ranks: int, replicas: int, copies: int) -> bool:
-    """Return whether ranks must keep copies of state. They need none if every element is on more than `copies` ranks
-    anyway, as in data parallelism, or if there is only one rank."""
+    """Return whether ranks must keep copies of state. No copies are needed if every element is on more than `copies`
+    ranks anyway, as in data parallelism, or if there is only one rank."""
     return ranks > 1 and replicas <= copies
 
 
@@ -168,13 +168,13 @@ class StateCopies:
     order.
 
     A generation consists of the snapshots of all ranks after one step. `start_copying` begins one. Once all ranks have
-    agreed that its transfers have arrived (`advance_and_test_copies`), `promote_generation` makes it the newest
+    agreed that all of its copies have arrived (`advance_and_test_copies`), `promote_generation` makes it the newest
     complete one. Until then, the previous generation is complete and unchanged, so that whenever a rank dies, the
     surviving ranks have a complete generation in common. Nothing is kept if there are enough replicas. Idle ranks have
     no state of their own, but keep copies for other ranks.
 
-    A rank sends `copies` times the bytes of its state for each generation. A rank without buddies on other hosts has
-    its copies on its own host."""
+    A rank sends `copies` times the bytes of its state for each generation. The copies of a rank without buddies on
+    other hosts are on its own host."""
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """Agree on which ranks keep copies of which state. Collective.
@@ -253,7 +253,7 @@ class StateCopies:
 
     def wait_for_copies(self) -> None:
         """Wait until all copies that this rank sends and receives have arrived. The watchdog monitors this wait like
-        any other."""
+        any other wait."""
         timeout = getattr(self._comm, "timeout", math.inf)
         if not spin_until(self.advance_and_test_copies, get_progress(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
@@ -274,7 +274,8 @@ class StateCopies:
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon_generation(self) -> None:
-        """Drop the generation that is being copied, after a failure and `revoke`. Complete generations are kept."""
+        """Drop the generation that is being copied, after a failure and a call of `revoke`. Complete generations are
+        kept."""
         over = drain_or_keep_transfers(self._transfers)
         self._transfers.clear()
         self._lost = None

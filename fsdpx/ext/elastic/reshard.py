@@ -53,8 +53,8 @@ class ShardDescriptor(NamedTuple):
 
     @property
     def flat_array_key(self) -> tuple[int, int, ShardSpec | None]:
-        """Key of the flat array in which `start` is an index. If the keys of two shards of a tensor are equal, their
-        `start` and `stop` can be compared."""
+        """Key that identifies the flat array into which `start` is an index. Two shards of a tensor can be compared by
+        `start` and `stop` only if their keys are equal."""
         return self.rank, self.width, self.cut
 
     @property
@@ -120,7 +120,7 @@ def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any]
 
 
 def iterate_rows_changed_before_commit(state: TrainState) -> Iterator[tuple[LedgerKey, Any]]:
-    """Yield (key, array) of the state that a step changes before all ranks agree on it: running statistics, which
+    """Yield (key, array) for the state that a step changes before all ranks agree on it: running statistics, which
     change in the forward pass, and error-feedback memory of codecs, which changes in gradient reductions."""
     return (
         (row.key, array) for row, array in state.ledger.iterate_saved_rows() if row.key.kind in ("statistic", "memory")
@@ -160,7 +160,7 @@ def find_uncovered_elements(parts: Sequence[ShardDescriptor], size: int) -> Gaps
 
 
 def has_elements_in_gaps(gaps: Gaps, part: ShardDescriptor) -> bool:
-    """Return whether some element of the shard `part` lies in one of the gaps."""
+    """Return whether any element of the shard `part` lies in one of the gaps."""
     start, stop = gaps
     some = find_element_runs(part)
     # for each run of elements, the first gap that ends after the run's start
@@ -256,8 +256,8 @@ class ReshardMessage(NamedTuple):
         two ranks, sender). In round k, each rank sends to rank + k
     sends : whether this rank sends the message
     peer : the other rank
-    rows : elements in the message, as positions in the shards that this rank holds if it sends the message, or in the
-        shards that it wants if it receives the message
+    rows : elements in the message, as positions in the shards that this rank holds (if it sends the message) or wants
+        (if it receives the message)
     """
 
     number: tuple[int, int, int]
@@ -268,8 +268,7 @@ class ReshardMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """What `rank` sends, receives and copies in a reshard. Ranks that make plans from the same lists get plans that
-    match.
+    """What `rank` sends, receives and copies in a reshard. Plans that ranks make from the same lists match each other.
 
     `have` and `want` list the shards of every rank before and after the reshard. `block` is the maximum number of
     bytes of one message. The plan's memory is proportional to the number of runs."""
@@ -388,8 +387,8 @@ class ReshardPlan:
         """Divide moves into messages of `block` bytes, and return the rows of each.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
-        `block` bytes. So sender and receiver divide the sequence in the same places, and most of a long run is sent in
-        messages that contain nothing else."""
+        `block` bytes. Sender and receiver therefore divide the sequence at the same positions, and messages from the
+        middle of a long run contain nothing else."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:
@@ -486,10 +485,10 @@ def reshard_arrays(
     """Fill the arrays of `want` on every rank with the elements that ranks hold in `have`, bit for bit. Collective.
 
     Every rank may hold and want any elements, or none. If several ranks hold an element, its bits must be the same on
-    all of them. A rank copies the elements that it holds itself; ranks that hold the other elements take turns to send
-    them. Arrays of `want` may share memory with arrays of `have` only where both contain the same elements of a tensor.
-    Check first, with `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if a rank
-    dies; `comm` is then revoked, and some arrays of `want` may already be filled.
+    all of them. A rank copies the elements that it holds itself; the ranks that hold the other elements take turns
+    sending them. Arrays of `want` may share memory with arrays of `have` only where both contain the same elements of a
+    tensor. Check first, with `describe_missing_elements`, that some rank holds every wanted element. Raises RankLost if
+    a rank dies; `comm` is then revoked, and some arrays of `want` may already be filled.
 
     A rank receives the bytes that it wants and does not hold, in messages of at most `block` bytes. The rank needs
     additional memory only for elements that are not contiguous, up to MAX_MESSAGES_IN_FLIGHT x block."""
@@ -526,8 +525,8 @@ def _exchange_messages(
     """Send and receive all messages of a plan, several at a time.
 
     At any time, both ranks of the unfinished message with the lowest number have posted it, because all messages that
-    either rank posted before it are complete. So waiting for the oldest message cannot deadlock, even if a send waits
-    for its receive."""
+    either rank posted before it are complete. Waiting for the oldest message therefore cannot deadlock, even if a send
+    waits for its receive."""
     transfers: deque[ReshardTransfer] = deque()
     spare: list[np.ndarray] = []
 
@@ -582,8 +581,8 @@ def _start_message(
 
 
 def _view_as_unsigned(array: Any) -> Any:
-    """Return a view of the array as unsigned integers of the same width, so that no library treats the bits as floats.
-    """
+    """Return a view of the array as unsigned integers of the same width, so that no library interprets the bits as
+    floats."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
