@@ -47,7 +47,7 @@ class CallSignature(str):
 def make_signature(
     verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None
 ) -> CallSignature:
-    """Return the signature of a call: its name, and those of its arguments that must be equal on all ranks."""
+    """Return the signature of a call: its name and the arguments that must be equal on all ranks."""
     parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
     call_signature = CallSignature(
         verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None)
@@ -109,7 +109,7 @@ class CallAgreement:
 
     def _agree_within_few_polls(self, number: int, call: CallSignature, board: CollectiveBoard) -> bool:
         """Post this rank's call, and return whether all ranks post the same call within a few polls. They usually do,
-        so this is tried before a handle is created."""
+        so this is tried before the more expensive creation of a handle."""
         board.post_record(number + 1, call.words)
         for other in self.others:
             if not any(board.has_posted(other, number + 1) for _ in QUICK_POLLS):

@@ -348,7 +348,7 @@ class LongWait:
 
 
 long_waits: dict[int, LongWait] = {}
-"""Thread identifier -> the long wait in which the thread currently is."""
+"""For each thread identifier, the long wait that the thread is currently in."""
 
 
 def get_stack_frames(thread: int) -> list[tuple[FrameType, int]]:
@@ -404,7 +404,7 @@ def spin_until(
                     return False
         return True
     finally:
-        if deadline is not None and outer is not None:  # this wait was nested in another wait that still goes on
+        if deadline is not None and outer is not None:  # this wait was nested in another wait, which continues
             long_waits[thread] = outer
         elif deadline is not None:
             long_waits.pop(thread, None)
@@ -416,8 +416,8 @@ class TimedTransfer:
     Attributes
     ----------
     issued_at, completed_at : times at which the transfer began and at which this rank noticed its end
-    busy_seconds : the part of the time in between that this rank spent advancing the transfer or waiting for it; during
-        the rest, the transfer overlapped with computation"""
+    busy_seconds : the part of the time in between that this rank spent advancing the transfer or waiting for it; for
+        the rest of that time, the transfer overlapped with computation"""
 
     __slots__ = ("busy_seconds", "completed_at", "finish", "handle", "issued_at")
 

@@ -88,8 +88,8 @@ CALL_SPECS = {
     "recv": CallSpec(("buf",), peer="source"),
     "barrier": CallSpec((), on_one_rank="nothing"),
 }
-"""Name of an operation -> description of its arguments. A new operation needs an entry here and a function in
-`fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
+"""Description of the arguments of each operation, by the operation's name. A new operation needs an entry here and a
+function in `fsdpx.core.comm.p2p_collectives.COLLECTIVES`."""
 
 
 def count_moved_bytes(comm: RankGroup, call: Call) -> int:
@@ -121,7 +121,7 @@ def count_moved_bytes(comm: RankGroup, call: Call) -> int:
 
 
 def get_common_arguments(call: Call) -> dict[str, Any]:
-    """Return, as {name: value}, those arguments of a call that must be equal on all ranks. Element counts are taken
+    """Return a dict {name: value} of the arguments of a call that must be equal on all ranks. Element counts are taken
     from `call.partitions` if the call has been checked, and otherwise from `call.counts`."""
     verb, terms_by_name = CALL_SPECS[call.verb], dict[str, Any]()
     if verb.arrays:
@@ -148,7 +148,7 @@ def get_common_arguments(call: Call) -> dict[str, Any]:
 
 
 def describe_call(call: Call) -> str:
-    """Return a description of a call: its name, and those of its arguments that must be equal on all ranks."""
+    """Return a description of a call: its name and the arguments that must be equal on all ranks."""
     return call.name + "".join(f", {key} {value}" for key, value in get_common_arguments(call).items())
 
 
@@ -186,8 +186,8 @@ class Communicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        """Close the communicator, unless the block has raised an exception. Then nothing is closed: other ranks might
-        never reach the collective `close`, and the exception ends the job anyway."""
+        """Close the communicator, unless the block has raised an exception. In that case, other ranks might never reach
+        the collective `close`, and the exception ends the job anyway."""
         if kind is None:
             (self.leave or self.close)()
 
@@ -231,7 +231,8 @@ class Communicator(ABC):
         ----------
         send : this rank's piece, (counts[rank],); the call is in place if `send` is this rank's piece of `recv`
         recv : full array, (sum of counts,)
-        counts : number of elements for each rank, the same on all ranks (default: the balanced partition)
+        counts : number of elements of each rank's piece; all ranks must pass the same list (default: the balanced
+            partition)
         what : name of the action and the tensor, for error messages
 
         Returns
@@ -256,7 +257,7 @@ class Communicator(ABC):
 
         With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. 16-bit
         arrays need n bytes of scratch memory; other arrays need none. With `wire`, no scratch memory is needed if all
-        `counts` are equal; otherwise it has the size that `send` would have in the dtype `wire`.
+        `counts` are equal; otherwise, its size is that of `send` in the dtype `wire`.
 
         Parameters
         ----------
@@ -264,7 +265,8 @@ class Communicator(ABC):
         recv : this rank's piece of the result, (counts[rank],); the call is in place if `recv` is the start of `send`
             (`send[:count]`) or this rank's piece of `send`, and the rest of `send` is then undefined after the call
         op : reduction operation
-        counts : number of elements for each rank, the same on all ranks (default: the balanced partition)
+        counts : number of elements of each rank's piece; all ranks must pass the same list (default: the balanced
+            partition)
         what : name of the action and the tensor, for error messages
         wire : 16-bit float dtype in which the inputs of a SUM are sent, if they are float32 or float64 arrays (default:
             their own dtype). They are rounded to this dtype, sent, and added in rank order in the dtype of `send`. The
@@ -365,7 +367,7 @@ class Communicator(ABC):
         send : this rank's piece, (counts[rank],)
         recv : full array on `root`, (sum of counts,); None on other ranks
         root : rank that gets the full array
-        counts : number of elements for each rank (default: the balanced partition)
+        counts : number of elements of each rank's piece (default: the balanced partition)
         what : name of the action and the tensor, for error messages
 
         Returns
@@ -392,7 +394,7 @@ class Communicator(ABC):
         send : full array on `root`, (sum of counts,); None on other ranks
         recv : this rank's piece, (counts[rank],)
         root : rank that sends
-        counts : number of elements for each rank (default: the balanced partition)
+        counts : number of elements of each rank's piece (default: the balanced partition)
         what : name of the action and the tensor, for error messages
 
         Returns
@@ -747,7 +749,7 @@ def _is_complete_or_failed(handle: Handle) -> bool:
 
 @dataclass(slots=True)
 class CallCount:
-    """The number of calls, and the number of bytes that this rank would send or receive in them with an optimal
+    """A number of calls, and the number of bytes that this rank would send or receive in these calls with an optimal
     algorithm."""
 
     calls: int = 0
@@ -761,7 +763,7 @@ class TrafficCounters:
     Attributes
     ----------
     total : number of bytes so far, for all axes and operations together
-    tallies : path of a layer -> numbers that the layer itself counts, such as tokens per expert"""
+    tallies : numbers that layers themselves count, such as tokens per expert, by the path of the layer"""
 
     table: dict[tuple[str, str], CallCount] = field(default_factory=dict)
     total: int = field(default=0, compare=False)

@@ -1,5 +1,4 @@
-"""Detection of ranks that diverge: a communicator that compares each collective between ranks, and a comparison of
-settings.
+"""Detect ranks that diverge: a communicator that compares each collective between ranks, and a comparison of settings.
 
 Settings are compared when ranks first exchange data, before any setting takes effect. Functions register their
 arguments with `comparing_arguments`, so that a communicator that is opened inside this context compares them."""
@@ -118,8 +117,8 @@ def _encode_fingerprint(call: str) -> np.ndarray:
 
 
 def make_desync_error(number: int, calls: Sequence[str]) -> DesyncError:
-    """Return the error for the case that ranks differ in their call number `number` of a communicator. Rank r has made
-    the call `calls[r]`."""
+    """Return the error to raise if call number `number` on a communicator differs between ranks. `calls[r]` is the call
+    that rank r has made."""
     return DesyncError(
         f"ranks called different collectives (call {number}): {format_calls_by_rank(dict(enumerate(calls)))}"
     )
@@ -147,9 +146,9 @@ def agree_on_settings(
     """Raise ConfigError on all ranks if `settings` or `arguments` differ between ranks. The error lists what differs,
     with the ranks that have each value. Collective.
 
-    `settings` and `arguments` map names to values as text. A setting that only some ranks have counts as a difference.
-    `arguments` are the arguments of the function that this rank is executing. Only arguments that all ranks pass are
-    compared."""
+    `settings` and `arguments` map names to values as text. If only some ranks have a setting, this is also a
+    difference. `arguments` are the arguments of the function that this rank is executing. Only arguments that all ranks
+    pass are compared."""
     everyone = comm.all_gather_data((dict(settings), dict(arguments or {})))
     every_setting, every_argument = zip(*everyone, strict=True)
     names = dict.fromkeys(name for one in every_setting for name in one)

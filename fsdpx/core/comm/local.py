@@ -61,7 +61,7 @@ class ThreadWorld:
 
     def record_failure(self, error: BaseException) -> None:
         """Record a failure, if it is the first one, and wake all ranks, so that they raise an error. Do nothing for a
-        death that other ranks survive; `record_death` records it."""
+        death that the other ranks survive, because `record_death` records it."""
         if self.survive and isinstance(error, RankDied):
             return
         with self.condition:
@@ -76,7 +76,8 @@ class ThreadWorld:
             raise error
 
     def raise_if_failed(self) -> None:
-        """Raise DesyncError if the first failure of a rank was a DesyncError, and Aborted if it was another error."""
+        """Raise DesyncError if the first failure of any rank was a DesyncError, or Aborted if it was any other
+        error."""
         failure = self.failure
         if isinstance(failure, DesyncError):
             raise DesyncError(*failure.args)
@@ -224,7 +225,7 @@ class ThreadCollective:
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
         """Return an error if the call of rank `rank` differs from that of the ranks that have arrived before it.
-        Otherwise return None. `terms` are those of its arguments that must be equal on all ranks."""
+        Otherwise return None. `terms` are its arguments that must be equal on all ranks."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)
@@ -265,7 +266,7 @@ class ThreadMessage:
 
     @property
     def missing(self) -> set[int]:
-        """A set that contains the rank on the other side, or nothing once that rank has arrived."""
+        """A set that contains the rank on the other side; empty once that rank has arrived."""
         return set() if self.moving else self.needs
 
     @property
@@ -494,8 +495,8 @@ class LocalCommunicator(Backend, SurvivorCommunicator):
         """Do nothing. The shared state is freed when no rank refers to it any longer."""
 
     def abort(self, code: int = 1) -> None:
-        """End all ranks of this `spawn`. Raise `Aborted` immediately in this rank, and in each other rank when it next
-        waits."""
+        """End all ranks of this call of `spawn`. Raise `Aborted` immediately in this rank, and in each other rank when
+        it next waits."""
         error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
         self._group.world.record_failure(error)
         raise error

@@ -53,7 +53,7 @@ class Mesh:
     Parameters
     ----------
     replica : number of copies of the model on the data axis
-    shard : number of ranks over which each copy is sharded; None (default): the number with which all ranks are used
+    shard : number of ranks over which each copy is sharded; None (default): chosen so that all ranks are used
     pipe : number of pipeline stages
     tensor : number of ranks over which single layers are sharded (tensor parallelism)
     order : the axes from the slowest to the fastest in rank order; ranks are usually numbered host by host, so the last
@@ -168,8 +168,7 @@ class Mesh:
 
         Raises
         ------
-        MeshError
-            if no choice of widths multiplies to `world_size`
+        MeshError if the product of the widths cannot be `world_size`
         """
         known = prod(width for width in self._get_axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)
@@ -200,8 +199,7 @@ class Mesh:
 
         Raises
         ------
-        MeshError
-            if no choice of widths multiplies to `world_size`"""
+        MeshError if the product of the widths cannot be `world_size`"""
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
             placement = resolve_sharding(strategy, world_size // beside)
@@ -209,7 +207,7 @@ class Mesh:
         elif self.domain and self.shard is None and self.replica is not None and world_size % beside == 0:
             data = world_size // beside
             if data == self.replica * prod(self.domain) and resolve_sharding(strategy, data).shard == 1:
-                # each rank holds a full copy of the model, also those that divide a sample among themselves
+                # each rank holds a full copy of the model, even if several ranks divide a sample among themselves
                 mesh = replace(self, replica=data, shard=1)
         return mesh.resolve_open_axis(world_size)
 
@@ -298,7 +296,7 @@ class Mesh:
 
 def _parse_dim_widths(name: str, widths: Any) -> tuple[int, ...]:
     """Return `widths` (the number of ranks along each of 1 to 3 dimensions) as a tuple. If `widths` is anything else,
-    raise a MeshError that contains the name `name` of the option."""
+    raise a MeshError that names the option `name`."""
     given = tuple(widths) if isinstance(widths, Iterable) else (widths,)
     if len(given) > 3 or any(isinstance(n, bool) or not hasattr(n, "__index__") or n < 1 for n in given):
         raise MeshError(f"mesh {name}={widths!r}: ranks along each of 1 to 3 dims, at least 1, such as (2, 2)")
@@ -340,7 +338,7 @@ class MeshAxes:
     @property
     def reduction_axes(self) -> tuple[str, ...]:
         """Names of the axes over which gradients are summed: "shard" and "replica", without an axis that has only one
-        rank. If both have only one rank, this is only "shard"."""
+        rank. If both axes have only one rank, the only name is "shard"."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 

@@ -183,7 +183,7 @@ def iterate_ring_all_reduce(issue: Callable[[Call], Handle], rank: int, size: in
     `issue`, and yield its handle. For n bytes on N ranks, each rank uses n/N bytes of scratch memory.
 
     The sum of each element is passed along the ring from rank to rank. It is therefore computed only once, and all
-    ranks get the same bits."""
+    ranks get bitwise equal results."""
     buf, op = call.arrays[0], call.op
     pieces = make_balanced_partition(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
@@ -225,8 +225,8 @@ def start_rounded_reduce_scatter(comm: Communicator, call: Call) -> Handle:
 
 
 def start_rounded_all_reduce(comm: Communicator, call: Call) -> Handle:
-    """Start an all-reduce that sends values in the 16-bit dtype `call.wire`. This waits until the reduce-scatter is
-    complete, and then starts an all-gather of the rounded sums."""
+    """Start an all-reduce that sends values in the 16-bit dtype `call.wire`. The function waits until the
+    reduce-scatter is complete, and then starts an all-gather of the rounded sums."""
     (buf,) = call.arrays
     xp, pieces = namespace_of(buf), make_balanced_partition(buf.size, comm.size)
     own_count, wire = pieces.counts[comm.rank], buf.view(call.wire)[: buf.size]

@@ -49,8 +49,8 @@ def is_half(dtype: np.dtype) -> bool:
 
 
 def is_reduced_in_rank_order(op: ReduceOp, dtype: np.dtype) -> bool:
-    """Return whether fsdpx itself combines the values of all ranks, in rank order, because communication libraries
-    might compute another result.
+    """Return whether fsdpx itself combines the values of all ranks, in rank order, because a communication library
+    might compute a different result.
 
     It does so for all reductions of 16-bit floats, and for MAX and MIN of other floats, where a NaN on any rank must
     reach all ranks."""

@@ -14,8 +14,8 @@ __all__ = ["can_be_watched", "detach_watchdog", "report_call_to_watchdog", "star
 
 
 def can_be_watched(comm: Any) -> bool:
-    """Return whether a watchdog is useful for `comm`. It is if there are several ranks, if these are processes (ranks
-    that run as threads detect missing ranks themselves), and if FSDPX_WATCH is not 0."""
+    """Return whether a watchdog is useful for `comm`. This is the case if there are several ranks, if they are
+    processes (ranks that run as threads detect missing ranks themselves), and if FSDPX_WATCH is not 0."""
     base = unwrap_communicator(comm)
     return bool(base.size > 1 and hasattr(base, "timeout") and environment.read_environment().watch)
 

@@ -64,8 +64,8 @@ does not support user-level failure mitigation (ULFM)."""
 
 @cache
 def is_ulfm_active() -> bool:
-    """Return whether this job continues when a rank dies. It does only with Open MPI, started by `mpiexec --with-ft
-    ulfm`. All other launchers end the job, even that of MPICH with -disable-auto-cleanup."""
+    """Return whether this job continues when a rank dies. This is the case only with Open MPI, started by `mpiexec
+    --with-ft ulfm`. All other launchers end the job, even the one of MPICH with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
@@ -80,7 +80,7 @@ def require_ulfm() -> None:
 
 
 def get_failed_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks of `comm` that MPI, on this rank, knows to be dead."""
+    """Return the ranks of `comm` that are dead, as far as MPI on this rank knows."""
     if not DEATH_ERROR_CODES:
         return ()
     failed, everyone = comm.Get_failed(), comm.Get_group()
@@ -506,7 +506,7 @@ _NATIVE_CALLS: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "send": MpiCommunicator.start_single_message,
     "recv": MpiCommunicator.start_single_message,
 }
-"""Name of an operation that MPI libraries provide -> method that starts it. Other operations are built from
+"""For each operation that MPI libraries provide, the method that starts it. Other operations are built from
 messages."""
 
 

@@ -25,8 +25,8 @@ __all__ = ["MARK_PREFIX", "TIMED_OUT_MARK", "get_process_start_time", "parse_mar
 MARK_PREFIX = "came-"
 _MARK = re.compile(rf"{MARK_PREFIX}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 TIMED_OUT_MARK = "late"
-"""Name of a folder that shows that the watchdog has ended the job. It is needed because the deaths of the ranks may
-then be noticed in any order."""
+"""Name of a folder that shows that the watchdog has ended the job. The deaths of the ranks alone do not show this,
+because they may be noticed in any order."""
 POLL_SECONDS = 0.5
 SECONDS_TO_END = 2.0
 

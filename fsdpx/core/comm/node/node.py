@@ -119,8 +119,8 @@ class NodeCommunicator(Backend):
 
     @property
     def is_sharing_useful(self) -> bool:
-        """True if it is useful to allocate arrays in shared memory. It is if each host has several ranks of this
-        communicator, and all hosts have the same number."""
+        """True if it is useful to allocate arrays in shared memory. This is the case if each host has several ranks of
+        this communicator, and the same number as other hosts."""
         return self.host_group is not None
 
     def allocate_shared(self, nbytes: int) -> Array | None:
@@ -225,9 +225,9 @@ class NodeCommunicator(Backend):
         """Start an all-gather of a few bytes per rank through the board (records in shared memory with which ranks
         announce collectives). The arrays may be in any memory.
 
-        A trainer begins each of its calls with such a gather. If another rank makes a different call at that time, it
-        waits in MPI, and its call is never matched with this gather. This is intended: if both calls went through MPI,
-        the library could mix up their data, corrupt its own memory (as Open MPI's nonblocking collectives do), and
+        A trainer begins each of its calls with such a gather. If another rank makes a different call at that time, that
+        rank waits in MPI, and its call is never matched with this gather. This is intended: if both calls went through
+        MPI, the library could mix up their data, corrupt its own memory (as Open MPI's nonblocking collectives do), and
         hang."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         number = group.reserve_collective_number()
@@ -449,5 +449,5 @@ _SHARED_MEMORY_CALLS: dict[str, Callable[[NodeCommunicator, Call, NodeGroup], Ha
     "all_to_all": NodeCommunicator._try_start_all_to_all,
     "barrier": NodeCommunicator._try_start_barrier,
 }
-"""Name of an operation -> method that starts it in shared memory, or returns None if it cannot (for example, because
-the arrays of the call are not in shared memory)."""
+"""For each operation, the method that starts it in shared memory, or returns None if that is not possible (for example,
+because the arrays of the call are not in shared memory)."""

@@ -36,7 +36,7 @@ _SUMS: dict[str, CompiledFunction] = {
     "bfloat16": atomics.synchronize_and_add_bfloat16,
     "float16": atomics.synchronize_and_add_float16,
 }
-"""dtype of the arrays (or dtype to which float32 values are rounded before they are added) -> compiled sum."""
+"""The compiled sum for each dtype of arrays, or dtype to which float32 values are rounded before they are added."""
 
 
 def compile_collective_kernels(kind: str) -> None:

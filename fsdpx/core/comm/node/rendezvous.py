@@ -179,13 +179,13 @@ class NodeGroup:
         return meeting
 
     def view_peer_slice(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """Return a view of the `size` elements from element `start` of an array. It is the array that the rank with
-        index `index` on the host has announced for collective number `number`."""
+        """Return a view of `size` elements, beginning at element `start`, of the array that the rank with index `index`
+        on the host has announced for collective number `number`."""
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """Return one slice of each array that the ranks of this host have announced for a collective, in rank order.
-        Each slice begins at element `start` and is as long as `own`, this rank's own slice."""
+        """For each rank of this host, in rank order, return a slice of the array that it has announced for collective
+        number `number`. Each slice begins at element `start` and is as long as `own`, this rank's own slice."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
@@ -195,8 +195,9 @@ class NodeGroup:
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """For each (index, array, start) in `pieces`, fill `array` with the elements from `start` on of the array that
-        the rank with index `index` on the host has announced for collective number `number`."""
+        """Fill `array` for each (index, array, start) in `pieces`. It is filled with elements, beginning at element
+        `start`, of the array that the rank with index `index` on the host has announced for collective number
+        `number`."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
@@ -302,7 +303,7 @@ class HostLanes:
     def _start_lane_reduction(
         self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
     ) -> Handle:
-        """Start to reduce the partial sums of the hosts over this rank's lane."""
+        """Start the reduction of the hosts' partial sums over this rank's lane."""
         self.turn += 1
         return self.across.start_transfer(
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)

@@ -1,4 +1,5 @@
-"""Memory that the ranks of a host share: files that all ranks map, windows in them, and a board for synchronization.
+"""Memory that the ranks of a host share: files mapped by all of these ranks, windows in these files, and a board for
+synchronization.
 
 On the board, each rank announces how far it has got. No lock is needed, because a rank writes only to its own part. A
 rank *posts* the number of a collective when its data may be read, together with a few words that locate the data. It
@@ -173,7 +174,7 @@ class NodeMemory:
     here : communicator of the ranks on this host, in the order of their world ranks
     leader : lowest world rank on this host, which identifies the host
     common : ids of the windows in which all ranks of a group use the same part
-    windows : id -> window, for all open windows"""
+    windows : all open windows, by id"""
 
     def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
         self.world, self.here, self.leader = world, here, leader
@@ -246,7 +247,7 @@ class NodeMemory:
         return WindowAddress(*owner, get_data_pointer(array) - get_data_pointer(part))
 
     def view_elements(self, address: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
-        """Return a view of the `size` elements from element `start` of an array. `address` is the array's location
+        """Return a view of `size` elements of an array, beginning at element `start`. `address` is the array's location
         (window, owner, offset)."""
         key = (*address, start, size, dtype.num)
         cached_view = self._views.get(key)
