@@ -59,8 +59,8 @@ class GlooCommunicator(MessageBackend):
     """Communicator of the ranks of a `Rendezvous`, connected by Gloo. A wait longer than `timeout` seconds raises
     CommTimeout.
 
-    Gloo's threads transfer the data, so transfers make progress by themselves. To sum float16 or bfloat16, ranks
-    exchange single messages and add the values in rank order. GPU arrays are copied through the host."""
+    Gloo's threads transfer the data, so transfers make progress by themselves. To sum float16 or bfloat16 values, ranks
+    exchange point-to-point messages, and each adds the values in rank order. GPU arrays are copied through the host."""
 
     library = "gloo"
 
@@ -100,7 +100,8 @@ class GlooCommunicator(MessageBackend):
         return frozenset(_NATIVE_CALLS)
 
     def _authenticate_ranks(self, name: str) -> None:
-        """Authenticate all ranks to each other: each rank proves that it knows the job's secret. Collective.
+        """Make all ranks authenticate themselves to each other: each rank proves that it knows the job's secret.
+        Collective.
 
         `name` is the name of this communicator, and proofs are valid only for this name. The proofs travel on the
         connections that will carry data. Raises CommError if a proof is wrong."""
@@ -122,7 +123,7 @@ class GlooCommunicator(MessageBackend):
         self.timeout = patience
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Gather a pickled object from each rank, on all ranks. Collective.
+        """Gather one object from each rank, sent as a pickle, and return them in rank order on all ranks. Collective.
 
         Raises ConfigError if the job has no secret with which ranks authenticate each other, because unpickling
         executes code that other ranks have sent."""
@@ -147,8 +148,8 @@ class GlooCommunicator(MessageBackend):
         return begin(self, call)
 
     def start_messages(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Start the sends and receives that make up a collective. Empty arrays need no message, because both ranks
-        know that they are empty."""
+        """Start the sends and receives that make up a collective. No message is sent for an empty array, because both
+        ranks know that it is empty."""
         if has_gpu_array([part for _, part in (*outgoing, *incoming)]):
             return start_messages_through_host(self, call, outgoing, incoming)
         receives = [(rank, _as_byte_tensor(part)) for rank, part in incoming if part.size]
@@ -219,10 +220,10 @@ class GlooCommunicator(MessageBackend):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """End this process at once. Other ranks learn of it from the store and from their broken connections.
+        """End this process at once. Other ranks learn of its end from the store and from their broken connections.
 
-        The process waits at most _SECONDS_TO_RECORD_END to record its end in the store, because the store may not
-        answer, for example if the rank that served it has ended."""
+        The process waits at most _SECONDS_TO_RECORD_END for its end to be recorded in the store, because the store may
+        not answer, for example if the rank that served it has ended."""
 
         def report_end() -> None:
             with suppress(Exception):
@@ -245,10 +246,10 @@ def _make_gloo_device(rendezvous: Rendezvous) -> Any:
 
 
 class SealedStore(dist.Store):
-    """Store through which Gloo's ranks exchange their addresses, each address with a message authentication code.
+    """Store through which Gloo's ranks exchange their addresses. Each address has a message authentication code.
 
-    Without the code, a stranger with access to the store could write an address of its own and relay the traffic
-    between two ranks."""
+    Without this code, an attacker with access to the store could replace a rank's address with another one, and relay
+    the traffic between two ranks."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -328,8 +329,8 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return: wait here, with a short timeout, for the messages that the thread waits
-        for.
+        """Make the background thread return, by waiting here, with a short timeout, for the messages that the thread
+        waits for.
 
         When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
         for work in self._works:
@@ -383,8 +384,8 @@ _BOOL_OPS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
 
 
 def _find_gloo_op(array: Array, op: ReduceOp) -> Any:
-    """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or would combine values differently
-    from fsdpx."""
+    """Return Gloo's reduction for `op`, or None if Gloo does not support the dtype or reduces it differently from
+    fsdpx."""
     if is_reduced_in_rank_order(op, array.dtype):
         return None
     if array.dtype.kind == "b":
@@ -399,8 +400,8 @@ def _view_bool_as_uint8(array: Array) -> Array:
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the bytes of an array. The tensor shares the array's memory. It is a copy if the array is
-    read-only, so that it can only be sent."""
+    """Return a tensor of the bytes of an array. The tensor shares the array's memory. For a read-only array, it is a
+    copy, which can be sent but must not be received into."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 

@@ -43,7 +43,8 @@ opened_rendezvous: list[Rendezvous] = []
 
 
 class RankArrival(NamedTuple):
-    """What a rank writes into the store when it arrives. `once` is random text that identifies the process."""
+    """The record that a rank writes into the store when it arrives. `once` is random text that identifies the
+    process."""
 
     rank: int
     size: int
@@ -94,7 +95,7 @@ class Rendezvous:
     ) -> None:  # fmt: skip
         """Announce this rank, and wait at most `timeout` seconds until all other ranks have arrived. Collective.
 
-        A process that does not know `secret` cannot join the job. `since` is the time when the wait began."""
+        A process that does not know `secret` cannot join the job. `since` is the time from which `timeout` counts."""
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, location
         self.secret, self.worlds = secret, 0
         self._deadline = (time.monotonic() if since is None else since) + timeout
@@ -115,7 +116,7 @@ class Rendezvous:
         return compute_hmac(self.secret, f"{self._arrival_text} {key}", value).tobytes()
 
     def compute_seconds_left(self) -> float:
-        """Return how many seconds the other ranks have left to arrive, at least 1."""
+        """Return how many seconds remain for the other ranks to arrive, but at least 1."""
         return max(self._deadline - time.monotonic(), 1.0)
 
     def _announce_rank(self, mine: RankArrival) -> None:
@@ -198,7 +199,7 @@ class Rendezvous:
         """Context manager that turns torch errors into RankLost, which names the rank that has ended, or into
         CommError if no rank is known to have ended.
 
-        `action` describes, for the message, what failed."""
+        `action` describes what failed, for the error message."""
         try:
             yield
         except (CommError, ConfigError):
@@ -266,7 +267,7 @@ def join_rendezvous(settings: Environment) -> Rendezvous:
 
 
 def _format_warning_without_secret(location: RendezvousStore) -> str:
-    """Return a warning that the job has no secret: it says what a stranger could do, and how to set a secret."""
+    """Return a warning that the job has no secret, which says what an attacker could do and how to set a secret."""
     who = "whoever reaches that address, other users of this host too,"
     who = "whoever can write that file" if location.file else who
     alone = "" if location.file or location.served else "Rank 0 answers on the address of MASTER_ADDR alone. "
@@ -346,7 +347,7 @@ def _open_store(dist: Any, location: RendezvousStore, rank: int, size: int, time
     """Open the job's store, which is a file or a server. If the store is a server, rank 0 runs it, unless torchrun
     does.
 
-    `has_secret` says whether ranks share a secret."""
+    `has_secret` says whether the ranks of the job share a secret."""
     try:
         if location.file:
             return dist.PrefixStore("fsdpx", dist.FileStore(location.file, size))

@@ -29,11 +29,11 @@ class RoundedOptimizer(WrappedOptimizer):
     """Wraps an optimizer so that parameters and state are stored in bfloat16, and converted to float32 for each
     update.
 
-    Rounding to the nearest bfloat16 would lose every update smaller than half of a parameter's last bit, and most
-    updates are that small. Stochastic rounding avoids this loss, because it is unbiased (Gupta et al. 2015). The
-    random numbers depend on parameter, element and step, so results do not depend on how parameters are sharded, down
-    to the last bit. With `kahan` (Kahan's summation, 1965), the additional optimizer state "lost" keeps the rounding
-    error of each parameter, and only the state of `inner` is rounded stochastically.
+    Rounding to the nearest bfloat16 would discard every update smaller than half of a parameter's last bit, as most
+    updates are. Stochastic rounding avoids this loss, because it is unbiased (Gupta et al. 2015). The random numbers
+    depend on parameter, element and step, so results are bit-identical however parameters are sharded. With `kahan`
+    (Kahan's summation, 1965), the additional optimizer state "lost" keeps the rounding error of each parameter, and
+    only the state of `inner` is rounded stochastically.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     ----------
     trainer : trainer of a model returned by `nn.add_lora`
     folder : path of a folder with `adapter_config.json` and `adapter_model.safetensors`
-    convert : whether to cast floating-point values to the dtype of the model's parameters if they have another dtype
+    convert : whether to cast floating-point values of another dtype to the dtype of the model's parameters
     """
     adapted = _find_adapted_layers(trainer, "load_adapter")
     world = trainer.call_runner.world
@@ -110,7 +110,7 @@ def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 
 def _find_adapted_layers(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
     """Return {path: layer} for the layers that have adapters. Raise ConfigError if no layer has an adapter; `call` is
-    the name of the function that the message mentions."""
+    the name of the calling function, for the error message."""
     found = {
         path: low
         for node in trainer.inspect.placement.model.nodes
@@ -133,8 +133,8 @@ def _list_adapter_parameters(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """Return {name of an adapter matrix: its name in PEFT's files}, and whether the files of the model store adapted
-    weights transposed."""
+    """Return {name of an adapter matrix: its name in PEFT's files}, and whether adapted weights are transposed in the
+    files of the model."""
     found: dict[str, str] = {}
     turned = False
     for name in adapted:
@@ -146,7 +146,7 @@ def _map_file_names_and_layout(trainer: Trainer, adapted: dict[str, LoRALinear])
 
 
 def _get_rank_and_alpha(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
-    """Return rank and alpha of the adapters in a dict, with PEFT's names as keys.
+    """Return the rank and alpha of the adapters as a dict whose keys are PEFT's names.
 
     Both are read from the first layer, because `nn.add_lora` gives all layers the same rank and alpha."""
     layer = next(iter(adapted.values()))

@@ -60,7 +60,7 @@ class LoRALinear(Linear):
         self.rank, self.alpha, self.dropout, self.path = rank, float(alpha), float(dropout), path
         self.scale = self.alpha / rank
         if dropout:
-            self.acts_on = "sample"  # needs full sequences, because the dropout mask is drawn for them
+            self.acts_on = "sample"  # needs full sequences, because the dropout mask is drawn for a full sequence
             self.caches = True  # keys and values can be cached, because generation runs without dropout
             self.kernel_names = ("linear", "drop", "drop_backward")
 
@@ -126,7 +126,7 @@ class LoRALinear(Linear):
         )
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved  # in an MLP, only the shape of x is valid here, because the MLP replaces x before backward_params
+        (x,) = saved  # in an MLP, only the shape of x is valid here: the MLP overwrites x before backward_params
         inside = self.compute_low_rank_gradient(env, p, dy)
         dx = matmul_in_dtype(env.xp, as_rows(dy), p["weight"]).reshape(x.shape)
         low = matmul_in_dtype(env.xp, inside, p[ADAPTER_NAMES[0]]).reshape(x.shape)
@@ -184,7 +184,7 @@ class LoRALinear(Linear):
         return inside
 
     def _apply_dropout(self, env: LayerContext, x: Array) -> tuple[Array, Array | None]:
-        """Return x after dropout, and the mask of kept elements; without dropout, the mask is None."""
+        """Return x after dropout, and the mask of kept elements (None without dropout)."""
         if not env.training or self.dropout == 0.0:
             return x, None
         kept: tuple[Array, Array] = kernels.drop(
@@ -267,8 +267,8 @@ class _ShardedLoRA(ShardedLinear):
     Attributes
     ----------
     low : the full layer, without dropout
-    partial : the adapter matrix, A or B, that every rank holds in full; each rank computes only a partial gradient of
-        this matrix
+    partial : the adapter matrix (A or B) that every rank holds in full, but for which each rank computes only a partial
+        gradient
     """
 
     low: LoRALinear

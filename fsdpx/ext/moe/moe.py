@@ -71,7 +71,7 @@ class MoE(Layer):
     d_model : number of features of the input and the output
     d_hidden : hidden width of an expert
     experts : number of experts
-    active : number of experts that are used for each token
+    active : number of experts chosen for each token
     balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of f_e
         P_e. Here f_e is the mean number of choices of e per token, and P_e is the mean over tokens of the softmax
         probability of e among all experts. The loss is computed over the tokens of one microbatch, and acts only in the
@@ -116,7 +116,7 @@ class MoE(Layer):
         }
 
     def needs_all_positions(self) -> bool:
-        return self.balance > 0  # the balancing loss uses averages over all tokens, so it couples the ranks' tokens
+        return self.balance > 0  # the balancing loss averages over all tokens, which couples those of different ranks
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         kind, context = request.kinds[0], request.sequence in ("ulysses", "ring")
@@ -177,7 +177,7 @@ class MoE(Layer):
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
-        """Return, for each expert, the positions in the flattened `chosen` at which it was chosen.
+        """Return, for each expert, the positions in the flattened array `chosen` at which it occurs.
 
         On shape-only arrays, all experts get the same number of positions."""
         places = chosen.reshape(-1)
@@ -210,7 +210,7 @@ def require_valid_input(layer: Layer, x: Array, d_model: int, balance: float) ->
 
 
 def route_rows(xp: Any, rows: Array, weight: Array, active: int) -> RoutingChoice:
-    """Choose, for each row (token), the `active` experts with the largest logits. The logits are rows @ weight^T."""
+    """Choose, for each row (token), the `active` experts with the largest logits. The logits are `rows @ weight.T`."""
     logits = linear_forward(xp, rows, weight, None)
     best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
     picked = xp.take_along_axis(logits, best, axis=1).astype(accumulation_dtype(rows.dtype), copy=False)
@@ -244,8 +244,8 @@ def route_rows_backward(xp: Any, chosen: RoutingChoice, dweights: Array, dtype: 
 
 
 def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
-    """Return, for each row, the weighted sum of the outputs of its experts on this rank, and the values saved for
-    backward.
+    """Return, for each row, the weighted sum of the outputs of its experts on this rank, and the values saved for the
+    backward pass.
 
     `routes` gives, for each local expert, the indices of its rows, and the routing weights of these rows."""
     y, held = xp.zeros(rows.shape, dtype=accumulation_dtype(rows.dtype)), []
@@ -258,8 +258,8 @@ def apply_experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array,
 
 
 def apply_experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
-    """Return the gradients of the rows, the gradients of the routing weights for each expert, and what
-    `add_expert_gradients` needs."""
+    """Return the gradients of the rows, the gradients of the routing weights for each expert, and the values that
+    `add_expert_gradients` takes as `kept`."""
     dx, slopes, kept = xp.zeros(dy.shape, dtype=accumulation_dtype(dy.dtype)), [], []
     for e, (mine, weights, a, b) in enumerate(held):
         h, share = kernels.gated(xp, a, b), weights[:, None]
@@ -442,8 +442,7 @@ class ShardedMoE(Layer):
         )
 
     def _sum_results_of_choices(self, xp: Any, routing: _RowRouting, found: Array, dtype: Any) -> Array:
-        """Return, for each row that this rank routed, the sum of what its chosen experts returned.
-        """
+        """Return, for each row that this rank routed, the sum of the results of its chosen experts."""
         each = xp.empty(found.shape, dtype=found.dtype)
         each[routing.order] = found
         return xp.sum(each.reshape(-1, self.active, self.d_model), axis=1, dtype=dtype)
@@ -456,7 +455,7 @@ class ShardedMoE(Layer):
 
 
 class _RowRouting(NamedTuple):
-    """Which rows are sent to which rank, and which experts compute them.
+    """The routing of rows between ranks: which rows are sent to which rank, and which experts compute them.
 
     Attributes
     ----------

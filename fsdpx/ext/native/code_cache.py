@@ -35,7 +35,7 @@ __all__ = [
 
 FASTCALL = 0x80  # METH_FASTCALL in Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-# longer than any kernel takes to compile, so that a suspended process does not block others forever
+# a limit longer than any compilation, so that a suspended process does not block others forever
 LOCK_TIMEOUT_SECONDS = 60.0
 DIGEST_BYTES = 32
 MAX_CODE_BYTES = 64 << 20
@@ -71,8 +71,8 @@ class PyMethodDef(ctypes.Structure):
 
 @functools.cache
 def can_store_machine_code() -> bool:
-    """Return whether machine code can be stored on disk: only on x86-64 Linux, with a standard build of CPython (with
-    the GIL)."""
+    """Return whether machine code can be stored on disk. This requires x86-64 Linux and a standard build of CPython
+    (with the GIL)."""
     usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and has_expected_object_layout()
 
@@ -103,7 +103,7 @@ def store_and_load_code(
 def write_with_digest(file: Path, content: bytes) -> None:
     """Write a digest and then `content` to a file. With the digest, readers detect damage.
 
-    The digest covers the name of the file too, so that no file can be passed off as another."""
+    The digest also covers the name of the file, so that no file can be passed off as another."""
     safe_files.write_file(file, _compute_digest(file, content) + content, safe_files.READABLE)
 
 

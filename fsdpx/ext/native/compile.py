@@ -123,7 +123,7 @@ def _append_object_file(
     content: bytes, data: bytearray, symbols: dict[str, _Symbol], relocations: list[_Relocation]
 ) -> None:
     """Append the sections, symbols and relocations of an object file to those of earlier files. If two functions have
-    the same name, the first is used."""
+    the same name, the first one is used."""
     offset, (size, count) = struct.unpack_from("<Q", content, 40)[0], struct.unpack_from("<HH", content, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", content, offset + n * size)) for n in range(count)]
     begins: dict[int, int] = {}
@@ -168,7 +168,7 @@ class KernelCache(FunctionCache):
     """Numba's disk cache, with one file per function, signature and version of the sources. It warns if a file cannot
     be read or written.
 
-    Numba's own cache names files after a running number, so two ranks that compile at the same time can pick the same
+    Numba's own cache numbers its files consecutively, so two ranks that compile at the same time can pick the same
     name. In addition, it notices changes only in the source file of the kernel, not in the source files of the
     functions that the kernel calls."""
 
@@ -181,8 +181,8 @@ class KernelCache(FunctionCache):
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """Return Numba's cache key without the function's closure.
 
-        An intrinsic in the closure is a different object in every process, so with the closure in the key, each
-        process would compile again. Keys can do without it, because file names already depend on the function's name
+        An intrinsic in the closure is a different object in every process, so if keys included the closure, each
+        process would compile again. Keys need not include it, because file names already depend on the function's name
         and sources."""
         return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
 
@@ -238,7 +238,7 @@ _warned = False
 
 
 def _warn_cannot_cache(error: Exception) -> None:
-    """Warn that compiled kernels cannot be stored on disk: once per process, and only on the first rank of a host."""
+    """Warn once per process, and only on the first rank of a host, that compiled kernels cannot be stored on disk."""
     global _warned
     launcher = environment.read_environment().launcher
     if not _warned and not (launcher and launcher.local_rank):
@@ -367,7 +367,7 @@ def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineC
 
 
 def compile_dispatcher(dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
-    """Return `dispatcher`, a Numba dispatcher. If `kinds` are given, compile it first for arguments of these kinds
+    """Return the Numba dispatcher `dispatcher`. If `kinds` are given, it is first compiled for arguments of these kinds
     (types).
 
     If the kinds say which arrays are read (" r") or written (" w"), the dispatcher accepts no other types."""

@@ -21,8 +21,8 @@ class DiskCodeStore:
         return known or self._load_or_build_code(function, kinds)
 
     def _load_or_build_code(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
-        """Return a function for these kinds (types) of arguments. Load it if another process has just stored it;
-        otherwise compile it.
+        """Return the compiled function for these kinds (types) of arguments: load it if another process has just stored
+        it; otherwise compile and store it.
 
         Returns None if the code cannot be stored."""
         name = function.function, function.fastmath, kinds

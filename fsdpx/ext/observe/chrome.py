@@ -66,7 +66,7 @@ class TraceGroups:
         """Return a key by which to match the events of one transfer: it is the same on all ranks that take part in the
         transfer. Return None if no other rank takes part.
 
-        `time` is 1 for the first occurrence of the action in its program, 2 for the second, and so on."""
+        `time` is the number of the action's occurrence in its program, counted from 1."""
         verb = VERBS[action.op]
         if verb.lane not in self.groups:
             return None
@@ -140,7 +140,7 @@ JSON = dict[str, Any]
 
 @dataclass
 class TraceHeader:
-    """What the trace file of a rank holds in addition to its events.
+    """The data that a rank's trace file holds in addition to its events.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class TraceHeader:
     shown : number of the representative run of a program, whose timeline is shown in reports; None if there is none
     simulated : (action, start, end) of each action of the rank in a simulation of that run in which messages take no
         time
-    alive : pairs (time in seconds, bytes of activations from that time on) during that run
+    alive : pairs (time in seconds, bytes of activations from that time on) for that run
     memory : kind of memory -> bytes that the rank holds in addition to activations
     """
 
@@ -202,8 +202,8 @@ def write_trace(
     place: TraceGroups,
     after: Iterable[OutsideSpan] = (),
 ) -> Path:
-    """Write the trace file of one rank, and return its path. `after` holds the spans of other work since the end of the
-    last recorded program."""
+    """Write the trace file of one rank, and return its path. `after` contains the spans of work outside programs since
+    the end of the last recorded program."""
     path = folder / get_trace_file_name(header.rank)
     _write_gzip_json(
         path,
@@ -250,7 +250,7 @@ def list_trace_events(
 
 
 class _TraceLanes:
-    """Builds the trace events of one rank, and assigns them to the threads that the viewer shows.
+    """Builds the trace events of one rank, and assigns them to the threads under which the viewer shows them.
 
     The slices of a thread may be nested but must not overlap otherwise, so a transfer that overlaps another transfer
     on its mesh axis gets an additional thread."""
@@ -324,7 +324,7 @@ class _TraceLanes:
             self.found.append({**common, "ph": "s", "ts": self._to_microseconds(event.start)})
         else:
             start, end = self._to_microseconds(event.start), self._to_microseconds(event.end)
-            # a time inside the slice, so that viewers attach the arrow to this slice
+            # this time lies inside the slice, so that viewers attach the arrow to it
             inside = max(end - 0.01, (start + end) / 2)
             self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 

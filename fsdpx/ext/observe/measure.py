@@ -50,7 +50,7 @@ class MeasuredStep:
 
     @property
     def idle_share(self) -> float:
-        """Share of the measured step, from 0 to 1, during which ranks did not compute."""
+        """Share of the measured step, from 0 to 1, during which ranks did not compute, averaged over ranks."""
         return compute_idle_share(self.events)
 
     @property
@@ -85,13 +85,13 @@ def measure_fastest_step(engine: Engine, step: Callable[[], object], steps: int 
     step()
     axes = engine.placement.axes
     before, timelines = find_timeline_recorder(engine), list[Timeline]()
-    if before is not None:  # removed for now, so that the user's trace does not show the steps of this measurement
+    if before is not None:  # removed temporarily, so that the user's trace does not show the steps of this measurement
         engine.remove_observers(before)
     engine.add_observer(recording := TimelineRecorder(keep=1))
     try:
         for _ in range(steps):
             axes.world.barrier(what="measure").wait()
-            origin = perf_counter()  # times are relative to this, because host clocks start at different times
+            origin = perf_counter()  # times are relative to this one, because hosts' clocks start at different times
             step()
             acted = recording.records[-1].actions
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])

@@ -31,7 +31,7 @@ class RankSpans:
     ----------
     whole : total time of the steps
     computing : time spent in computations
-    transferring : time blocked in transfers after all of their ranks had entered them, so that data was moving
+    transferring : time blocked in transfers that all participating ranks had entered, so that data was moving
     """
 
     whole: float

@@ -63,10 +63,10 @@ class StepLanes:
     title : title above the panel
     events : events of the step; their `rank` is the number of a row
     names : name of each row
-    held : for each row, kind of memory -> pairs (time, bytes from that time on). No memory is drawn for a row with {},
-        and none at all for the default ()
+    held : for each row, kind of memory -> pairs (time, bytes from that time on). No memory is drawn for a row with {};
+        with the default (), no memory is drawn at all
     numbered : which number the boxes show: "mb" (default) for the microbatch, or "unit" for the unit (group of layers)
-    second : length of a second in the unit of the given times; default 0: the times have no unit
+    second : number of time units in a second; default 0: the times have no unit
     limit : bytes of available memory; default None: unknown
     """
 
@@ -100,7 +100,7 @@ class StepLanes:
 
     @property
     def has_equal_rows(self) -> bool:
-        """True if all rows have the same memory curve, which is then drawn only once."""
+        """True if all rows have the same memory curve; it is then drawn only once."""
         return all(held == self.held[0] for held in self.held)
 
     def list_transfer_lanes(self, row: int) -> list[str]:
@@ -330,7 +330,7 @@ class _PanelDrawing:
         )
 
     def draw_text(self, time: float, y: float, words: str, x: float = 0.0, **options: Any) -> Any:
-        """Draw text `x` inches to the right of the position of `time`."""
+        """Draw the text `words`, `x` inches to the right of the position of `time`."""
         look: dict[str, Any] = {"color": get_color("ink", self.theme), "va": "center", "clip_on": False}
         return self.axes.text(time + x / self.inches_per_unit, y, words, **(look | options))
 
@@ -413,8 +413,8 @@ class _PanelDrawing:
         self.draw_text(0, bottom + 0.09, "memory", x=0.06 - LEFT, fontsize=9.5)
 
     def draw_memory_limit(self, bottom: float, scale: float, peak: float) -> None:
-        """Draw a line at the available memory. If the available memory is far above the scale, write it as text
-        instead, below the label of the peak, which is at height `peak`."""
+        """Draw a line at the available memory. If the scale does not reach that far, write the available memory as text
+        below the label of the peak, which is at height `peak`."""
         limit = self.panel.limit
         if limit is None:
             return
@@ -535,7 +535,7 @@ def draw_training_curves(rows: Sequence[Mapping[str, Any]]) -> Any:
     losses, rates = figure.subplots(1, 2)
     for axes, name, style in ((losses, "loss", "-"), (losses, "validation_loss", "o-"), (rates, "rate", "-")):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        # the first step is left out, because its time includes the start-up
+        # the first step is left out, because its time includes the startup
         points = points[1:] if name == "rate" else points
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)

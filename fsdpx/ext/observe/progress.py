@@ -23,7 +23,7 @@ class ProgressBar:
     """A `fit` callback that prints the progress of training on rank 0.
 
     `total` is the number of the last step, counted from the start of training, and `epochs` is the number of epochs.
-    Either is None if it is unknown."""
+    Each is None if it is unknown."""
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: FitHistory) -> None:
         self.unit, self.total, self.epochs = unit, total, epochs
@@ -36,7 +36,7 @@ class ProgressBar:
         done = history.steps in (self._first, self.total)
         if trainer.call_runner.rank > 0 or (
             now - self._shown < wait and not done
-        ):  # the rank is read each time, because elastic training may change it
+        ):  # the rank is read every time, because elastic training may change it
             return
         self._shown = now
         if self._bar is None and is_stderr_terminal():
@@ -75,7 +75,7 @@ class ProgressBar:
 
     def _format_values(self, trainer: Any, history: FitHistory) -> str:
         """Return loss, throughput, learning rate and gradient norm as text, leaving out those that are unknown. The
-        throughput of the first step is also left out, because its time includes the start-up."""
+        throughput of the first step is also left out, because the time of this step includes the startup."""
         last, rate = trainer.inspect.last_update, self._rate.measure_rate(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

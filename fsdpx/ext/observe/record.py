@@ -102,7 +102,7 @@ class RankRecord:
 class ValueRecorder(Observer):
     """Records the tensors that the next `steps` training programs write, and saves them to `folder` if one is given.
 
-    Either all ranks of a trainer must have such a recorder, or none."""
+    Either all ranks of a trainer or none of them must have such a recorder."""
 
     def __init__(self, engine: Engine, steps: int, folder: Path | None = None) -> None:
         self.engine, self.most, self.folder = engine, steps, folder
@@ -187,8 +187,7 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Finds out which tensors are in the values that actions write, and which elements of the full tensors these values
-    hold."""
+    """Determines which tensors the values that actions write contain, and which elements of the full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout

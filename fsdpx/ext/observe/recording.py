@@ -33,7 +33,7 @@ __all__ = [
 
 
 class ActionSpan(NamedTuple):
-    """When an action began, when its inputs were available, and when it ended, in seconds on the rank's clock.
+    """The times at which an action began, its inputs were available, and it ended, in seconds on the rank's clock.
 
     `nbytes` is the number of bytes that this rank sent or received in the action, and `alive` is the number of bytes of
     activations after the action."""
@@ -47,7 +47,7 @@ class ActionSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When a transfer was issued by `action` and when it was complete, in seconds on the rank's clock."""
+    """The times at which a transfer was issued by `action` and was complete, in seconds on the rank's clock."""
 
     action: Action
     issued: float
@@ -55,7 +55,7 @@ class TransferSpan(NamedTuple):
 
 
 class LayerSpan(NamedTuple):
-    """When a method of a layer was called and when it returned. `what` is "forward" or the name of the backward
+    """The times at which a method of a layer was called and returned. `what` is "forward" or the name of the backward
     method."""
 
     path: str
@@ -74,7 +74,7 @@ class LayerTime(NamedTuple):
 
 
 class OutsideSpan(NamedTuple):
-    """When a rank did work between two programs, such as agreeing on a batch. `nbytes` is the number of bytes that it
+    """The time span of work between two programs, such as agreeing on a batch. `nbytes` is the number of bytes that it
     read or wrote."""
 
     what: str

@@ -103,7 +103,7 @@ class ReportSummary:
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return which share of the time in which transfers of one kind are pending is overlapped with computation.
+        """Return the share of the time with pending transfers of one kind that is overlapped with computation.
 
         Parameters
         ----------
@@ -207,8 +207,7 @@ MAX_SHOWN_LAYERS = 10
 
 
 class ReduceReport(NamedTuple):
-    """How much a codec compresses the reduction of one page's gradient over a mesh axis. A page is a flat parameter
-    buffer.
+    """How much a codec compresses the reduction of the gradient of one page (flat parameter buffer) over a mesh axis.
 
     Attributes
     ----------
@@ -236,10 +235,10 @@ class TrafficReport:
     traffic : (axis, collective) -> number of calls and bytes, as counted
     predicted : (axis, collective) -> number of calls and bytes, as predicted from the program for the steps in `per`
     reduces : the compressed reductions of gradients
-    per : which steps `predicted` covers, as text
+    per : text that says which steps `predicted` covers
     routing : path of a mixture-of-experts layer -> load of its experts, counted for this rank's tokens
-    planned : the strategy that strategy="auto" chose, and the reason, as text
-    gathers_whole_model : whether parameters are sharded although all layers of the model are gathered at once
+    planned : text with the strategy that strategy="auto" chose, and the reason
+    gathers_whole_model : whether parameters are sharded but all layers of the model are gathered at once
     shared_parameters : bytes of full parameters that several ranks of the host store only once, and the number of these
         ranks
     """
@@ -327,7 +326,7 @@ class Report(TrafficReport):
         return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read the memory of this process before pickling, because the report may be printed by another process."""
+        """Read the memory of this process before pickling, because another process may print the report."""
         return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
@@ -488,7 +487,7 @@ def _iterate_compressed_reduces(engine: Engine) -> Iterator[ReduceReport]:
 
 
 def get_traffic_sizes(engine: Engine) -> TrafficSizes:
-    """Return the sizes of pages, messages and mesh axes, from which this rank's traffic is predicted."""
+    """Return the sizes of pages, messages and mesh axes that are needed to predict this rank's traffic."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {

@@ -29,8 +29,8 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : for each expert, how often the router chose it for a token of this rank or, in a sum over ranks, of any
-        rank
+    chosen : for each expert, how often the router chose it, for the tokens of this rank or, in a sum over ranks, of all
+        ranks
     computed : for each rank that has the layer, how many (token, expert) choices its experts computed
     """
 
@@ -45,8 +45,8 @@ class ExpertLoad:
 
     @property
     def entropy(self) -> float:
-        """Entropy of the load, divided by the logarithm of the number of experts. It is 0 if one expert is chosen every
-        time, and 1 if the load is even."""
+        """Entropy of the load, divided by the logarithm of the number of experts. It is 0 if the same expert is always
+        chosen, and 1 if the load is even."""
         shares = [n / sum(self.chosen) for n in self.chosen if n]
         return -sum(share * log(share) for share in shares) / log(len(self.chosen)) if len(self.chosen) > 1 else 1.0
 

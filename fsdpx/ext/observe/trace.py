@@ -92,8 +92,8 @@ class TraceWriter(Observer):
     def _agree_on_representative_step(self, records: list[ProgramRecord]) -> ProgramRecord | None:
         """Return the step whose timeline represents all others in reports: the step of median duration. Collective.
 
-        Only steps that all ranks recorded completely are considered. Returns None if there is no such step, or if ranks
-        train asynchronously."""
+        Only steps that all ranks have recorded completely are considered. Returns None if there is no such step, or if
+        ranks train asynchronously."""
         own = {one.number: one.actions[-1].end - one.actions[0].begin for one in records if one.is_complete}
         everyone = self._axes.world.all_gather_data(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))

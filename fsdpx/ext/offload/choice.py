@@ -37,8 +37,8 @@ class OffloadConfig(StorageLevelChoice):
         time
     what : one or several of "optimizer" (optimizer state, including averages; the default), "parameters" (the master
         shard), "activations" (from the forward to the backward pass) and "gradients" (until the update)
-    direct : whether to bypass the system's page cache (O_DIRECT). None (default) bypasses it if the file system
-        supports this
+    direct : whether to bypass the system's page cache (O_DIRECT). None (default): bypass it if the file system supports
+        this
 
     Raises
     ------

@@ -153,8 +153,8 @@ class DiskFile:
     """An unnamed file of `nbytes` bytes. All of its space is allocated at once, so that a full disk is noticed at the
     start.
 
-    `direct` says whether to bypass the page cache; None bypasses it if the file system supports this. `watch` measures
-    the time during which reads or writes are in progress."""
+    `direct` says whether to bypass the page cache; None means to bypass it if the file system supports this. `watch`
+    measures the time during which reads or writes are in progress."""
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
@@ -164,12 +164,12 @@ class DiskFile:
         except OffloadError:
             os.close(self._fd)
             raise
-        # this never closes the file too early, because pending transfers keep this object alive
+        # the file is never closed too early, because pending transfers keep this object alive
         self._end = weakref.finalize(self, os.close, self._fd)
         self._end.atexit = False
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="fsdpx disk")
-        all_run = threading.Barrier(IO_THREADS)  # start all threads now, while there is enough memory
+        all_run = threading.Barrier(IO_THREADS)  # all threads are started now, while there is enough memory
         for waits in [self._threads.submit(all_run.wait) for _ in range(IO_THREADS)]:
             waits.result()
 
@@ -235,8 +235,8 @@ class DiskFile:
 
 
 def _reserve_space(fd: int, folder: Path, offset: int, nbytes: int) -> int:
-    """Allocate `nbytes` bytes of a file on disk, from byte `offset` on, and return `nbytes`. Raises OffloadError if
-    the disk is full."""
+    """Allocate disk space for `nbytes` bytes of a file, from byte `offset` on, and return `nbytes`. Raises OffloadError
+    if the disk is full."""
     try:
         if nbytes:
             os.posix_fallocate(fd, offset, nbytes)
@@ -314,10 +314,10 @@ class ArrayAddress(NamedTuple):
 
 @dataclass
 class SpilledValue:
-    """A saved activation from which large arrays were removed, to be written to disk.
+    """A saved activation whose large arrays have been removed, so that they can be written to disk.
 
-    `roots` are the memory blocks that hold these arrays, until they have been written. `sizes` is the size of each
-    block in bytes."""
+    `roots` are the memory blocks that hold these arrays until they have been written. `sizes` is the size of each block
+    in bytes."""
 
     tree: Any = None
     roots: list[Any] = field(default_factory=list)
@@ -334,8 +334,8 @@ class SpilledValue:
 def extract_large_arrays(value: Any, keep_in_memory: Callable[[Any], bool]) -> SpilledValue:
     """Remove large arrays from nested tuples, lists and dicts, so that they can be written to disk.
 
-    An array stays in the value if `keep_in_memory(block)` is true of its memory block, if the block is small, or if the
-    array uses less than half of the block."""
+    An array stays in the value if `keep_in_memory(block)` is true for its memory block, if the block is small, or if
+    the array uses less than half of the block."""
     made, numbers = SpilledValue(), dict[int, int]()
 
     def replace_array(leaf: Any) -> Any:
@@ -431,7 +431,7 @@ class DiskStorage(StateStorage):
             self.file.watch.seconds = 0.0
 
     def get_record_nbytes(self, record: Slot) -> int:
-        """Return the size in bytes of a record on disk, padding included."""
+        """Return the size in bytes of a record on disk, including padding."""
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
@@ -445,8 +445,8 @@ class DiskStorage(StateStorage):
         return {"record": pages | spilled}
 
     def get_buffer_nbytes(self, record: Slot) -> int | None:
-        """Return the size in bytes of a buffer into which a record can be fetched, including room to align the record
-        to `ALIGN_BYTES`. Return None if `record` is not stored on disk."""
+        """Return the size in bytes of the buffer needed to fetch a record, including room to align the record to
+        `ALIGN_BYTES`. Return None if `record` is not stored on disk."""
         if record not in self._stands:
             return None
         size = self.get_record_nbytes(record)
@@ -528,7 +528,7 @@ def open_disk_storage(
 ) -> DiskStorage:
     """Open storage on disk for the offloaded state in `rows`. Collective.
 
-    Raises OffloadError on all ranks if one of them fails. `option` is the user's option as text, for messages."""
+    Raises OffloadError on all ranks if one of them fails. `option` is the user's option as text, for error messages."""
     disk = DiskStorage(rows, placement.stage.stored_slots, placement.xp)
     if placement.device.holds_data:
         if not hasattr(os, "posix_fallocate"):

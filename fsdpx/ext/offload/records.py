@@ -57,7 +57,7 @@ class _RecordCache:
     Attributes
     ----------
     numbers : numbers of the records
-    there : for each slot in memory, whether its value differs from the one on disk
+    there : for each slot that is in memory, whether its value differs from the value on disk
     leaving : slots whose values are being written to disk
     stored : activations that are stored on disk
     last : for each slot, the index of the last action that needs it
@@ -105,7 +105,7 @@ class _RecordCache:
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
                 continue
-            if slot in self.leaving:  # writes end in order, so this waits for all earlier writes too
+            if slot in self.leaving:  # writes end in order, so this also waits for all earlier writes
                 self._add_waits_for_writes(len(self.leaving) - 1 - self.leaving.index(slot))
             self._add_action("FETCH", slot)
             self.stored.discard(slot)

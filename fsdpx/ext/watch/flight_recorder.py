@@ -97,7 +97,7 @@ class FlightRecorder(Observer):
         self._before = kept
 
     def record_end(self, status: int) -> None:
-        """Record that the script has ended, and with which exit status the process is going to end."""
+        """Record that the script has ended, and the exit status with which the process is going to end."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def on_program_begin(self, program: Program, state: TrainState) -> None:
@@ -176,10 +176,10 @@ class FlightRecord:
     ----------
     rank, ranks, process, host : the rank, the number of ranks, and the rank's process id and host name
     step, program : number of the step, and kind of the program that ran last
-    beat : when the watchdog of the rank last polled
-    moved : when the watchdog last saw the rank make progress
-    since : when the current wait began; 0 if the rank is not waiting
-    what : what the rank is waiting for, else the current line of its script, followed by the stack
+    beat : time at which the watchdog of the rank last polled
+    moved : time at which the watchdog last saw the rank make progress
+    since : time at which the current wait began; 0 if the rank is not waiting
+    what : what the rank is waiting for or, if it is not waiting, the current line of its script, followed by the stack
     calls : number of collective calls begun
     call, before : name of the last collective call, and of the one before it
     exit_status : the exit status if the script has ended, else None
@@ -252,7 +252,7 @@ def read_all_records(folder: Path) -> dict[int, FlightRecord]:
 
 
 def format_records(flights: dict[int, FlightRecord]) -> str:
-    """Return flight records as text, with a heading for each rank, and one line for each action: its begin (in seconds
+    """Return flight records as text, with a heading for each rank, and one line for each action: its start (in seconds
     since 1970), duration and name."""
     lines = []
     for flight in flights.values():

@@ -26,7 +26,7 @@ PREEMPTED_STATUS = 85
 """Exit status of a job that was asked to stop and has saved its state. HTCondor's manual uses this status for "start me
 again"."""
 
-_RANKS = 1 << 32  # more ranks than any job has; keys are _RANKS - rank, so that the maximum gives the lowest rank
+_RANKS = 1 << 32  # more than any job has; keys are _RANKS - rank, so that the maximum gives the lowest rank
 
 
 class JobPreempted(SystemExit):
@@ -133,7 +133,7 @@ class Preemption:
         if trainer.call_runner.rank == 0:
             flush_and_write_stderr(
                 f"fsdpx: {end}; exit status {PREEMPTED_STATUS}\n"
-            )  # unlike print, this works even after the terminal has closed
+            )  # unlike print, this works even after the terminal was closed
             if self.requeue:
                 _requeue_job()
         raise end
@@ -149,7 +149,8 @@ class Preemption:
         """Record the signal, and call the program's own handler.
 
         A second Ctrl-C ends the job at once, unless it follows the first one immediately, because launchers deliver
-        each Ctrl-C twice. In a forked child, which is not a rank, the signal has the effect that it had before."""
+        each Ctrl-C twice. In a forked child, which is not a rank, the signal has the same effect as without this
+        handler."""
         if os.getpid() != self._process:
             self.__exit__(None, None, None)
             signal.raise_signal(number)

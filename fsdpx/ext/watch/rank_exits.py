@@ -34,7 +34,7 @@ _open: dict[FlightRecorder, WatchedRank] = {}
 
 
 class WatchedRank(NamedTuple):
-    """A rank in this process for which other ranks may wait.
+    """A rank of this process for which other ranks may be waiting.
 
     `end` is called at the end of the script. `abort` ends all ranks with a given exit status; it is None if the other
     ranks can continue without this rank."""
@@ -85,8 +85,8 @@ def _wrap_sys_exit(former: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_os_exit(former: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `os._exit` that first aborts all ranks.
 
-    `os._exit` runs no exit handlers, and if a rank calls it with status 0, MPICH's mpiexec may take that for the
-    normal end of the job."""
+    `os._exit` runs no exit handlers, and if a rank calls it with status 0, MPICH's mpiexec may take this for the normal
+    end of the job."""
     process = os.getpid()
 
     def exit_and_abort(status: int) -> Any:
@@ -142,12 +142,12 @@ def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
 def find_awaited_ended_rank(
     own_record: FlightRecorder, waited_seconds: float, other_records: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
-    """Return the flight record of a rank on this host that has ended and for which this rank therefore waits in vain,
-    or None if there is no such rank.
+    """Return the flight record of a rank on this host that has ended and for which this rank is therefore waiting in
+    vain. Return None if there is no such rank.
 
     A rank that ended before it began the current collective call will never reach it, and a rank that ended in an
-    action will not finish it. In other cases it is unknown whether the ended rank is needed; but if all living ranks
-    are waiting, none of them can help the others. `own_record` is the record of this rank, which has waited for
+    action will not finish it. In other cases, it is unknown whether the ended rank is needed, unless all living ranks
+    are waiting: then none of them can help the others. `own_record` is the record of this rank, which has waited for
     `waited_seconds`. `other_records` are the paths of the records of the other ranks on this host, and
     `all_ranks_local` says whether the job has no ranks on other hosts."""
     if waited_seconds < EARLY_SECONDS:
@@ -167,13 +167,13 @@ def find_awaited_ended_rank(
 def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
     """Return rank -> collective call if ranks wait for each other in different calls, else {}.
 
-    This requires that all ranks have waited for LATE_SECONDS. Since ranks must make the same calls in the same order,
-    ranks that have made equally many calls, but are in different ones, show an error in the script rather than a late
-    rank."""
+    This requires that all ranks have waited for LATE_SECONDS. Ranks must make the same calls in the same order.
+    Therefore, if ranks have made equally many calls but are in different ones, the script is wrong, and no rank is
+    merely late."""
     flights = [flight for flight in map(_read_record_head, record_paths) if flight is not None]
     if not flights or not all(_has_waited_long(flight) and not has_rank_ended(flight) for flight in flights):
         return {}
-    # the last call that all ranks have begun; some may already be in the next one
+    # number of the last call that all ranks have begun; some may already be in the next one
     common = min(flight.calls for flight in flights)
     calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
     late = max(flight.calls for flight in flights) > common + 1

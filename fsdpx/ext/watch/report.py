@@ -22,8 +22,8 @@ FIRST_REPORT_SECONDS = 60.0
 
 
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Return whether a new report on long waits is due, because the longest current wait began after the last report
-    (at time `last`) and at least FIRST_REPORT_SECONDS ago."""
+    """Return whether a new report on long waits is due. This is so if the longest current wait began after the last
+    report (at time `last`) and at least FIRST_REPORT_SECONDS ago."""
     begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 
@@ -32,7 +32,7 @@ def format_wait_report(flights: dict[int, FlightRecord], ranks: int, timeout: fl
     """Return a report on a long wait: which ranks are waiting for which tensor in which call, and where the other
     ranks are.
 
-    The job may be healthy, for example if a rank takes long to compile or to read data. For the arguments, see
+    The job may be healthy, for example if a rank takes a long time to compile or to read data. For the arguments, see
     `format_hang_report`."""
     alike: dict[str, list[int]] = {}
     for rank in range(ranks):

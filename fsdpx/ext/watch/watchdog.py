@@ -93,13 +93,13 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    # wait until all records exist, because a rank that ended before that would remove the folder, believing
-    # that it is the last one
+    # wait until all records exist, because otherwise, a rank that ends early would consider itself the last one and
+    # remove the folder
     base.all_gather_data(None)
     if watchdog is None:
         return None
     for one in (comm, *other_comms) if extend_waits else ():
-        # the communicator of an axis with one rank never waits, so it has no timeout
+        # the communicator of an axis with one rank never waits, so it has no timeout to extend
         if hasattr(one := unwrap_communicator(one), "set_timeout"):
             one.set_timeout(watchdog.timeout * WAIT_FACTOR)
     return watchdog
@@ -109,9 +109,9 @@ class Watchdog:
     """The watchdog of one rank on one communicator. It polls the flight records of the ranks on its host. The only MPI
     function that it calls is abort.
 
-    A waiting rank counts as hung if no rank on its host has made progress for `timeout` seconds. Progress is the begin
-    or end of an action or of a wait. The lowest waiting rank reports why the job ends. If that rank fails to do so,
-    the next waiting rank reports instead, and so on."""
+    A waiting rank counts as hung if no rank on its host has made progress for `timeout` seconds. Progress means that an
+    action or a wait begins or ends. The lowest waiting rank reports why the job ends. If that rank fails to do so, the
+    next waiting rank reports instead, and so on."""
 
     def __init__(
         self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = (), number: int = 0
@@ -161,11 +161,12 @@ class Watchdog:
     def _record_script_end_and_clean_up(self) -> None:
         """Record that the script has ended. The last rank on this host also removes the folder of flight records.
 
-        The folder is kept until then, because it tells ranks that wait for this rank that this rank has ended."""
+        Until then, the folder is kept, because ranks that wait for this rank learn from it that this rank has ended."""
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # give ranks that wait for this one time to read its record, because MPI_Finalize may not wait for them
+            # this gives ranks that wait for this rank time to read its record, because MPI_Finalize may not wait for
+            # them
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_user_owned_folder(self.folder)
@@ -206,7 +207,7 @@ class Watchdog:
                 return  # keep the record, because the script may have failed
             wait, asked = long_waits.get(self.record.thread), self._report_requested.is_set()
             progress = (self.record.serial, self.record.ended, wait)
-            if progress != before and not asked:  # after a request for a report, keep what the rank last waited for
+            if progress != before and not asked:  # after a request for a report, the note on the last wait is kept
                 before, since, what = progress, time.perf_counter(), "" if wait is None else str(wait)
                 self._hung_since = math.inf
             now = time.perf_counter()
@@ -275,7 +276,7 @@ class Watchdog:
             self.record, waited_seconds, others, comm is not None and len(self._local_record_paths) == comm.size
         )
         if gone is not None and self._can_others_survive() and not get_process_state(gone.process):
-            gone = None  # no report, because MPI itself tells waiting ranks that a rank is dead
+            gone = None  # no report is needed, because MPI itself tells waiting ranks that a rank is dead
         calls = (
             find_diverged_calls(self._local_record_paths)
             if waited_seconds >= LATE_SECONDS and not self._can_others_survive()
@@ -332,7 +333,7 @@ class Watchdog:
             os.kill(ended.process, signal.SIGKILL)
 
     def _end_rank_after_job_end(self) -> None:
-        """End this rank after another rank on this host has ended the job and removed all records.
+        """End this rank, because another rank on this host has ended the job and removed all records.
 
         This is needed if this rank was ended neither by the launcher nor by an error in its wait."""
         if not self._stop.wait(self._poll_seconds):
@@ -390,7 +391,7 @@ class Watchdog:
         flush_and_write_stderr(text)
         if environment.read_environment().run is None:
             _rename_and_remove_folder(self.folder)
-        time.sleep(0.1)  # time for the launcher to forward the output, because abort kills its forwarding process too
+        time.sleep(0.1)  # gives the launcher time to forward the output before abort kills the forwarding process
         _abort_all_ranks(self._comm(), code)
         _exit(code)
 
@@ -428,7 +429,7 @@ def _rename_and_remove_folder(folder: Path) -> None:
 
 
 def _choose_record_folder_and_remove_dead_ones(token: str, run: str) -> Path:
-    """Return the path of the folder with the flight records of this host's ranks.
+    """Return the path of the folder for the flight records of this host's ranks.
 
     `run` is the value of FSDPX_RUN on the host's first rank. If it is not set, a temporary folder is used, and the
     temporary folders of dead jobs are removed."""
