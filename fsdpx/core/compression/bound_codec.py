@@ -24,8 +24,8 @@ class BoundCodec(NamedTuple):
     ----------
     memory : arrays that the codec keeps between steps, such as error feedback
     scratch : bytes that the codec may use until its handle is complete
-    error_norms : two Euclidean norms for reports, computed from a sample of the elements: the norm of the sum of the
-        last gradient and the error fed back into it, and the norm of the error that compressing this sum has left
+    error_norms : two Euclidean norms for reports, computed from a sample of the elements: that of the last gradient
+        plus the error fed back into it, and that of the new error, which results from compressing this sum
     what : name of the gradient in error messages
     """
 

@@ -20,9 +20,9 @@ Transfers = tuple[tuple[str, int], ...]
 Memory = Mapping[str, Array]
 ReshardRule = Literal["sum", "same", "reset"]
 """What happens to a codec's memory array when a checkpoint is loaded or the number of ranks changes. "sum": the memory
-is the error owed to each gradient element; the errors of ranks that no longer exist are added to those of remaining
-ranks, so that the sum over all ranks stays the same. "same": the memory is equal on all ranks that reduce together.
-"reset": the memory is zeroed, and not saved in checkpoints."""
+is the error that will be added to each gradient element; the errors of ranks that no longer exist are added to those of
+remaining ranks, so that the sum over all ranks stays the same. "same": the memory is equal on all ranks that reduce
+together. "reset": the memory is zeroed, and not saved in checkpoints."""
 
 
 class Codec(ABC):

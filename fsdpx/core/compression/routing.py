@@ -110,8 +110,8 @@ class CodecRules:
 
     @classmethod
     def from_choice(cls, choice: Choice, make: Callable[[str | Codec | None], Codec]) -> CodecRules:
-        """Build the rules from the `compression` option. `make` returns the codec for a codec or a codec name; it is
-        called with None for parameters that match no pattern."""
+        """Build the rules from the `compression` option. `make` returns the codec for a given codec or codec name; it
+        is called with None for parameters that match no pattern."""
 
         def make_route(one: SingleChoice | None) -> CodecRoute:
             if isinstance(one, HierarchicalCompression):
@@ -129,7 +129,7 @@ class CodecRules:
     @classmethod
     def from_user_choice(cls, choice: Choice, precision: Precision, outer: Codec | None = None) -> CodecRules:
         """Build the rules from the `compression` option, with default codecs for this precision. Raise ConfigError if a
-        codec cannot reduce gradients of the dtype that this precision has for gradients.
+        codec cannot reduce gradients of this precision's gradient dtype.
 
         If replicas train independently, `outer` is the codec for sums between them."""
         codecs = cls.from_choice(choice, lambda one: make_codec(one, precision.reduce_dtype, precision.gradient_dtype))

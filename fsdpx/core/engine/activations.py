@@ -48,8 +48,8 @@ class ActivationMeter:
 
     Attributes
     ----------
-    live_bytes : current bytes
-    peak_bytes : peak bytes so far
+    live_bytes : current number of bytes
+    peak_bytes : maximum number of bytes so far
     """
 
     def __init__(self) -> None:
@@ -121,8 +121,9 @@ class HeapRecorder(Observer):
     activations : meter of the activations kept between actions
     program : the program during which the heap is largest
     action_at_peak : index in `program` of the action during which the heap is largest
-    slots_at_peak : slot (named value) -> memory of its value before that action, as a dict from array id to bytes
-    batch : id of each array in the first batch -> its bytes
+    slots_at_peak : for each slot (named value), the memory of its value before that action, as a dict that maps array
+        ids to sizes in bytes
+    batch : size in bytes of each array in the first batch, by the array's id
     """
 
     def __init__(self, engine: Engine, meter: MemoryMeter) -> None:
@@ -169,7 +170,7 @@ class HeapRecorder(Observer):
 
     @property
     def _bytes_kept_between_programs(self) -> int:
-        """Bytes of the memory that stays allocated between programs."""
+        """Size in bytes of the memory that stays allocated between programs."""
         state = self._engine.state
         slab = [] if state.arena.slab is None else [state.arena.slab]
         kept = [array for key, array in state.ledger.arrays.items() if not state.ledger.rows[key].is_freed_by_update]
@@ -178,22 +179,23 @@ class HeapRecorder(Observer):
 
     @property
     def peak_heap_bytes(self) -> int:
-        """Peak bytes of the heap (all memory outside the arena)."""
+        """Maximum size in bytes of the heap (all memory outside the arena)."""
         return self._most - self._bytes_kept_between_programs
 
     @property
     def peak_activation_bytes(self) -> int:
-        """Bytes of activations when the heap was largest."""
+        """Size in bytes of the activations when the heap was largest."""
         return self.peak_heap_bytes - self._rows
 
     @property
     def activation_bytes_by_action(self) -> list[tuple[int, int]]:
-        """For each action of the last program, (peak bytes of activations during the action, bytes after it)."""
+        """For each action of the last program, the sizes in bytes of the activations, as (maximum during the action,
+        size after the action)."""
         arena = self._bytes_kept_between_programs
         return [(most - arena, after - arena) for most, after in self._each]
 
     def get_peak_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the bytes of that kind when the heap was
+        """Return a dict that maps each kind of memory, such as "gradients", to its size in bytes when the heap was
         largest."""
         state = self._engine.state
         bytes_by_kind = {"gradients": 0, **state.count_bytes_by_kind(), "activations": self.peak_activation_bytes}

@@ -21,7 +21,7 @@ BATCHES = "(batches: checked, and agreed on by all ranks)"
 rank."""
 SAVING, WAITING, LOADING = "(saving a checkpoint)", "(waiting for a save in the background)", "(loading weights)"
 """Rows of the clock for checkpoints, with the bytes that this rank writes or reads. For a background save, only the
-time of making the copy is counted, because a thread writes the file."""
+time that it takes to make the copy is counted, because a thread writes the file."""
 
 
 class VerbTimings(NamedTuple):
@@ -50,10 +50,10 @@ class EngineClock(Observer):
 
     Attributes
     ----------
-    rows : verb -> list of the fields of its `VerbTimings`; a separate entry counts the progress of transfers between
-        actions
-    in_flight : mesh axis -> (seconds during which transfers were pending, the part of these seconds in which this rank
-        progressed transfers or waited for them)
+    rows : for each verb, a list of the fields of its `VerbTimings`; a separate entry counts the progress of transfers
+        between actions
+    in_flight : for each mesh axis, the seconds during which transfers were in flight, and the part of these seconds
+        that this rank spent progressing or waiting for transfers
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class EngineClock(Observer):
         row[5] += transfer.busy_seconds
 
     def get_timings(self) -> dict[str, VerbTimings]:
-        """Return a dict from verb to the total time and bytes so far."""
+        """Return a dict that maps each verb to its total time and bytes so far."""
         return {
             op: VerbTimings(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()
         }

@@ -44,12 +44,12 @@ def run_unit_forward(
     released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
     """Run the forward pass of the nodes (layer calls) of a unit on `values`, a dict from activation number to array,
-    and add the nodes' outputs to this dict. With `keep`, return what each node saves for backward; otherwise return
-    None for each node.
+    and add the nodes' outputs to this dict. If `keep` is true, return what each node saves for backward; otherwise
+    return None for each node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
     for each node, the numbers of the activations that are removed from `values` once it has run, so that the next
-    layers write to memory that is still in the cache. By default, none are."""
+    layers write to memory that is still in the cache. By default, none are removed."""
     saved: list[Any] = []
     for n, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
         inputs = node.inputs
@@ -286,10 +286,10 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the numbers of those inputs of a unit (group of layers) that need a gradient, and a dict from activation
-    number to gradient. The dict holds the gradients of the unit's outputs. For inputs that other units also read, it
-    holds the gradients that those units have computed so far. `have` holds the gradients of the inputs so far; all but
-    the last of `taken` are gradients of the outputs."""
+    """Return the numbers of the inputs of a unit (group of layers) that need a gradient, and a dict that maps
+    activation numbers to gradients. The dict contains the gradients of the unit's outputs and, for inputs that other
+    units also read, the gradients that those units have computed so far. `have` holds the gradients of the inputs so
+    far; all but the last of `taken` are gradients of the outputs."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -308,9 +308,9 @@ def _add_empty_microbatches(gradients: list[Gradient], have: Values) -> Values:
 def _get_entries_and_mark_blank(
     run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]
 ) -> list[GradientEntries]:
-    """Return one dict (parameter name -> gradient) for each page (flat parameter buffer) in `pages`. If nothing has
-    been added to a page's gradient yet, mark its entries as blank, so that layers overwrite them instead of adding to
-    them."""
+    """For each page (flat parameter buffer) in `pages`, return a dict that maps parameter names to gradients. If
+    nothing has been added to a page's gradient yet, mark its entries as blank, so that layers overwrite them instead of
+    adding to them."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.get_gradient_entries(

@@ -1,5 +1,5 @@
-"""The engine of one rank: the loop that runs programs. Before an action, it waits for pending transfers that the
-action needs; between actions, it progresses transfers. It also measures time, and names the action in errors.
+"""The engine of one rank: the loop that runs programs. Before an action, it waits for pending transfers that the action
+needs; between actions, it advances transfers. It also measures time, and names the action in errors.
 
 A solver may call a model thousands of times. For programs that predict a few samples on one rank, `DirectPrediction`
 therefore runs only the layers, without the overhead of a program."""
@@ -39,7 +39,7 @@ class Engine:
     added_observers : observers added after construction
     hooks : for each event, the observer methods to call
     last_program, batch : the program that ran last, and its batch
-    direct : (shape, dtype) of a small batch -> function that runs only the layers (`DirectPrediction`)
+    direct : for each (shape, dtype) of a small batch, a function that runs only the layers (`DirectPrediction`)
     """
 
     added_observers: tuple[Observer, ...]
@@ -189,7 +189,7 @@ class Engine:
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
     def _track_transfer(self, action: Action, transfer: TimedTransfer) -> None:
-        """Make sure that a transfer is progressed until it is complete, although no action waits for it."""
+        """Make sure that a transfer keeps advancing until it is complete, although no action waits for it."""
         if transfer.handle is not COMPLETED:
             self._in_flight.append((action, transfer))
             self._sends.append(transfer)

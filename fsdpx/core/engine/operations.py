@@ -1,5 +1,5 @@
 """Operations: the functions that perform each verb (kind of action) on one rank. The table of verbs lists the slots
-(named values) of each verb. In the order of that table, an operation gets the values of the slots that it takes, reads
+(named values) of each verb. An operation gets, in the order of that table, the values of the slots that it takes, reads
 or adds to. It returns the new values, first of the slots that it fills, then of the slots that it adds to.
 
 SEND and RECV are messages between pipeline stages: activations are sent forward to the next stage that reads them,
@@ -102,8 +102,8 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to send an activation or a gradient to another pipeline stage. No action of the program waits for the
-    message to be sent; instead, the run waits for it at its end."""
+    """Start sending an activation or a gradient to another pipeline stage. No action of the program waits until the
+    message has been sent; instead, the run waits for this at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -123,7 +123,7 @@ def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Value
 
 
 def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to receive an activation or a gradient from another pipeline stage. Return the transfer, or None if the
+    """Start receiving an activation or a gradient from another pipeline stage. Return the transfer, or None if the
     other stage sends nothing."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
@@ -134,7 +134,7 @@ def start_receive_value(run: ProgramRun, action: Action, taken: Values, read: Va
 
 
 def start_all_reduce_loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to average the loss over all ranks. The transfer runs during the backward pass; the first action that needs
+    """Start averaging the loss over all ranks. The transfer runs during the backward pass; the first action that needs
     the mean loss waits for the transfer."""
     return (
         run.placement.start_all_gather_numbers(
@@ -178,7 +178,7 @@ def _combine_losses(run: ProgramRun, rows: list[list[float]]) -> LossMean:
 
 
 def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start to all-gather the shards of a page (flat parameter buffer) into its full parameters. With N ranks and a
+    """Start the all-gather of the shards of a page (flat parameter buffer) into its full parameters. With N ranks and a
     page of n elements, each rank sends n - n/N elements."""
     p, place, (master,) = get_action_target(action), run.placement, read
     page, comm, description = place.pages[p], place.axes.shard, format_action_label(run, action)
@@ -502,7 +502,7 @@ class Executable:
 
     Attributes
     ----------
-    producers : slot (named value) -> name of the action that fills it
+    producers : for each slot (named value), the name of the action that fills it
     """
 
     def __init__(self, state: TrainState, request: ProgramRequest) -> None:

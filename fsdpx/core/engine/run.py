@@ -88,8 +88,8 @@ class BufferViews:
         return cached[1]
 
     def view_parameters(self, page: Page, buffer: Any) -> dict[str, Any]:
-        """Return a dict from parameter name to a view of `buffer` in the parameter's shape. `buffer` holds the
-        elements of a page (flat parameter buffer)."""
+        """Return a dict that maps each parameter name to a view of `buffer` in the parameter's shape. `buffer` holds
+        the elements of a page (flat parameter buffer)."""
         # the page is part of the key, because pages of equal size may take turns using one buffer
         key = (page.index, id(buffer))
         cached = self._pages.get(key)
@@ -99,8 +99,8 @@ class BufferViews:
         return cached[1]
 
     def get_gradient_entries(self, page: Page, buffer: Any) -> GradientEntries:
-        """Return a dict from parameter name to the gradient in `buffer`. Layers that share a tied parameter get the
-        same `GradientEntry` object."""
+        """Return a dict that maps each parameter name to its gradient in `buffer`. Layers that share a tied parameter
+        get the same `GradientEntry` object."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
@@ -109,9 +109,9 @@ class BufferViews:
         return cached[1]
 
     def view_unit_parameters(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
-        """Return, for each node (layer call) of a unit (group of layers), a dict from the parameter's name within the
-        layer to its array. `pages` holds dicts from full name to array: those of the unit's pages (flat parameter
-        buffers), then those of its running statistics."""
+        """Return, for each node (layer call) of a unit (group of layers), a dict that maps parameter names within the
+        layer to arrays. `pages` contains dicts that map full names to arrays: first those of the unit's pages (flat
+        parameter buffers), then those of its running statistics."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
@@ -120,8 +120,8 @@ class BufferViews:
         return cached[1]
 
     def view_unit_gradients(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
-        """Return, for each node (layer call) of a unit (group of layers), a dict from a parameter's name within the
-        layer to its gradient. Only trainable parameters are included."""
+        """Return, for each node (layer call) of a unit (group of layers), a dict that maps parameter names within the
+        layer to gradients. Only trainable parameters are included."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
@@ -202,7 +202,7 @@ class Workspace:
         self._grads = {p: ledger.rows[LedgerKey("grad", p)] for p in self.placement.stage.trained_pages}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
-        self._nothing: dict[str, Any] = {}  # kind of scratch buffer -> buffer of 0 bytes
+        self._nothing: dict[str, Any] = {}  # a buffer of 0 bytes for each kind of scratch buffer
 
     @cached_property
     def stage_messages(self) -> StageMessages:
@@ -317,9 +317,9 @@ class ProgramRun:
     placement : the fixed data of this rank
     feed : inputs of this run
     units : the units (groups of layers) of the model, possibly wrapped by observers
-    ties : index of a page -> the `TieGroup` whose first page it is
+    ties : each `TieGroup`, by the index of its first page
     step, scaler : number of updates before this run, and the loss scale when it began
-    missed : parameter name -> number of updates that the parameter missed while it was frozen
+    missed : for each parameter name, the number of updates that the parameter missed while it was frozen
     track_transfer : function that registers a transfer that no action waits for, with the action that started it; the
         run waits for all such transfers when it ends
     """

@@ -39,7 +39,7 @@ class StageMessage(NamedTuple):
 
 
 class StageMessages:
-    """The messages of one program on this rank."""
+    """The messages to and from other pipeline stages in one program on this rank."""
 
     def __init__(self, place: Placement, microbatches: int) -> None:
         self._place, self._microbatches = place, microbatches

@@ -27,7 +27,7 @@ __all__ = [
 
 V = TypeVar("V", bound=Hashable)
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""A unit as (pages, values that it reads, values that it computes)."""
+"""A unit (group of layers), as (pages, values that it reads, values that it computes)."""
 
 
 @dataclass(frozen=True)
@@ -318,8 +318,8 @@ SPECIAL_WORDS: dict[str, Callable[[str, Action, Stage], list[Slot]]] = {
     "final": _resolve_final_gradients,
     "whole": _resolve_total_gradients,
 }
-"""For words in the table of verbs whose slots are of a different kind than the word says: a function that returns the
-slots, given the text after the colon, the action and the stage. Extensions add words."""
+"""For words in the table of verbs that name another kind than that of their slots: a function that returns the slots,
+given the text after the colon, the action and the stage. Extensions add words."""
 
 
 def _require_unit_number(action: Action) -> int:
@@ -361,8 +361,8 @@ INDEX_RANGES: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, in
         (v for v in s.units[_require_unit_number(a)].inputs if v not in s.constant), a.mb
     ),
 }
-"""Text after the colon of a word -> function that returns the (at, mb) pairs of its slots, for an action `a` in a stage
-`s` with `n` microbatches. Extensions add entries."""
+"""For each text that may follow the colon of a word, a function that returns the (at, mb) pairs of the word's slots,
+for an action `a` in a stage `s` with `n` microbatches. Extensions add entries."""
 
 
 def make_stages(

@@ -225,8 +225,8 @@ class NamedSchedule:
     Attributes
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
-    steady : from this number of microbatches per pipeline rank on, each additional microbatch adds the same time; None
-        if unknown: plans then list this schedule as not searched
+    steady : number of microbatches per pipeline rank from which on each additional microbatch takes the same time;
+        None: unknown, so plans list this schedule as not searched
     fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
         placement); "" if they can
     interleaves : whether each rank has several stages, which run in rounds of as many microbatches as there are ranks

@@ -118,10 +118,9 @@ class SimulatedTask:
     Attributes
     ----------
     key : key that the task completes; if several tasks have the same key, the last one completes it
-    waits : (key, delay in seconds) pairs: the task can start once each key has been complete for the delay given with
-        it
+    waits : (key, delay in seconds) pairs: the task can start once each key has been complete for its delay
     seconds : duration of the task
-    lane : the task runs on this lane, concurrently with its rank; None: the task occupies its rank
+    lane : lane on which the task runs, concurrently with its rank; None: the task occupies its rank
     until : a further key that must be complete before the task ends, although the rank may continue earlier; None: no
         such key
     """
@@ -351,7 +350,7 @@ def compute_bubble(events: Sequence[ActionEvent], schedule: PipelineSchedule, co
 
 
 Seconds = Callable[[int, Action], float]
-"""Function (rank, action) -> duration of the action."""
+"""Function (rank, action) that returns the duration of the action."""
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,14 @@ class TrafficSizes:
     grad_itemsize: int
     widths: dict[str, int]
     carried: Mapping[tuple[str, str], Mapping[int, Transfers]] = field(default_factory=dict)
-    """(axis, collective) -> page -> the collectives that the page's codec uses instead; pages that are not listed are
-    sent uncompressed"""
+    """for each (axis, collective), a dict that maps pages to the collectives that their codecs use instead; pages that
+    are not listed are sent uncompressed"""
     # for each page, (axis, collective, elements) of each transfer that sums the page's tied gradients
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
     tie_itemsize: int = 4
     amounts: Mapping[str, Mapping[tuple[int, int | None], int]] = field(default_factory=dict)
-    """for transfers that do not move pages: `VerbTransfer.amount` -> (`Action.unit`, microbatch) -> bytes; nothing is
-    sent for keys that are not listed"""
+    """for each `VerbTransfer.amount` of transfers that do not move pages, a dict that maps (`Action.unit`, microbatch)
+    to bytes; nothing is sent for keys that are not listed"""
     # for each page, (axis, collective, bytes) of each transfer in the page's update
     parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
 
     Returns
     -------
-    dict : (mesh axis, collective) -> number of calls and bytes
+    dict : number of calls and bytes, by (mesh axis, collective)
     """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
