@@ -57,7 +57,7 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
     """Return the index, from 0 to `count` - 1, of the GPU that the rank with number `local_rank` on its host uses.
 
     The index is taken from `device_map` or, if that is None, assigned round-robin. Raises ConfigError if `device_map`
-    names a GPU that does not exist."""
+    contains a GPU that does not exist."""
     if device_map is None:
         return local_rank % count
     named = dict(device_map) if isinstance(device_map, Mapping) else dict(enumerate(device_map))
@@ -73,12 +73,12 @@ def choose_gpu_number(local_rank: int, count: int, device_map: DeviceMap = None)
 
 
 def select_gpu(number: int) -> None:
-    """Make this thread allocate and compute on GPU `number`. Only visible GPUs are numbered."""
+    """Make this thread allocate and compute on GPU `number`, counted among the visible GPUs."""
     import_cupy().cuda.Device(number).use()
 
 
 def get_current_gpu() -> int:
-    """Return the number of the GPU on which this thread computes. Only visible GPUs are numbered."""
+    """Return the number of the GPU on which this thread computes, counted among the visible GPUs."""
     return int(import_cupy().cuda.Device().id)
 
 

@@ -19,7 +19,7 @@ __all__ = ["CUDA"]
 
 
 class CudaDevice(Device):
-    """NVIDIA GPUs as the device of a rank, through CuPy. Each thread computes on the GPU that it has selected."""
+    """The device "cuda": NVIDIA GPUs, through CuPy. Each thread computes on the GPU that it has selected."""
 
     name, has_sum_kernels = "cuda", True
 
@@ -48,8 +48,8 @@ class CudaDevice(Device):
         return f"on GPU {get_gpu_number(array)}"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on the same device: in host memory, from which they can be copied, or
-        on this rank's GPU."""
+        """Raise DataError unless all arrays are on the same device: either in host memory, from which they can be
+        copied, or on this rank's GPU."""
         places = [get_device_of_array(array).describe_location(array) for array in arrays]
         own = f"on GPU {get_current_gpu()}"
         if len({*places}) > 1:

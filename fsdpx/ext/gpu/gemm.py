@@ -25,8 +25,8 @@ DEFAULT_ALGORITHM = -1
 class GemmCall(NamedTuple):
     """The arguments of cuBLAS for out = a b, in cuBLAS's order.
 
-    `turned` says whether out is column-major. If so, the operands are a and b, in this order, otherwise b and a.
-    `first` and `second` say whether the first and the second operand are transposed."""
+    `turned` says whether out is column-major. If so, the operands are a and b, in this order; otherwise, they are b and
+    a. `first` and `second` say whether the first and the second operand are transposed."""
 
     turned: bool
     first: bool
@@ -47,7 +47,7 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
     found = _find_gemm_layout(*out)
     if found is None:
         return None
-    if found[0]:  # out is column-major, so its transpose out^T = b^T a^T is row-major
+    if found[0]:  # out is column-major, so out^T = b^T a^T, its transpose, is row-major
         turned = plan_cublas_gemm(_transpose_layout(out), _transpose_layout(b), _transpose_layout(a))
         return None if turned is None else turned._replace(turned=True)
     first, second = _find_gemm_layout(*b), _find_gemm_layout(*a)
@@ -58,8 +58,8 @@ def plan_cublas_gemm(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any
 
 
 def _find_gemm_layout(shape: tuple[int, int], strides: tuple[int, int]) -> tuple[bool, int] | None:
-    """Return (whether a matrix is column-major, its leading dimension, which is the stride between its columns or
-    rows). Return None if the matrix is neither row-major nor column-major."""
+    """Return (whether a matrix is column-major, its leading dimension), where the leading dimension is the stride
+    between its columns or rows. Return None if the matrix is neither row-major nor column-major."""
     (rows, columns), (down, along) = shape, strides
     if columns == 1 or along == 1:
         step = down if rows > 1 else max(columns, 1)

@@ -87,7 +87,8 @@ class KernelLauncher:
         """Launch a kernel that computes partial sums over `rows` rows, and return its `arrays` result arrays, each of
         shape (parts, n).
 
-        `given` are the kernel's arguments before the result arrays, followed by one tuple with its last arguments."""
+        `given` contains the kernel's arguments before the result arrays, followed by one tuple with its arguments after
+        them."""
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)
@@ -126,7 +127,7 @@ def _convert_number(kind: Any, value: Any) -> Any:
 
 @functools.cache
 def get_kernel_bits(dtype: Any) -> int:
-    """Return the number of bits that identifies the kernels for a dtype, or 0 if no kernel supports it."""
+    """Return the number of bits that identifies the kernels for a dtype, or 0 if no kernel supports the dtype."""
     return {"float64": 64, "float32": 32, "bfloat16": 16}.get(np.dtype(dtype).name, 0)
 
 
@@ -136,8 +137,8 @@ GPU_KERNELS: dict[str, tuple[tuple[str, ...], Body]] = {}
 def register_gpu_kernel(roles: str) -> Callable[[Body], Body]:
     """Return a decorator that registers a function as the GPU implementation of the kernel of the same name.
 
-    `roles` says what the kernel accepts, with one word for each positional argument. For contiguous arrays, the words
-    are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (`real` or `wide`), `double` (float64),
+    `roles` specifies what the kernel accepts, with one word for each positional argument. For contiguous arrays, the
+    words are `real` (the launcher's format), `wide` (the dtype of sums), `sum` (`real` or `wide`), `double` (float64),
     `index` (integers) and `mask` (bools). `view` is like `real`, but with any strides. `any` stands for an argument
     that is not an array, and `0` for one that must be 0 or None. A `?` after a word allows None."""
 
@@ -167,7 +168,7 @@ def _describe_argument(value: Any) -> Sign:
     return "None" if value is None else "0" if isinstance(value, (bool, int, float)) and not value else ""
 
 
-@functools.lru_cache(1 << 12)  # cached, because every step repeats the same look-ups while the GPU waits
+@functools.lru_cache(1 << 12)  # cached, because every step repeats the same lookups while the GPU waits
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
@@ -601,8 +602,8 @@ def correlate_backward_params(launch: KernelLauncher, x: Any, dy: Any, strides: 
 def _sum_products_over_samples(launch: KernelLauncher, a: Any, b: Any) -> Any:
     """Return a @ b, summed over samples, with shape (groups, m, n).
 
-    For a single group, a long sum is computed sample by sample, because cuBLAS does not split the sums of a batched
-    product over several blocks."""
+    For a single group, long sums are computed sample by sample, because in a batched product, cuBLAS does not split a
+    sum over several blocks."""
     count, groups, m, k = a.shape
     alone = k >= LONG_SUM_ELEMENTS and groups == 1
     made = launch.xp.empty((1 if alone else count, groups, m, b.shape[3]), dtype=launch.wide)
@@ -630,8 +631,8 @@ def _view_by_group(a: Any, groups: int, dim: int = 1) -> Any:
 
 
 def _iterate_im2col_slices(rows: int, result: tuple[int, ...]) -> Iterator[tuple[slice, int, int]]:
-    """Yield slices of the output that are small enough for im2col, as (samples, first index along the first cell dim,
-    number of indices along it).
+    """Yield slices of the output that are small enough for im2col, as (slice of samples, first index along the first
+    cell dim, number of indices along this dim).
 
     The im2col matrix of each slice has `rows` rows, and at most `MAX_COLUMN_ELEMENTS` elements."""
     samples, _, high, *others = result
@@ -696,7 +697,7 @@ def _make_window_table(strides: tuple[Any, ...], cells: tuple[int, ...], sizes: 
     """Return the properties of a window as an array on GPU `gpu`, with one row per property and three columns, one per
     spatial dim.
 
-    Missing dims get values that have no effect."""
+    Columns of missing dims get values that have no effect."""
     ones = 1, 1, 1, 0, 1, 1
     rows = [(*row, *(one,) * (3 - len(row))) for row, one in zip((*strides, cells, sizes), ones, strict=True)]
     return import_cupy().asarray(np.array(rows, np.int64))
@@ -856,7 +857,7 @@ UPDATES = ("sgd", "momentum", "adam", "lion", "update_moments", "compute_directi
 def try_run_optimizer_kernel(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
     """Run the GPU version of the optimizer update `name` of `fsdpx.optim` on 1-D arrays of one dtype.
 
-    If there is no kernel for these arguments, does nothing and returns False."""
+    Return True on success; if there is no kernel for these arguments, do nothing and return False."""
     kinds = {get_kernel_bits(array.dtype) for array in arrays}
     (kind, *others) = kinds
     if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):

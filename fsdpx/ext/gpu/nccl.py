@@ -1,4 +1,4 @@
-"""NCCL backend: collectives on GPU arrays. Ranks connect through MPI, which also carries host arrays and single
+"""NCCL backend: collectives on GPU arrays. Ranks connect through MPI, which also carries host arrays and point-to-point
 messages.
 
 When a call is issued, NCCL's stream first waits for the work that this thread has issued on its own stream. A handle
@@ -95,8 +95,8 @@ class NcclCommunicator(Backend):
         self.link: Any = self._create_nccl_communicator() if self.size > 1 else None
 
     def _create_nccl_communicator(self) -> Any:
-        """Create NCCL's communicator of these ranks. Collective, because every rank needs the communicator's id, which
-        rank 0 makes."""
+        """Create NCCL's communicator of these ranks. Collective, because rank 0 makes the communicator's id, which
+        every rank needs."""
         name = self.carrier.all_gather_data(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
@@ -198,7 +198,7 @@ class NcclCommunicator(Backend):
                         )
         self._divide_if_average(call.op, target)
         if not is_in_place(recv, target):
-            recv[...] = target.copy()  # a copy is needed, because `recv` may overlap `target`
+            recv[...] = target.copy()  # copied, because `recv` may overlap `target`
         return ()
 
     def _start_all_reduce(self, call: Call) -> Iterable[Array]:
@@ -303,7 +303,7 @@ class NcclCommunicator(Backend):
         self.carrier.abort(code)
 
     def abort_nccl(self) -> None:
-        """Abort all NCCL work of this rank, without telling other ranks."""
+        """Abort all NCCL work of this rank, without notifying other ranks."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()

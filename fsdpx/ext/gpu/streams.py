@@ -27,7 +27,8 @@ def synchronize() -> None:
 
 
 class SideStream:
-    """A stream that runs concurrently with computation, on the GPU that is current when the stream is made."""
+    """A stream for work that runs concurrently with computation, on the GPU that is current when the stream is
+    created."""
 
     def __init__(self) -> None:
         self.stream = import_cupy().cuda.Stream(non_blocking=True)

@@ -74,8 +74,8 @@ def agree_on_gpu_awareness(world: Communicator) -> GpuAwareness | None:
 def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
     """Return whether the MPI library of this process accepts GPU arrays.
 
-    If `wanted` is False, the answer is no, without a test. If `wanted` is True, a test decides. If it is None, a test
-    decides if the library claims to accept GPU arrays; otherwise, the answer is no."""
+    If `wanted` is False, the answer is no, and no test is run. If `wanted` is True, a test decides. If it is None, a
+    test decides, but only if the library claims to accept GPU arrays; otherwise, the answer is no."""
     if wanted is False:
         return GpuAwareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
     claimed = list_gpu_awareness_claims()
@@ -87,8 +87,8 @@ def probe_gpu_awareness(wanted: bool | None) -> GpuAwareness:
 
 
 def list_gpu_awareness_claims() -> list[tuple[bool, str]]:
-    """Ask the loaded MPI library in several ways whether it accepts GPU arrays, and return each answer as (whether it
-    is yes, text)."""
+    """Ask the loaded MPI library in several ways whether it accepts GPU arrays, and return each answer as (whether the
+    answer is yes, text)."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), find_mpi_library_path()
@@ -159,7 +159,7 @@ class RankGpu(NamedTuple):
 
 
 class _RankFacts(NamedTuple):
-    """What a rank tells the other ranks before GPUs are assigned.
+    """Information that a rank sends to the other ranks before GPUs are assigned.
 
     `known` is the rank's number among all ranks of its host; it is needed only if the communicator lacks some ranks of
     the job. `why` explains why the rank cannot use a GPU."""

@@ -42,8 +42,8 @@ def run_addmm(
 def run_gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """Compute `aten.gelu` followed by `aten.linear`, fused so that the backward pass recomputes the GELU, and its
-    result need not be saved."""
+    """Compute `aten.gelu` followed by `aten.linear`, fused so that the result of the GELU need not be saved: the
+    backward pass recomputes it."""
     if not _can_run_natively(x, weight, bias):
         return run_linear(aten.gelu.default(x, approximate=approximate), weight, bias)
     return _apply_linear(x, weight, bias, approximate)
@@ -53,8 +53,8 @@ def run_norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`, fused so that the backward pass recomputes
-    the norm, and its result need not be saved."""
+    """Compute `aten.layer_norm` over the last dim followed by `aten.linear`, fused so that the result of the norm need
+    not be saved: the backward pass recomputes it."""
     if not _can_run_natively(x, weight, bias, scale, shift):
         return run_linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
@@ -112,7 +112,7 @@ def _apply_linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | 
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function for x weight^T + bias, or gelu(x) weight^T + bias, with x `(rows, n)`."""
+    """Autograd function for `x @ weight.T + bias`, or `gelu(x) @ weight.T + bias`, with x `(rows, n)`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | None) -> torch.Tensor:
@@ -151,7 +151,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _NormLinear(torch.autograd.Function):
-    """Autograd function for layer_norm(x) weight^T + bias, with x `(rows, n)`."""
+    """Autograd function for `layer_norm(x) @ weight.T + bias`, with x `(rows, n)`."""
 
     @staticmethod
     def forward(

@@ -124,7 +124,7 @@ class UnitShapes:
     def find_result_shape_and_dtype(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
         """Return (shape, dtype) of the output for given inputs, or None if only PyTorch can determine them.
 
-        Only PyTorch can determine them if the dtypes or shapes of the inputs do not match the export."""
+        This is the case if the dtypes or shapes of the inputs do not match the export."""
         known = dict[str, int]()
         for array, value in zip(given, self.reads, strict=True):
             alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
@@ -170,8 +170,7 @@ class ModuleLayout:
     ----------
     units : the layers, in the order in which they run
     inputs, result : names of the module's inputs, and name of its result
-    borrowed : parameters that a unit reads although they belong to another unit: name in the unit -> names in the
-        module
+    borrowed : parameters that a unit reads but that belong to another unit: name in the unit -> names in the module
     """
 
     units: Sequence[ModuleUnit]
@@ -217,7 +216,7 @@ def _replace_numbers_by_nodes(nodes: Sequence[fx.Node], argument: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that stores PyTorch's operations by name, as they cannot be pickled directly."""
+    """Pickler that stores PyTorch's operations by name, because they cannot be pickled directly."""
 
     def persistent_id(self, value: Any) -> str | None:
         return str(value) if isinstance(value, torch._ops.OpOverload) else None
@@ -274,7 +273,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     text = _read_pipe_until(reader, time.monotonic() + EXPORT_TIMEOUT_SECONDS)
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    with suppress(ChildProcessError):  # if SIGCHLD is ignored, there is no child to wait for
+    with suppress(ChildProcessError):  # there is no child to wait for if SIGCHLD is ignored
         os.waitpid(child, 0)
     return load_layout(text[:-1]) if text[-1:] == COMPLETE_MARK else None
 
@@ -285,7 +284,7 @@ def _write_result_and_exit(writer: int, work: Callable[[], ModuleLayout]) -> Any
     The child ends with os._exit, which skips the shutdown of Python and libraries."""
     status = 1
     try:
-        torch.set_num_threads(1)  # otherwise, the child would wait forever for the parent's threads, which it lacks
+        torch.set_num_threads(1)  # otherwise, the child would wait forever for threads that exist only in the parent
         with os.fdopen(writer, "wb") as out:
             out.write(dump_layout(work()) + COMPLETE_MARK)
         status = 0
@@ -432,8 +431,8 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 
 @dataclass
 class _ExportSegment:
-    """The operations in an exported graph that belong to the unit `name` (`nodes`, in order), and those among them
-    whose results other units read (`results`)."""
+    """The part of an exported graph that belongs to the unit `name`: its operations `nodes`, in order, and those of
+    them whose results other units read (`results`)."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -452,8 +451,8 @@ class _ExportSegment:
 class _ExportPlan:
     """Assignment of the operations of an exported graph to layers.
 
-    `borrowed` lists parameters that a unit reads although they belong to another unit, as name in the unit -> names in
-    the module."""
+    `borrowed` maps the parameters that a unit reads but that belong to another unit: name in the unit -> names in the
+    module."""
 
     def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
@@ -499,7 +498,7 @@ class _ExportPlan:
         needed = self._list_nodes_with_dependencies(segment)
         reads = [node for node in needed if self._is_foreign_input(node, segment)]
         if not reads:
-            reads = self.inputs[:1]  # a layer needs an input, from which it takes the number of samples
+            reads = self.inputs[:1]  # a layer needs at least one input, from which it takes the number of samples
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
         graph = self._make_operation_graph(segment, needed, [*reads, *parameters, *constants], reads)
@@ -527,7 +526,7 @@ class _ExportPlan:
     def _list_nodes_with_dependencies(self, segment: _ExportSegment) -> list[fx.Node]:
         """Return the operations of a unit, and all operations without parameters on which they depend, in order.
 
-        Where an operation needs the size of a tensor, the size is read from a tensor that is an input anyway."""
+        If an operation needs the size of a tensor, the size is read from a tensor that is already an input."""
         needed, waiting = set[fx.Node](), [segment.result]
         while waiting:
             node = waiting.pop()
@@ -603,8 +602,8 @@ class _ExportPlan:
         return False
 
     def _resolve_local_parameter_name(self, segment: str, node: fx.Node) -> str:
-        """Return the name that a parameter has within a unit. If it belongs to another unit, record all its names in
-        `borrowed`."""
+        """Return the name of a parameter within a unit. If the parameter belongs to another unit, record all its names
+        in `borrowed`."""
         full = self._parameters[node]
         tensor = self.modules[""].get_parameter(full)
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]

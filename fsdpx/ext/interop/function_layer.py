@@ -102,7 +102,7 @@ class AutogradFunction(DifferentiableLayer):
 
     def __init__(self, function: Callable[..., Any], params: Any, inputs: int = 1) -> None:
         super().__init__(function, dict(_iterate_named_leaves(params)), inputs)
-        # the nested structure of the parameters, with numbers in place of the arrays
+        # nested structure of the parameters, with numbers in place of the arrays
         self._params = _unflatten_leaves(params, iter(range(len(self.names))))
 
     def evaluate_function(self, xp: Any, p: Sequence[Array], inputs: Sequence[Array]) -> tuple[Array, Sequence[Array]]:

@@ -42,7 +42,7 @@ class InitialValues:
         state: Collection[str] = (),
         norms: Collection[str] = (),
     ) -> dict[str, ParameterSpec]:
-        """Return the specs of parameters that are initialized with these values."""
+        """Return, by name, the specs of parameters that are initialized with these values."""
         return {
             name: ParameterSpec(
                 shape, _GivenInit(self, name), trainable=name in trained, state=name in state, norm=name in norms

@@ -21,7 +21,7 @@ from fsdpx.nn.layer import Array
 
 __all__ = ["JaxFunction"]
 
-_lock = threading.Lock()  # ranks that run as threads share the layer, so they compile it one at a time
+_lock = threading.Lock()  # ranks that run as threads share the layer, so only one of them compiles at a time
 
 
 class JaxFunction(DifferentiableLayer):

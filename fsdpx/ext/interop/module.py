@@ -79,7 +79,7 @@ class AutogradLayer(Layer):
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
-        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations reject 0 samples, so compute 1
+        if read[0].shape[0] == 0 and not self.collective:  # some PyTorch operations reject 0 samples, so use 1
             one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
             return self._record_forward(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._record_forward(env, read, p, self.trained & p.keys())
@@ -227,7 +227,7 @@ def select_output(result: Any, output: str | int | None, caller: str) -> torch.T
     """Return the tensor that `output` selects from the result of a module's `forward`; raise ConfigError if there is
     none.
 
-    `caller` names the module in messages."""
+    `caller` is the name of the module, for error messages."""
     if output is None and hasattr(result, "logits"):
         output = "logits"
     if isinstance(output, str):
@@ -264,7 +264,7 @@ OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid"
 
 
 class _BareModule:
-    """A copy of a module without the data of its parameters. Every thread gets a copy of this copy.
+    """A copy of a module without the data of its parameters. Each thread gets its own copy of this object's module.
 
     Attributes
     ----------
@@ -300,7 +300,7 @@ class _BareModule:
     def get_thread_copy_and_constants(self, env: LayerContext) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         """Return this thread's copy of the module, and the constants by name.
 
-        In training, each submodule is in the mode, train or eval, that it had when the module was copied."""
+        In training, each submodule is in the mode (train or eval) that it had when the module was copied."""
         if not hasattr(self._threads, "module"):
             self._threads.module, self._threads.mode = copy.deepcopy(self._module), None
         module: torch.nn.Module = self._threads.module
@@ -315,7 +315,8 @@ class _BareModule:
 def is_norm(module: torch.nn.Module) -> bool:
     """Return whether a module is a normalization layer.
 
-    It is recognized by its class name, so that norms of other libraries, such as LlamaRMSNorm, are found as well."""
+    Norms are recognized by their class names, so that those of other libraries, such as LlamaRMSNorm, are found as
+    well."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
@@ -373,8 +374,7 @@ class InputAndParameterGradients:
 
 @dataclass(frozen=True)
 class _SavedTensorSource:
-    """Where the backward pass finds a tensor that autograd saved: in parameter `name`, or in array number `number` of
-    the kept arrays."""
+    """The place of a tensor that autograd saved: the parameter `name`, or array number `number` of the kept arrays."""
 
     name: str | None
     number: int
@@ -388,8 +388,8 @@ class RecordedForward:
     """A forward pass recorded by autograd. The caller holds the arrays that autograd saved, and passes them to
     `backward`.
 
-    The saved arrays are in `kept`. Parameters are left out, because they are gathered again for backward, possibly at
-    another address.
+    The saved arrays are in `kept`. Parameters are left out, because they are gathered again for the backward pass,
+    possibly at other addresses.
 
     Parameters
     ----------

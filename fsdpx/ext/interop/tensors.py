@@ -18,7 +18,7 @@ BFLOAT16 = torch.bfloat16
 def to_tensor(array: Any, device: str = "meta") -> torch.Tensor:
     """Return a tensor that shares the memory of a NumPy or CuPy array, or a copy if PyTorch cannot share it.
 
-    A shape-only array gives a tensor of zeros on `device`."""
+    For a shape-only array, return a tensor of zeros on `device`."""
     if getattr(array, "holds_no_data", False):
         return torch.zeros(array.shape, dtype=_to_torch_dtype(array.dtype), device=device)
     if not isinstance(array, np.ndarray):

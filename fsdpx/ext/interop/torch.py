@@ -49,7 +49,7 @@ def from_torch(
     units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module) that
         returns whether the module is a unit; default None: the elements of each `torch.nn.ModuleList`. Other modules
         with parameters become units of their own
-    output : which tensor in the result of `forward` is the output, as in `TorchModule`; default None
+    output : selects the output from the result of `forward`, as in `TorchModule`; default None
 
     Returns
     -------
@@ -170,7 +170,7 @@ class TorchLoss(Loss):
 
     def _require_labels(self, output: tuple[int, ...], target: Array) -> None:
         """Raise DataError unless the target has class probabilities in the output's shape, or valid integer labels. Dim
-        1 of the output is the class dim."""
+        1 of the output is the dim of classes."""
         whole = np.dtype(target.dtype).kind in "iu"
         wanted = (output[:1] + output[2:]) if whole else output
         if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:

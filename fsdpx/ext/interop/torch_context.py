@@ -28,8 +28,8 @@ def torch_module_context(env: LayerContext, samples: int, intercept: bool) -> It
     """Context manager in which PyTorch modules of this thread draw random numbers from `env`, for `samples` samples.
 
     `intercept` says whether to intercept operations that draw random numbers; False if there are none. Raises
-    ConfigError if an operation draws from PyTorch's generator nevertheless, because then the numbers would depend on
-    the layout of the ranks."""
+    ConfigError if an operation nevertheless draws from PyTorch's generator, because its numbers would depend on the
+    layout of the ranks."""
     _now.env = env
     before = torch.default_generator.get_state()
     try:
@@ -116,7 +116,7 @@ class GlobalNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         env = _now.env
-        # the user has called eval() on this norm, so it uses its running statistics
+        # this norm uses its running statistics, because the user has called eval() on it
         if not self.training and env.training:
             env = LayerContext(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()

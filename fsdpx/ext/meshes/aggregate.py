@@ -19,7 +19,7 @@ class GatherNodes(GraphLayer):
 
     Parameters
     ----------
-    end : which node of an edge is read, "sender" or "receiver"
+    end : the node of an edge whose value is copied, "sender" or "receiver"
     """
 
     gives = "edges"
@@ -52,11 +52,11 @@ class GatherNodes(GraphLayer):
 
 class EdgeFeatures(GraphLayer):
     """Returns the edge features of the `Partition`, including those computed from positions: (samples, nodes, n) ->
-    (samples, edges, features). Of the input, only the number of samples is used.
+    (samples, edges, features). Only the number of samples is taken from the input.
 
     Parameters
     ----------
-    features : number of edge features; an error is raised if the `Partition` has a different number
+    features : number of edge features; a `Partition` with a different number raises an error
     """
 
     gives = "edges"
@@ -85,7 +85,7 @@ class Aggregate(GraphLayer):
     """Combines the values of each node's incoming edges: (samples, edges, features) -> (samples, nodes, features).
 
     A node without incoming edges gets 0. Each rank has all incoming edges of its nodes, so nothing is communicated, and
-    "mean" averages over all edges that the node has in the whole mesh.
+    "mean" averages over all of the node's incoming edges in the whole mesh.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
     failure: Exception | None = None
     try:
         found.append(parse())
-    except Exception as error:  # any error must reach the other ranks, or they would wait for this one
+    except Exception as error:  # any error must be sent to the other ranks, which would otherwise wait for this one
         failure = error
     text = "" if failure is None else str(failure)
     if failure is not None and not isinstance(failure, FsdpxError):
@@ -45,8 +45,8 @@ def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
 
 
 def parse_count(name: str, given: Any, of: str) -> int:
-    """Return the count `given`, which must be an integer of at least 0. `of` says, in error messages, what is
-    counted."""
+    """Return the count `given`, which must be an integer of at least 0. `of` is the name of the counted things, for
+    error messages."""
     try:
         count = operator.index(given)
     except TypeError:
@@ -57,7 +57,8 @@ def parse_count(name: str, given: Any, of: str) -> int:
 
 
 def parse_integers(name: str, given: Any, dims: int) -> np.ndarray:
-    """Return `given`, integers >= 0, as an int64 array with `dims` dims. [] stands for an array without elements."""
+    """Return `given`, which must contain integers >= 0, as an int64 array with `dims` dims. [] stands for an array
+    without elements."""
     array = to_array(name, given)
     if array.size == 0 and array.dtype.kind == "f":
         array = array.astype(np.int64)
@@ -116,7 +117,8 @@ def parse_whole_graph(
     ranks: int, nodes: Any, edges: Any, parts: Any, method: str, positions: Any, edge_features: Any,
     undirected: bool | None,
 ) -> tuple[GraphArguments, np.ndarray]:  # fmt: skip
-    """Return the arguments for a graph that every rank has in full, and the rank that owns each node."""
+    """Return, for a graph that every rank has in full, the arguments as `GraphArguments`, and the rank that owns each
+    node."""
     count = parse_count("nodes", nodes, "nodes of the whole graph")
     numbers = np.arange(count)
     given = parse_graph(numbers, numbers >= 0, edges, positions, edge_features, undirected)
@@ -129,8 +131,8 @@ def parse_whole_graph(
 
 
 def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Raise ConfigError on all ranks unless all of them pass the same kinds of arguments. Return this rank's arguments;
-    empty arrays are given the same number of columns as on the other ranks. Collective."""
+    """Return this rank's arguments, with empty arrays given the same number of columns as on the other ranks. Raise
+    ConfigError on all ranks unless all of them pass the same kinds of arguments. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1
         for name, a in (("positions", given.positions), ("edge_features", given.edge_features))

@@ -28,7 +28,8 @@ class EdgeLinear(GraphLayer):
 
     It computes y = weight [edge, sender, receiver] + bias. Products with node features are computed once per node and
     then gathered to the edges, so the inputs need not be concatenated. Ranks exchange the products for ghosts (nodes of
-    other ranks): ghosts x out_features numbers per sample in the forward pass, and as many in the backward pass.
+    other ranks): ghosts x out_features numbers per sample in the forward pass, and the same number in the backward
+    pass.
 
     Parameters
     ----------
@@ -76,8 +77,8 @@ class EdgeLinear(GraphLayer):
         return y, own.reshape(samples, graph.nodes, out)
 
     def _add_products(self, env: LayerContext, y: Array, of_receivers: Array, of_senders: Array) -> Array:
-        """Return, for each edge, the sum of the three products: `y` for the edge itself, and those of its receiver and
-        sender. May overwrite `y`."""
+        """Return, for each edge, the sum of three products: `y`, which is that of the edge itself, and those of its
+        receiver and of its sender. May overwrite `y`."""
         if has_no_data(env):
             return y
         senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
@@ -145,7 +146,8 @@ class RecomputedMLP(Composite):
         return super().backward_input(env, p, self._get_saved(env, p, saved), dy)
 
     def _get_saved(self, env: LayerContext, p: Params, saved: Any) -> Any:
-        """Return what the `forward` of each layer would have saved, given what the `forward` of this MLP saved."""
+        """Return the values that the `forward` of each layer would have saved, given the values that the `forward` of
+        this MLP saved."""
         if not self.recompute_hidden:
             return saved
         held, hidden = saved
@@ -155,8 +157,8 @@ class RecomputedMLP(Composite):
     def _run_others(
         self, env: LayerContext, parts: Mapping[str, Params], value: Array, keeps: bool = False
     ) -> tuple[Array, list[Any]]:
-        """Run all layers after the first one, whose output is `value`. Return the output of the last layer, and a list
-        of what each layer saves, which is empty unless `keeps`."""
+        """Run all layers after the first one, whose output is `value`. Return the output of the last layer and, if
+        `keeps`, a list of the values that each layer saves (otherwise an empty list)."""
         saved = []
         for step in self.steps[1:]:
             value, held = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)

@@ -35,7 +35,7 @@ class GraphArguments(NamedTuple):
     numbers : global number of each row
     owned : whether the rank owns the node of each row; None: a node is owned by the lowest rank that has it
     edges : rows of senders and receivers, (2, edges)
-    positions : coordinates of each row, (rows, dims), or of the owned rows only; None: not given
+    positions : coordinates of each row, (rows, dims), or only of each owned row; None: not given
     edge_features : features of each edge, (edges, features); None: not given
     undirected : whether each edge stands for both directions; None: edges are taken as given, but checked
     owners : the rank that the caller expects to own each row, to be checked; None: not given
@@ -61,7 +61,8 @@ class BuiltGraph(NamedTuple):
 
 
 class EdgeRoutes(NamedTuple):
-    """Describes how edge values are sent from the ranks that pass the edges to the ranks that own the receivers.
+    """The routes along which edge values are sent from the ranks that pass the edges to the ranks that own their
+    receivers.
 
     Attributes
     ----------
@@ -161,7 +162,7 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
-    """Return, for each row, the rank that owns it, as found through the directory."""
+    """Look up the owner of each row in the directory, and return one rank per row."""
     numbers = given.numbers
     claims = np.zeros(numbers.size, np.int64) if given.owned is None else given.owned.astype(np.int64)
     home = numbers % size
@@ -187,8 +188,8 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
 
 
 def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
-    """Return, for each rank, the owners of the nodes that it asked about, and an error message if a node has no owner
-    or several, otherwise "".
+    """Return the owners of the nodes that each rank asked about, one array per rank, and an error message if a node has
+    several owners or none, otherwise "".
 
     found[r] has rows (node number, whether rank r owns the node). If `shared`, a node is instead owned by the lowest
     rank that has it."""
@@ -250,11 +251,11 @@ def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArgume
 
 
 def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners: Table) -> tuple[_Edges, EdgeRoutes]:
-    """Send each edge to the rank that owns its receiver. Return the edges that this rank gets, and the routes of their
-    values.
+    """Send each edge to the rank that owns its receiver. Return the edges that this rank receives, and the routes along
+    which their values are sent.
 
     An edge that several ranks pass counts once, and must have the same features on all of them. An edge that one rank
-    passes several times counts that many times, unless the graph is undirected."""
+    passes several times counts several times, unless the graph is undirected."""
     senders, receivers = given.edges
     features = np.zeros((senders.size, 0)) if given.edge_features is None else given.edge_features
     if given.undirected:

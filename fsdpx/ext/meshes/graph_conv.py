@@ -26,7 +26,7 @@ class GraphConv(Composite):
     Parameters
     ----------
     in_channels, out_channels : number of node features in the input and in the result
-    aggr : how the values of senders are combined (`how` of `Aggregate`); default "sum"
+    aggr : how the values of senders are combined, as the argument `how` of `Aggregate`; default "sum"
     bias : whether lin_rel has a bias; default True
     """
 
@@ -53,7 +53,7 @@ class GATConv(GraphLayer):
 
     Parameters
     ----------
-    in_channels, out_channels : number of node features in the input, and of features per head in the result
+    in_channels, out_channels : number of node features in the input, and number of features per head in the result
     heads : number of heads; default 1
     concat : whether heads are concatenated; if False, they are averaged, and the result has out_channels features;
         default True

@@ -83,9 +83,8 @@ class MeshLevel:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
     def find_link(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes for node values that are distributed as `kind`, which belongs to one of
-        the meshes. In a dry run, the map has only sizes. If `kind` belongs to neither mesh, the result is this rank's
-        map.
+        """Return the map between the two meshes for node values that are distributed as `kind`, a partition of one of
+        the meshes. In a dry run, the map has only sizes. If `kind` belongs to neither mesh, return this rank's map.
 
         Communicates nothing."""
         known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)

@@ -39,8 +39,8 @@ class PartSizes(NamedTuple):
 
     @property
     def exchanged(self) -> int:
-        """Number of rows that the rank sends in the forward and backward passes together if node values are exchanged
-        once."""
+        """Number of rows that the rank sends, in the forward and backward passes together, for one exchange of node
+        values."""
         return self.ghosts + sum(rows for _, rows in self.sends)
 
 
@@ -92,7 +92,7 @@ class LocalGraph:
 
     @property
     def sizes(self) -> PartSizes:
-        """The sizes of this part of the graph."""
+        """The numbers of nodes, ghosts and edges of this part, and the sizes of its messages."""
         sends = tuple((rank, int(rows.size)) for rank, rows in self.sends)
         receives = tuple((rank, stop - first) for rank, first, stop in self.receives)
         return PartSizes(int(self.nodes), int(self.ghosts), int(self.edges), sends, receives)
@@ -157,8 +157,8 @@ class LocalGraph:
         return env.xp.where(count > 0, 1.0 / env.xp.maximum(count, 1), 0.0).astype(dtype)
 
     def get_on_device(self, env: LayerContext, name: str, dtype: Any = None) -> Array:
-        """Return the graph's array attribute `name` on the device of `env`, cast to `dtype` if given. Copies are
-        cached."""
+        """Return the array that is the attribute `name`, copied to the device of `env` and cast to `dtype` if given.
+        Copies are cached."""
         array = getattr(self, name)
         if env.xp is np and dtype in (None, array.dtype):
             return array
@@ -249,7 +249,7 @@ class GraphLayer(Layer, TakesRows):
 
     @property
     def has_ghosts(self) -> bool:
-        """Whether the first input has rows for ghosts as well."""
+        """Whether the first input also has rows for ghosts."""
         return self.parts is not None and self.parts.kind == "ghosts"
 
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:

@@ -39,8 +39,8 @@ class MeshGraphNet(Composite):
     previous values. A last MLP decodes the nodes. Edge features come from the `Partition`. Inputs should be scaled to
     magnitudes of about 1.
 
-    Each step exchanges ghosts once: ghosts x hidden numbers per sample in the forward pass, and as many in the backward
-    pass.
+    Each step exchanges ghosts once: ghosts x hidden numbers per sample in the forward pass, and the same number in the
+    backward pass.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class MeshGraphNet(Composite):
     activation : name of the activation function; default "relu"
     residual : what each node sums: "messages" (default), the outputs of the edge MLPs, as in the code of Pfaff et al.;
         or "edges", the updated edge features, as in PhysicsNeMo
-    how : how nodes combine the values that they receive (`how` of `Aggregate`); default "sum"
+    how : how nodes combine the values that they receive, as the argument `how` of `Aggregate`; default "sum"
     edge_inputs : number of edge features in the second input; default 0: there is no second input
     recompute_hidden : whether the backward pass recomputes the second and later layers of the edge MLPs, except in the
         last step, instead of keeping their activations. This takes about 10 % more time and, with the defaults, 35 %
@@ -85,7 +85,7 @@ class MeshGraphNet(Composite):
         self.node_encoder = FeatureMLP(node_features, hidden, *mlp, True)
         options: dict[str, Any] = {"activation": activation}
         for i in range(message_passing_steps):
-            # not in the last step: the backward pass begins there, and recomputing would add to the peak memory
+            # not in the last step, where the backward pass begins: recomputing would increase the peak memory there
             recomputes = recompute_hidden and i < message_passing_steps - 1
             edge_mlp = EdgeMLP(hidden, hidden, hidden, hidden, hidden_layers, recompute_hidden=recomputes, **options)
             setattr(self, f"edge_{i}", edge_mlp)

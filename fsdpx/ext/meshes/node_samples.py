@@ -66,8 +66,8 @@ class NodeSamples(SplitSamples):
         return self.get_first_split_input(inputs).ndim > 2
 
     def describe_array(self, array: Any) -> str:
-        """Return a description of the array's dtype and number of features, which ranks compare and which must be equal
-        on all of them."""
+        """Return a description of the array's dtype and number of features. Ranks compare their descriptions, which
+        must be equal."""
         return f"{array.dtype} of {list(array.shape[2:])} features"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
@@ -103,8 +103,8 @@ class NodeSamples(SplitSamples):
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any:
         """Return a target, prediction or gradient in the model's layout: (samples, nodes, features), scalars (samples,
         n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). Integers with
-        two dims are taken as labels if the caller's arrays have a sample dim; sizes alone cannot tell, because there
-        may be as many samples as nodes."""
+        two dims are taken as labels if the caller's arrays have a sample dim; sizes alone cannot decide this, because
+        there may be as many samples as nodes."""
         rows, kind = self.partition.row_counts, self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.to_model_scalars(array, name, batched)

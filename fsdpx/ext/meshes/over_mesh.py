@@ -59,8 +59,8 @@ class DropGhosts(Layer):
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Any]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution that drops its ghosts, or None if it has none or they may
-    stay. Ghosts are dropped if a layer such as a sum reads some node values with ghosts and others without."""
+    """Return, for each input of `reader`, the redistribution that drops its ghosts, or None if it has no ghosts or may
+    keep them. Ghosts are dropped if a layer such as a sum reads some node values with ghosts and others without."""
     takes = isinstance(reader, TakesRows) or (isinstance(reader, Container) and not reader.fixed)
     rows = [getattr(kind, "kind", "") for kind in kinds]
     if takes or "nodes" not in rows:
@@ -75,8 +75,9 @@ def _find_input_kinds(model: Layer, nodes: Any) -> list[Kind]:
     """Return how each input of a model is distributed. `nodes` describes how node values are distributed.
 
     The inputs and outputs of a layer are of the same kind, unless the layer changes the kind, as `Aggregate` does.
-    Values whose kind remains unknown are taken as node values. If all inputs would be scalars, they are all taken as
-    node values instead; sharding the model then raises an error that names the layer that cannot run on a part."""
+    Values whose kind remains unknown are taken as node values. If all inputs would be scalars according to these rules,
+    they are all taken as node values instead; sharding the model then raises an error that names the layer that cannot
+    run on a part."""
     values = _Values()
     inputs = [values.add() for _ in list_input_names(model)]
     values.trace_layer(model, inputs, nodes)

@@ -57,7 +57,7 @@ class Partition(Domain):
     """A mesh or graph that is partitioned over ranks, as in finite-element and finite-volume codes. Collective.
 
     Each node has one owner. A rank passes the nodes that it owns, the global numbers of its ghosts (copies of nodes of
-    other ranks), and its edges. It computes on all edges whose receivers it owns; those that only other ranks passed
+    other ranks), and its edges. It computes on all edges whose receivers it owns; edges that only other ranks passed
     are fetched once. Results do not depend on how the mesh is partitioned.
 
     The trainer's `step` and `predict` take arrays (nodes, features) or (samples, nodes, features), with a row for each
@@ -70,11 +70,11 @@ class Partition(Domain):
         `tompi4py()` method, such as `PETSc.Comm`, or an fsdpx communicator
     owned : number of nodes that this rank owns. Nodes are numbered in rank order: the nodes of rank 0 are 0, 1, ...
     ghosts : global numbers of this rank's ghosts, in the order of their rows after the owned nodes; default: none
-    owners : the rank that owns each ghost, as a check; default: no check
+    owners : the expected owner of each ghost, to be checked; default: no check
     edges : integers (2, edges): row of the sender and row of the receiver of each edge, like `edge_index` in PyTorch
         Geometric. Any rank may pass any edge, and several ranks may pass the same one
-    positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. If given, two things are
-        appended to the features of each edge: the coordinates of its sender relative to its receiver, and their norm
+    positions : coordinates (rows, dims) of owned nodes and ghosts, or of owned nodes only. If given, the coordinates of
+        each edge's sender relative to its receiver, and their norm, are appended to the features of the edge
     edge_features : features (edges, features) of the edges, the same for all samples; default: none
     undirected : True: each edge counts in both directions; False: edges are directed. Default: directed, but an error
         is raised if nearly all edges have a reverse edge and some do not, because the missing ones were probably lost
@@ -133,8 +133,8 @@ class Partition(Domain):
         ----------
         comm, edges, positions, edge_features, undirected : as in `Partition`
         numbers : global number of the node in each row; the nodes of the mesh are numbered 0, 1, ... without gaps
-        owned_mask : whether this rank owns the node of each row. Default: a node belongs to the lowest rank that has
-            it, as is suitable for codes whose ranks own elements and share nodes
+        owned_mask : whether this rank owns the node of each row. Default: each node belongs to the lowest rank that has
+            it, which suits codes whose ranks own elements and share nodes
 
         Returns
         -------
@@ -452,7 +452,7 @@ class Partition(Domain):
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish the construction of the partition from this rank's arguments, which `parse` returns.
 
-        The caller's arrays have only the first `rows` rows of these arguments, or all rows if `rows` is None."""
+        Of the rows of these arguments, the caller's arrays have only the first `rows`, or all if `rows` is None."""
         rank, size = get_rank_and_size(comm)
         given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
@@ -469,7 +469,7 @@ class Partition(Domain):
         self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
 
     def _set_part(self, parts: Sequence[PartSizes], rank: int, graph: LocalGraph) -> None:
-        """Set the attributes that follow from the sizes of all parts and from the graph of `rank`."""
+        """Set the attributes that are derived from the sizes of all parts and from the graph of `rank`."""
         cuts = tuple(np.cumsum([0, *(part.nodes for part in parts)]).tolist())
         self._parts, self.rank, self.graph, self.dims = tuple(parts), rank, graph, (len(parts),)
         self.total_edges, self.partition = sum(part.edges for part in parts), MeshPartition((cuts,), graph=graph)
@@ -533,8 +533,8 @@ class Partition(Domain):
 
     @property
     def row_counts(self) -> tuple[int, int]:
-        """The two numbers of rows that arrays of this rank may have: one row for each owned node, or one for each owned
-        node and ghost."""
+        """The two possible numbers of rows in this rank's arrays: the number of owned nodes, and that of owned nodes
+        and ghosts together."""
         return self.graph.nodes, self._local_rows
 
     @property
@@ -782,8 +782,8 @@ class Partition(Domain):
         return whole
 
     def _all_gather_or_raise(self, method: str, error: str, kind: Any, value: Any = None) -> list[Any]:
-        """All-gather `value`. If any rank passes a nonempty `error`, raise DataError on all ranks, with the first such
-        error; also raise it if ranks pass different values of `kind`, the result of `_describe`."""
+        """All-gather `value`. Raise DataError on all ranks if any rank passes a nonempty `error` (the message is the
+        first one), or if ranks pass different values of `kind`, the result of `_describe`."""
         everyone = all_gather_plain_data(self.comm, (error, kind, value))
         for rank, (text, *_) in enumerate(everyone):
             if text:

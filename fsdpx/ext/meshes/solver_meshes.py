@@ -139,9 +139,8 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
     """Return the edges (2, edges) between cells that share a facet, as rows, and the global number of each row.
     Collective.
 
-    The rows are those of `mesh`, followed by neighboring cells that this rank lacks, because solvers without ghost
-    cells do not know the cells of other ranks. Each edge is returned on only one rank, which owns one of its two
-    cells."""
+    The rows are those of `mesh`, followed by neighboring cells that this rank lacks. A rank lacks them if the solver
+    has no ghost cells. Each edge is returned on only one rank, which owns one of its two cells."""
     assert mesh.facets is not None
     rows, shared = mesh.facets
     home = shared % size
@@ -151,7 +150,7 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
     order = np.argsort(everyone[:, 0], kind="stable")
     facets, cells, source = everyone[order, 0], everyone[order, 1], source[order]
     first, second = [order[:0]], [order[:0]]
-    for apart in range(1, facets.size):  # a facet has two cells, or more where surfaces branch, so all pairs are found
+    for apart in range(1, facets.size):  # a facet has two cells, or more where surfaces branch; this finds all pairs
         same = np.flatnonzero(facets[apart:] == facets[:-apart])
         if not same.size:
             break
@@ -171,5 +170,5 @@ def _list_global_numbers(index_map: Any) -> Table:
 
 
 def _stack_rows(rows: Sequence[Any], shape: tuple[int, int]) -> Table:
-    """Stack `rows` into one array of `shape`, even if there are no rows."""
+    """Stack `rows` into one array of shape `shape`, which may have no rows."""
     return np.array(rows).reshape(shape)

@@ -31,15 +31,15 @@ def assign_parts(method: str, parts: int, nodes: int, edges: np.ndarray, positio
 
 
 def count_part_sizes(ranks: int, parts: np.ndarray, edges: np.ndarray, undirected: bool) -> tuple[PartSizes, ...]:
-    """Return the sizes of each rank's part. `parts` is the rank of each node, and `edges`, (2, edges), holds node
-    numbers."""
+    """Return the sizes of each rank's part. `parts` contains the rank of each node, and `edges`, (2, edges), the node
+    numbers of each edge."""
     nodes = parts.size
     if undirected:
         numbers = np.unique(np.concatenate([edges[0] * nodes + edges[1], edges[1] * nodes + edges[0]]))
         edges = np.stack(np.divmod(numbers, nodes)) if nodes else edges
     senders, home = edges[0], parts[edges[1]]
     away = parts[senders] != home
-    ghosts = np.unique(home[away] * nodes + senders[away])  # one number for each pair of a rank and one of its ghosts
+    ghosts = np.unique(home[away] * nodes + senders[away])  # one number for each (rank, ghost of that rank) pair
     readers, owners = ghosts // nodes if nodes else ghosts, parts[ghosts % nodes] if nodes else ghosts
     messages, rows = np.unique(readers * ranks + owners, return_counts=True)
     sends: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]

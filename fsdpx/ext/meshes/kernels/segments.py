@@ -2,7 +2,7 @@
 
 Values are (samples, rows, features). Segment i has the rows from offsets[i] up to, but not including, offsets[i + 1].
 `most` is the number of rows in the longest segment. The sum and the maximum of an empty segment are 0. Rows are reduced
-in their order, so that results do not depend on the device."""
+in order, so that results do not depend on the device."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def segment_softmax_backward(xp: Any, y: Any, dy: Any, offsets: Any, segments: A
 
 
 def _iterate_rows(xp: Any, offsets: Any, most: int) -> Iterator[tuple[Any, Any]]:
-    """Yield (rows, inside) first for the first row of each segment, then for the second, and so on. `inside`, (1,
-    segments, 1), says whether the segment has such a row."""
+    """Yield (rows, inside) for the first row of each segment, then for the second row of each, and so on. `inside`, (1,
+    segments, 1), says whether each segment has such a row."""
     for i in range(most):
         rows = offsets[:-1] + i
         inside = rows < offsets[1:]
