@@ -60,8 +60,8 @@ HOST = "host"
 
 def run_on_all_ranks(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     """Call `body()` on every rank, and return the results of all ranks in rank order. If `body` raises an error on any
-    rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, that of the lowest one),
-    so that no rank is left waiting. Error messages begin with `where`. Collective."""
+    rank, all ranks raise CheckpointError with the text of that error (if several ranks fail, the text from the lowest
+    of them), so that no rank is left waiting. Error messages begin with `where`. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
@@ -358,8 +358,8 @@ def prune_checkpoints(path: Path, keep: int, keep_also: str | None = None) -> No
     """Delete old checkpoints, so that only the newest `keep` remain, including `path`.
 
     Only checkpoints that have the same prefix as `path` and a lower number are deleted; those with higher numbers must
-    come from another run. Never deleted are the checkpoint named `keep_also`, symbolic links, and checkpoints to which
-    a symbolic link in the same folder points."""
+    come from another run. The checkpoint named `keep_also`, symbolic links, and checkpoints to which a symbolic link in
+    the same folder points are never deleted."""
     prefix = strip_trailing_number(path)
     links = [p for p in path.parent.iterdir() if p.is_symlink()]
     linked = {os.path.realpath(p) for p in links}

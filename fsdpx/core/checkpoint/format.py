@@ -68,8 +68,8 @@ def _round_to_odd_float32(array: np.ndarray) -> np.ndarray:
     """Convert a float64 array to float32 by rounding to odd: a value that float32 cannot represent becomes the neighbor
     whose last bit is 1.
 
-    Rounding the result to bfloat16 then gives the same bits as rounding the float64 values directly (Boldo and
-    Melquiond, 2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
+    Rounding the result to bfloat16 is then bitwise equal to rounding the float64 values directly (Boldo and Melquiond,
+    2008, "Emulation of FMA and correctly rounded sums"). ml_dtypes alone would round twice."""
     near = array.astype(np.float32)
     back = near.astype(np.float64)
     bits = near.view(np.uint32)
@@ -95,7 +95,7 @@ class PartialCrc:
         self.at, self.value = 0, 0
 
     def add_bytes(self, start: int, data: Any) -> None:
-        """Add `data`, the bytes of the tensor from byte `start` on."""
+        """Add `data`, the bytes of the tensor that begin at byte `start`."""
         assert start >= self.at, "parts of a tensor ascend"
         state = _append_zeros_to_crc(self.value, start - self.at)
         self.value = zlib.crc32(data, state ^ ONES) ^ ONES
@@ -196,8 +196,8 @@ class FileHeader:
 
     Attributes
     ----------
-    tensors : tensor name -> entry, in the order of the tensors in the file
-    metadata : name -> text
+    tensors : the entry of each tensor by name, in the order of the tensors in the file
+    metadata : texts by name
     header : all bytes before the first tensor
     size : size of the file in bytes
     """
@@ -258,7 +258,7 @@ _OTHER_FORMATS = {
     **{bytes([0x80, protocol]): f"a pickle, as torch.save writes: {_FROM_PYTORCH}" for protocol in range(2, 6)},
     b"\x89HDF\r\n\x1a\n": "an HDF5 file: read its arrays with h5py, and pass them to load_parameters as a dict",
 }  # fmt: skip
-"""First bytes of a file that is not a safetensors file -> name of its format, and how to convert it."""
+"""Formats other than safetensors, by the first bytes of a file: the name of the format, and how to convert it."""
 
 
 def identify_other_format(start: bytes) -> str:
@@ -367,8 +367,8 @@ def read_at(fd: int, data: Any, offset: int) -> None:
 
 
 def advise_read_ahead(fd: int, offset: int, count: int) -> None:
-    """Tell the operating system that the `count` bytes from byte `offset` will be needed soon, so that it starts to
-    read them. Do nothing on systems without `posix_fadvise`."""
+    """Tell the operating system that `count` bytes, beginning at byte `offset`, will be needed soon, so that it starts
+    reading them. Do nothing on systems without `posix_fadvise`."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)
 
@@ -442,7 +442,7 @@ STATE_KEY = "fsdpx"
 """Metadata key of `STATE_FILE_NAME` under which `RunScalars` are stored, as JSON."""
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-"""Tensor name -> (dtype code, shape)."""
+"""The (dtype code, shape) of each tensor, by tensor name."""
 
 
 @dataclass(frozen=True)
@@ -451,8 +451,8 @@ class FileLayout:
 
     Attributes
     ----------
-    files : name of a safetensors file -> header
-    texts : name of a text file -> contents
+    files : the header of each safetensors file, by file name
+    texts : the contents of each text file, by file name
     note : contents of `NOTE_FILE_NAME`, a description of the run that writes the files; no checksum covers it, because
         it may differ between otherwise equal checkpoints
     """
@@ -463,7 +463,7 @@ class FileLayout:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """Tensor name -> (file name, entry)."""
+        """The (file name, entry) of each tensor, by tensor name."""
         return {name: (file, entry) for file, name, entry in self.iterate_tensors()}
 
     def iterate_tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:

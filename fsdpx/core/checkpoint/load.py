@@ -254,7 +254,7 @@ class WeightsReport:
     taken : parameters and statistics of the model that were loaded
     missing : parameters and statistics of the model that the source lacks; they keep their previous values
     extra : tensors of the source that the model lacks; they were ignored
-    renamed : dict from name in the source to name in the model, for tensors whose names differ
+    renamed : dict that maps names in the source to names in the model, for tensors whose names differ
     unused : tensors of the source that the model is known not to need, such as `num_batches_tracked` of PyTorch's
         BatchNorm
     """
@@ -281,7 +281,7 @@ class WeightsSource:
     Attributes
     ----------
     where : name of the source, for error messages
-    tensors : tensor name -> (dtype code, shape)
+    tensors : the (dtype code, shape) of each tensor, by name
     read : function (shards, array module) that fills the arrays of shards; the names of the shards must be names of
         tensors in the source
     verify_checksums_on_all_ranks : collective function that raises CheckpointError if checksums do not match; it does
@@ -314,7 +314,7 @@ def load_parameters(
     source : path of a checkpoint or of safetensors files, or a dict
     call : name of the public method, for error messages
     strict : whether to raise an error if a parameter is missing, or if the source has a tensor that the model lacks
-    rename : dict from a name pattern in the source to the name in the model; see `_RenameRules`
+    rename : dict that maps name patterns in the source to names in the model; see `_RenameRules`
     convert : whether to accept weights whose dtype differs from that in the trainer, and convert them
     count : counter to which the bytes that this rank reads from files are added
     """

@@ -63,7 +63,7 @@ class CheckpointSource:
     Attributes
     ----------
     folder : the folder
-    files : file name -> header
+    files : the header of each file, by file name
     manifest : list of files with sizes and checksums; None if the files were not written by fsdpx as a checkpoint
     """
 
@@ -73,12 +73,12 @@ class CheckpointSource:
 
     @cached_property
     def locations(self) -> dict[str, tuple[str, TensorEntry]]:
-        """Tensor name -> (file name, entry)."""
+        """The (file name, entry) of each tensor, by tensor name."""
         return FileLayout(self.files).locations
 
     @property
     def tensors(self) -> Tensors:
-        """Tensor name -> (dtype code, shape), in the order in which the tensors are stored."""
+        """The (dtype code, shape) of each tensor by name, in the order in which the tensors are stored."""
         return {name: (entry.code, entry.shape) for name, (_, entry) in self.locations.items()}
 
     def select_state_or_weights(self, state: bool) -> CheckpointSource:
@@ -265,7 +265,8 @@ def compute_partial_crcs(
     progress: ProgressCallback = lambda done, total: None,
     count: ByteCounter | None = None,
 ) -> np.ndarray:
-    """Read this rank's share of the bytes of all tensors, and return what it contributes to the CRC-32 of each tensor.
+    """Read this rank's share of the bytes of all tensors, and return this share's contribution to the CRC-32 of each
+    tensor.
 
     The result is a uint64 array in the order of `FileLayout.iterate_tensors`. The elementwise xor of the results of
     all ranks is the input of `compute_crc_from_xor`. `progress` is a callback (done, total). The number of bytes read

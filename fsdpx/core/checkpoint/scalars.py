@@ -32,8 +32,8 @@ class RunScalars:
     data : `state_dict` of the data loader; None if there is no loader
     fit : progress of the training loop `fit`; None if it is not used
     local : in local training, the progress of the replicas since they were last synchronized; otherwise None
-    missed : parameter name -> number of steps that did not update the parameter because it was frozen; None if every
-        step updated all parameters
+    missed : for each parameter name, the number of steps that did not update the parameter because it was frozen; None
+        if every step updated all parameters
     """
 
     steps: int

@@ -67,7 +67,7 @@ class FileRecord:
     ----------
     size : size in bytes
     header_crc : CRC-32 of the header, or of the full contents of a text file
-    tensors : tensor name -> CRC-32 of the tensor's bytes
+    tensors : CRC-32 of each tensor's bytes, by tensor name
     """
 
     size: int

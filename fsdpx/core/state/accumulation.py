@@ -140,9 +140,9 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two series of pairs (collective, bytes that this rank sends in it). The first series reduce-scatters
-        the gradient of a page, and the second one all-reduces it over replicas. `own` is the number of elements that
-        this rank sums in the all-reduce."""
+        """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the reduce-scatter of a
+        page's gradient, and one for its all-reduce over replicas. `own` is the number of elements that this rank sums
+        in the all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -240,9 +240,9 @@ class TreeAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two series of pairs (collective, bytes that this rank sends in it). The first series exchanges partial
-        sums over the shard axis, and the second one over replicas. The number of exchanges is the number that the rank
-        with the most partial sums needs; other ranks send nothing in the last exchanges."""
+        """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the exchanges of partial
+        sums over the shard axis, and one for those over replicas. There are as many exchanges as the rank with the most
+        partial sums needs; other ranks send nothing in the last ones."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))

@@ -43,8 +43,8 @@ class ElementRange:
 
 @dataclass(frozen=True)
 class OverlapPiece:
-    """The overlap [start, stop) of two element ranges: the range at index `have` in a first list and the range at index
-    `want` in a second list."""
+    """The overlap [start, stop) of two element ranges: number `have` in one list of ranges, and number `want` in
+    another list."""
 
     have: int
     want: int
@@ -133,8 +133,8 @@ class Page:
         return cls(index, fields, offsets[-1], trainable, partial, rule)
 
     def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
-        """Return a dict from parameter name to a view of `flat` that has the parameter's shape. `flat` must hold all
-        elements of the page."""
+        """Return a dict that maps each parameter name to a view of `flat` with the parameter's shape. `flat` must hold
+        all elements of the page."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields_in_range(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:

@@ -44,7 +44,7 @@ class Footprint:
 
     Parameters
     ----------
-    parts : name of a part, such as "arena" -> its bytes; together, the parts make up the memory of the process
+    parts : size in bytes of each part, by a name such as "arena"; together, the parts make up the memory of the process
     ranks_here : number of ranks on the host; None if it is unknown
     """
 
@@ -194,6 +194,6 @@ def _find_control_group_limits(text: str, root: Path = Path("/sys/fs/cgroup")) -
 
 
 def _parse_kilobyte_lines(file: Path) -> dict[str, int]:
-    """Parse a file with lines such as "name: number kB", and return a dict from name to number."""
+    """Parse a file with lines such as "name: number kB", and return a dict that maps names to numbers."""
     words = (line.split() for line in file.read_text().splitlines())
     return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}

@@ -73,7 +73,7 @@ LEDGER_KINDS = {
     # averages of parameters over time (EMA, SWA), updated by the optimizer
     "average": LedgerKind("averages", "slots", saved=True),
 }
-"""Name of a kind of array -> its description. Extensions add kinds of their own."""
+"""Descriptions of the kinds of arrays, by name. Extensions add kinds of their own."""
 
 Owner = Literal["shard", "all", "data", "replica", "private"]
 """The ranks that hold the same elements. "shard": all ranks with the same index on the shard axis. "all": all ranks,
@@ -162,20 +162,20 @@ class Ledger:
     Parameters
     ----------
     rows : the initial rows
-    slower : function that loads the array of a row from outside memory, for example from disk; the array is valid as
-        long as it is referenced
+    slower : function that loads the array of a row that is not kept in memory, for example from disk; the array is
+        valid as long as it is referenced
 
     Attributes
     ----------
-    planned_bytes : kind of memory, such as "gradients" -> total bytes of the initial rows
-    peak_bytes : kind of memory -> peak of the total bytes so far
+    planned_bytes : total bytes of the initial rows, by kind of memory, such as "gradients"
+    peak_bytes : maximum of the total bytes so far, by kind of memory
     """
 
     def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[LedgerKey, Any] = {}
         self.codec_error_norms: dict[tuple[str, int], list[float]] = {}
-        """(axis, page) -> the `error_norms` of the `BoundCodec` in the last reduction, for reports."""
+        """The `error_norms` of each `BoundCodec` in the last reduction, by (axis, page), for reports."""
         self._slower = slower
         self.planned_bytes = self.count_bytes_by_kind()
         self.peak_bytes = Counter(self.planned_bytes)
@@ -215,8 +215,9 @@ class Ledger:
         return self.arrays.get(row.key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the number of bytes of all arrays kept in memory.
-        Views are not counted, and the size of shared memory is divided by the number of ranks that share it."""
+        """Return the number of bytes of all arrays kept in memory, as a dict keyed by kind of memory, such as
+        "gradients". Views are not counted, and the size of shared memory is divided by the number of ranks that share
+        it."""
         total: Counter[str] = Counter()
         for row in self:
             if row.is_kept and row.inside is None and row.level != "map":
@@ -229,8 +230,8 @@ class Ledger:
         return sum(row.nbytes for row in self if row.is_freed_by_update and (not now or row.key in self.arrays))
 
     def count_offloaded_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the number of bytes of all offloaded arrays (for
-        example, those on disk)."""
+        """Return the number of bytes of all offloaded arrays (for example, those on disk), as a dict keyed by kind of
+        memory, such as "gradients"."""
         total: Counter[str] = Counter()
         for row in self:
             if row.level in ("slow", "map") and row.inside is None:
@@ -337,7 +338,7 @@ def get_saved_name_prefix(row: LedgerRow, replica: int) -> str:
 
 
 def add_replica_prefix(name: str, replica: int) -> str:
-    """Return a checkpoint name with the number of a replica before it, such as "replica1/m" for "m"."""
+    """Return a checkpoint name prefixed with the number of a replica, such as "replica1/m" for "m"."""
     return f"replica{replica}/{name}" if name else f"replica{replica}"
 
 

@@ -254,7 +254,7 @@ class Placement:
 
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
-        """Page number -> page (flat parameter buffer) with its shards, for all pages of this pipeline rank."""
+        """All pages (flat parameter buffers) of this pipeline rank, with their shards, by page number."""
         shard, snap = self.axes.shard, self.accumulation.bitwise
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, shard_page(page, shard.size, snap), shard.rank) for page in pages}
@@ -281,8 +281,8 @@ class Placement:
 
     @property
     def keeps_full_parameters(self) -> bool:
-        """True if gathered parameters are kept until the update. They are if the sharding asks for it or if there is
-        only one shard, unless shards are offloaded."""
+        """True if gathered parameters are kept until the update. This is the case if the sharding asks for it or if
+        there is only one shard, unless shards are offloaded."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
         return kept and self.has_resident_shards
 
@@ -317,7 +317,7 @@ class Placement:
 
     @cached_property
     def statistics(self) -> dict[int, tuple[str, ...]]:
-        """Unit number -> names of the running statistics that the layers in this unit (group of layers) update. Only
+        """Names of the running statistics that the layers in each unit (group of layers) update, by unit number. Only
         units that this rank runs and that have running statistics are included."""
         units = (self.layout.units[u] for u in self.stage.own_units)
         statistics_by_unit = {unit.index: list_unit_statistics(self.layout, unit) for unit in units}
@@ -325,7 +325,7 @@ class Placement:
 
     @cached_property
     def statistic_ranks(self) -> dict[str, int]:
-        """Name of a running statistic -> pipeline rank that updates it."""
+        """The pipeline rank that updates each running statistic, by the statistic's name."""
         spread, layout = self.layout.spread, self.layout
         users = ((join_path(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical_name(name), i) for name, i in users)
@@ -338,7 +338,7 @@ class Placement:
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """Page number -> the result of `get_codec_route`, bound to the shapes of the page's tensors."""
+        """The result of `get_codec_route` for each page, bound to the shapes of the page's tensors, by page number."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (
@@ -350,8 +350,8 @@ class Placement:
 
     @cached_property
     def segments(self) -> dict[int, ShardSegments]:
-        """Page number -> the segments that the optimizer updates, one for each parameter in this rank's shard of the
-        page (flat parameter buffer). Only trained pages are included."""
+        """The segments that the optimizer updates in each page (flat parameter buffer), by page number: one for each
+        parameter in this rank's shard. Only trained pages are included."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         return {
             p: self.make_shard_segments(p, self.axes.shard, self.pages[p].shards, alone)
@@ -374,8 +374,8 @@ class Placement:
         return ShardSegments(make_segments(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def list_optimizer_transfers(self, page: int) -> tuple[tuple[str, str, int], ...]:
-        """Return, as (axis, collective, bytes that this rank sends), the collectives that the optimizer needs to update
-        this rank's shard of a page (flat parameter buffer). Most optimizers need none."""
+        """Return the collectives that the optimizer needs to update this rank's shard of a page (flat parameter
+        buffer), as (axis, collective, bytes that this rank sends). Most optimizers need none."""
         optimizer = unwrap_optimizer(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
             nbytes, shard, tensor = (
@@ -391,7 +391,7 @@ class Placement:
 
     @cached_property
     def slot_formats(self) -> dict[str, SlotFormat]:
-        """Name of an optimizer slot (state array such as Adam's "m") -> its number format."""
+        """The number format of each optimizer slot (state array such as Adam's "m"), by the slot's name."""
         return get_slot_formats(self.optimizer)
 
     def get_slot_dtype(self, slot: str) -> np.dtype:
@@ -422,7 +422,7 @@ class Placement:
     def start_all_gather_numbers(
         self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
     ) -> TimedTransfer:
-        """Start to gather `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer calls `use`
+        """Start gathering `values` from all ranks of `comm` (default: all ranks). Waiting for the transfer calls `use`
         with a list of the values of each rank, and returns the result of `use`. `what` names the transfer in error
         messages. Collective."""
         comm, n = comm or self.axes.world, len(values)
@@ -442,8 +442,8 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements of its gradient shard this rank sums in an all-reduce over replicas. The shard
-        belongs to page (flat parameter buffer) number `page`."""
+        """Return how many elements of its gradient shard of a page (flat parameter buffer) this rank sums in an
+        all-reduce over replicas."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
@@ -470,7 +470,7 @@ def _all_gather_per_parameter(
 ) -> dict[str, list[list[float]]]:
     """Gather `width` numbers for each parameter in a page (flat parameter buffer) from every rank of `holders` and of
     the tensor axis. `mine` maps parameter names to this rank's numbers; missing names stand for zeros. Return a dict
-    from parameter name to the lists of numbers of all these ranks. Collective.
+    that maps each parameter name to the lists of numbers of all these ranks. Collective.
 
     For a parameter that all tensor ranks hold in full, only the numbers of the first tensor rank are used; the lists of
     the other tensor ranks contain zeros."""

@@ -45,12 +45,12 @@ class SampleLayout(Protocol):
         holds the number of samples of each data rank."""
 
     def describe_array(self, array: Any) -> str:
-        """Return a description of those properties of a batch array that must be the same on all ranks, such as its
+        """Return a description of the properties of a batch array that must be the same on all ranks, such as its
         dtype."""
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
-        """Return a warning if the inputs or targets seem to be split over the ranks in a wrong way, and "" otherwise.
-        May be collective."""
+        """Return a warning if the inputs or targets seem to be wrongly split over the ranks, and "" otherwise. May be
+        collective."""
 
     def compute_full_input_shape(self, shape: Shape, index: int) -> Shape:
         """Return the shape of the unsplit input number `index`, given the shape of this rank's part."""

@@ -34,9 +34,9 @@ class StateStorage:
         """Set the transfer counters to zero."""
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return how many bytes each transfer to or from this storage moves. The result is a dict from the kind of the
-        transferred item, such as "record", to a dict from (item number, microbatch) to bytes, as in
-        `TrafficSizes.amounts`. For activations, the numbers are those of the last batch."""
+        """Return how many bytes each transfer to or from this storage moves. For each kind of transferred item, such as
+        "record", the result contains a dict that maps (item number, microbatch) to bytes, as in `TrafficSizes.amounts`.
+        For activations, the numbers are those of the last batch."""
         return {}
 
     def get_buffer_nbytes(self, slot: Slot) -> int | None:
@@ -68,7 +68,7 @@ class StorageLevelChoice(ABC):
 
         Parameters
         ----------
-        pages : number of a page (flat parameter buffer) -> whether the page is trained
+        pages : whether each page (flat parameter buffer) is trained, by page number
         units : number of units (groups of layers)
         slots : whether the optimizer has state
 

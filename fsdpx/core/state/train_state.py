@@ -112,8 +112,8 @@ class FrozenParameters:
     Attributes
     ----------
     frozen : names of the parameters that currently get no gradients and no updates
-    missed : parameter name -> number of updates that the parameter had missed in all when it was last unfrozen. It has
-        had this many fewer updates than other parameters in its page (flat buffer)
+    missed : for each parameter name, the total number of updates that the parameter had missed when it was last
+        unfrozen. It has had this many fewer updates than other parameters in its page (flat buffer)
     """
 
     def __init__(self, updates: Callable[[str], int]) -> None:
@@ -122,7 +122,7 @@ class FrozenParameters:
         self.frozen: frozenset[str] = frozenset()
         self.missed: dict[str, int] = {}
         self._updates = updates
-        # name of a frozen parameter -> number of updates before it was frozen
+        # for each frozen parameter, the number of updates before it was frozen
         self._updates_when_frozen: dict[str, int] = {}
 
     def freeze(self, names: Iterable[str]) -> None:
@@ -137,8 +137,8 @@ class FrozenParameters:
         self.frozen = frozenset(self._updates_when_frozen)
 
     def count_missed_updates(self) -> dict[str, int]:
-        """Return a dict from parameter name to the number of updates that the parameter has missed so far. It includes
-        parameters that are still frozen."""
+        """Return a dict that maps each parameter name to the number of updates that the parameter has missed so far. It
+        includes parameters that are still frozen."""
         now = {name: self._updates(name) - before for name, before in self._updates_when_frozen.items()}
         return {name: self.missed.get(name, 0) + now.get(name, 0) for name in sorted({**self.missed, **now})}
 
@@ -164,7 +164,7 @@ class TrainState:
 
     Attributes
     ----------
-    store : slot (name of a value, such as the gradient of page 3) -> the value, which programs read and write
+    store : the values that programs read and write, by slot (name of a value, such as the gradient of page 3)
     steps : number of updates made so far
     samples : number of samples in all global batches since the last update
     gradient_source : the call that computed the gradients in `store`, "accumulate" or "backward"; "" if there are no
@@ -263,8 +263,8 @@ class TrainState:
         return self.freezing.frozen
 
     def count_missed_steps(self) -> dict[str, int]:
-        """Return a dict from parameter name to the number of trainer steps that did not update the parameter, without
-        parameters that every step updated."""
+        """Return a dict that maps each parameter name to the number of trainer steps that did not update the parameter.
+        Parameters that every step updated are left out."""
         each = self.placement.sync_policy.updates_per_step
         missed = self.freezing.count_missed_updates().items()
         steps = {name: self.steps - (self._count_updates(name) - n) // each for name, n in missed}
@@ -346,12 +346,13 @@ class TrainState:
             self.arena.drop_buffer(key)
 
     def count_bytes_by_kind(self) -> dict[str, int]:
-        """Return a dict from kind of memory, such as "gradients", to the number of bytes that this rank now holds."""
+        """Return the number of bytes that this rank now holds, as a dict keyed by kind of memory, such as
+        "gradients"."""
         bytes_by_kind = self.ledger.count_bytes_by_kind()
         return bytes_by_kind | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
     def get_planned_and_peak_bytes(self) -> dict[str, tuple[int, int]]:
-        """Return a dict from kind of memory, such as "gradients", to (planned bytes, peak bytes so far)."""
+        """Return (planned bytes, maximum bytes so far) for each kind of memory, such as "gradients", as a dict."""
         ledger, slab = self.ledger, self.arena.slab_nbytes
         planned_and_most = {kind: (ledger.planned_bytes.get(kind, 0), most) for kind, most in ledger.peak_bytes.items()}
         return planned_and_most | ({"working set": (slab, slab)} if slab else {})

@@ -130,9 +130,9 @@ class ModelLayout:
 
     Attributes
     ----------
-    specs : canonical name of a parameter -> spec of the full parameter
-    ties : alias of a tied parameter -> name under which a page stores the parameter
-    aliases : alias of a tied parameter -> canonical name of the parameter
+    specs : spec of each full parameter, by its canonical name
+    ties : for each alias of a tied parameter, the name under which a page stores the parameter
+    aliases : for each alias of a tied parameter, the canonical name of the parameter
     inputs, outputs : names of the model's inputs, and numbers of the activations that are its outputs
     twins : groups of pages with copies of the same tied parameter; each group begins with the page of the first layer
         that uses the parameter
@@ -157,7 +157,7 @@ class ModelLayout:
 
     @property
     def names(self) -> dict[str, str]:
-        """Each name of each parameter (canonical name or alias) -> canonical name."""
+        """The canonical name of each parameter, by each of its names (canonical name or alias)."""
         return {**{name: name for name in self.specs}, **self.aliases}
 
     def match_parameters(self, pattern: str, argument: str) -> frozenset[str]:
@@ -185,7 +185,7 @@ class ModelLayout:
 
     @cached_property
     def statistic_specs(self) -> dict[str, ParameterSpec]:
-        """Canonical name -> spec, for all running statistics."""
+        """The specs of all running statistics, by canonical name."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property
@@ -293,8 +293,8 @@ def _group_parameters_by_page_kind(
 
 
 def _group_names_by_parameter(model: LayerList, specs: Iterable[str]) -> dict[str, list[str]]:
-    """Return a dict from the canonical name of each parameter to a list of all its names: the canonical name and its
-    aliases."""
+    """Return a dict that maps the canonical name of each parameter to a list of all its names: the canonical name and
+    its aliases."""
     return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
@@ -315,7 +315,7 @@ def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> 
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """Return, for each node, the names of those of its parameters that no earlier node uses. Running statistics are not
+    """For each node, return the names of its parameters that no earlier node uses. Running statistics are not
     included."""
     seen: set[str] = set()
     owned = []
@@ -347,8 +347,8 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return a dict from activation number to the index of the last node that reads the activation. For outputs of the
-    model, this is the number of nodes, as if they were read after the last node."""
+    """Return a dict that maps each activation number to the index of the last node that reads the activation. For
+    outputs of the model, this is the number of nodes, as if they were read after the last node."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -374,7 +374,7 @@ def _make_unit(
 
 
 LayerCosts = Mapping[str, float]
-"""Pattern for layer paths (fnmatch) -> cost of such a layer per sample, in arbitrary units. The first matching pattern
+"""Cost of a layer per sample, in arbitrary units, by pattern (fnmatch) for layer paths. The first matching pattern
 applies."""
 
 
