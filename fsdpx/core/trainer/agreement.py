@@ -82,8 +82,8 @@ def _describe_array_checksums(layer_or_loss: Any) -> str:
 
 
 def _list_inside(holder: Any) -> list[Any]:
-    """Return the losses and layers among the attributes of a loss or layer, and in its tuples and lists, such as the
-    terms of a sum."""
+    """Return the losses and layers that are attributes of a loss or layer, or elements of its tuples and lists, such as
+    the terms of a sum."""
     values = list(getattr(holder, "__dict__", {}).values())
     for value in values:  # `values` grows during the loop, so nested lists are also searched
         values += value if isinstance(value, tuple | list) else ()

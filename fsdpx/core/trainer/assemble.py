@@ -222,7 +222,8 @@ def assemble_placement_and_model(
             sample_layout=model.samples,
         )
     choices = list_choices_to_compare(recipe, place, reducing.microbatches)
-    if formats.compute != formats.gradient_dtype and ranks.xp is np:  # compared after precision and device
+    # added last, so that a difference in precision or device is reported first
+    if formats.compute != formats.gradient_dtype and ranks.xp is np:
         choices |= load_extension("half", "library")(formats, model.ordered, world.rank == 0)
     agree_on_choices(world, choices)
     return place, model.planned.model, reducing.microbatches

@@ -140,8 +140,8 @@ def _all_gather_rows_of_call(comm: Communicator, call: str, values: Sequence[int
 
 
 def all_gather_and_check_call_records(comm: Communicator, own_record: CallRecord) -> list[CallRecord]:
-    """Return the call records of all ranks if all have made the same call without an error. Otherwise raise the same
-    error on all ranks. Collective; called only after a cheaper comparison of hashes has shown a difference."""
+    """Return the call records of all ranks if all ranks have made the same call without an error. Otherwise raise the
+    same error on all ranks. Collective; called only if a cheaper comparison of hashes has shown a difference."""
     everyone: list[CallRecord] = comm.all_gather_data(own_record)
     raise_first_error(everyone)
     if any(one.call != own_record.call for one in everyone):

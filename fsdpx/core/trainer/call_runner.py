@@ -54,7 +54,7 @@ __all__ = [
 
 STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER, ON_EVERY_RANK = "step", "reads", "replaces", "keeps", "every"
 """Effects of a call: STEP performs the next step; READS_STATE returns a result and changes nothing; REPLACES_STATE
-replaces the trainer's state; KEEPS_FOR_LATER keeps something for a later call; ON_EVERY_RANK is for calls that every
+replaces the trainer's state; KEEPS_FOR_LATER stores something for a later call; ON_EVERY_RANK is for calls that every
 rank makes, even one that does not train."""
 
 SAVE, WAIT = "save", "wait_for_background_save"
@@ -159,8 +159,8 @@ class LastUpdate:
 
 
 class CallRunner(ABC):
-    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks, and handles all their
-    collective operations except those of training. A trainer's call runner is `trainer.call_runner`.
+    """Runs the methods of a trainer on its ranks. It owns the communicators of these ranks, and performs all their
+    collective operations other than those of training. A trainer's call runner is `trainer.call_runner`.
 
     Parameters
     ----------

@@ -95,8 +95,8 @@ class MetricSums:
         return tuple(found) if several else found[0]
 
     def all_gather_means(self, data: Communicator) -> dict[str, float]:
-        """Return a dict from name to the mean of each metric over the samples of all ranks; every rank gets the same
-        values. Collective.
+        """Return the mean of each metric over the samples of all ranks, as a dict keyed by name; every rank gets the
+        same values. Collective.
 
         Parameters
         ----------

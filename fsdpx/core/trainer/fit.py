@@ -231,8 +231,8 @@ class _FitLoop:
         return EPOCHS
 
     def _was_last_batch(self, epoch: int, count: int) -> bool:
-        """Return whether the last batch trained on, number `count` of this pass over the loader, ends the epoch. Return
-        False if the loader cannot tell without reading another batch."""
+        """Return whether the most recent training batch, number `count` of this pass over the loader, was the last one
+        of the epoch. Return False if the loader cannot tell without reading another batch."""
         # a resumed epoch may be partial, so do not count its batches
         if hasattr(self.loader, "state_dict") and hasattr(self.loader, "epoch"):
             return bool(self.loader.state_dict().get("epoch", epoch) > epoch)
@@ -303,8 +303,8 @@ class _Validation:
 
     def run_validation(self) -> bool:
         """Record the mean loss of the validation batches, weighted by their loss weights, and the mean of each metric,
-        including metrics of the load of experts. Return False if there are no validation batches or this step has
-        already been validated."""
+        including metrics of expert load. Return False if there are no validation batches or this step has already been
+        validated."""
         history, metrics = self.history, MetricSums(self.metrics, self.trainer.call_runner.placement)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -331,8 +331,8 @@ class _Validation:
 
 
 def _require_xy_pair(which: str, batch: Any) -> Any:
-    """Return the batch. Raise DataError unless it is a pair (x, y). `which`, "validation " or "", tells the reader of
-    the error which loader gave the batch."""
+    """Return the batch. Raise DataError unless it is a pair (x, y). `which` ("validation " or "") says in the error
+    message which loader the batch came from."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         several = isinstance(batch, tuple | list)
         description = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__

@@ -117,7 +117,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 def all_gather_parameters(state: TrainState, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Return the full parameters on every rank, as a dict from canonical name to NumPy array. Collective.
+    """Return the full parameters on every rank, as a dict that maps canonical names to NumPy arrays. Collective.
 
     Parameters
     ----------
@@ -133,8 +133,8 @@ def all_gather_parameters(state: TrainState, names: Collection[str] | None = Non
 
 
 def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the full accumulated gradients on every rank, as a dict from canonical name to NumPy array. They are
-    gradients of the summed loss, not yet divided by the loss weight. Collective."""
+    """Return the full accumulated gradients on every rank, as a dict that maps canonical names to NumPy arrays. They
+    are gradients of the summed loss, not yet divided by the loss weight. Collective."""
 
     def gather_page(page: Page) -> Any:
         p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
@@ -153,8 +153,8 @@ def all_gather_gradients(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def all_gather_running_statistics(state: TrainState) -> dict[str, np.ndarray]:
-    """Return the running statistics, such as those of BatchNorm, on every rank, as a dict from name to array. The
-    pipeline rank that runs a layer provides the layer's statistics. Collective."""
+    """Return the running statistics, such as those of BatchNorm, on every rank, as a dict that maps names to arrays.
+    The pipeline rank that runs a layer provides the layer's statistics. Collective."""
     state_arrays = {}
     for name in state.placement.layout.statistic_specs:
         flat = np.array(to_host(state.view_running_statistic(name).reshape(-1)))
@@ -203,7 +203,7 @@ def replace_parameters_by_averages(state: TrainState) -> Callable[[], None]:
 def _all_gather_full_arrays(
     state: TrainState, gather_page: Callable[[Page], Any], gradients: bool, names: Collection[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Return full parameters or gradients on every rank, as a dict from canonical name to array. Collective.
+    """Return full parameters or gradients on every rank, as a dict that maps canonical names to arrays. Collective.
 
     Parameters
     ----------

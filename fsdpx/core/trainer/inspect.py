@@ -101,7 +101,7 @@ class Inspection:
 
     def gather_expert_load(self) -> dict[str, Any]:
         """Return the load of the experts in training since the last `reset_counters`, summed over all ranks, as a dict
-        from the path of each mixture-of-experts layer to its `ExpertLoad`. Collective."""
+        that maps the path of each mixture-of-experts layer to its `ExpertLoad`. Collective."""
         return self._call_runner.run_call(
             ON_EVERY_RANK, "gather_expert_load", lambda: load_extension("trainer", "routing")(self._call_runner)
         )

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, DataError, warn
 __all__ = ["ShardingLoader", "agree_on_loader_sharding"]
 
 NOT_KNOWN = -(2**62)
-"""Placeholder for an unknown value. It is smaller than every value that ranks compare."""
+"""Placeholder for an unknown value. It is smaller than any value that ranks compare."""
 
 
 @runtime_checkable

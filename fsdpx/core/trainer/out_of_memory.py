@@ -26,7 +26,7 @@ from fsdpx.nn.container import unwrap_single
 __all__ = ["FITTING_SHARE", "explain_memory_error", "format_cheaper_options", "iterate_cheaper_options"]
 
 FITTING_SHARE = 0.99
-"""An option is listed only if it reduces the memory needed to less than this fraction of the previous row's."""
+"""An option is listed only if it needs less than this fraction of the memory that the previous row needs."""
 
 
 def format_cheaper_options(

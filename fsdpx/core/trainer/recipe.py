@@ -176,7 +176,7 @@ class DistributionChoices:
 
     @property
     def storage_choice(self) -> StorageLevelChoice:
-        """Which state is kept in slower storage instead of in memory. By default, none is."""
+        """Which state is kept in slower storage instead of in memory. By default, all state is kept in memory."""
         return self.offload or IN_MEMORY
 
     def strategy_within_replica(self, ranks: int) -> str | Sharding:

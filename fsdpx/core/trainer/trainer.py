@@ -81,8 +81,8 @@ class Trainer:
 
     @property
     def call_runner(self) -> CallRunner:
-        """The object that runs this trainer's calls. It owns the communicators, and handles all collective operations
-        except those of training."""
+        """The object that runs this trainer's calls. It owns the communicators, and performs all collective operations
+        other than those of training."""
         return self._call_runner
 
     @property
@@ -441,8 +441,8 @@ class Trainer:
 
     @run_through_call_runner(KEEPS_FOR_LATER)
     def gradients(self) -> dict[str, np.ndarray]:
-        """Return on every rank the gradients that `accumulate` or `backward` have added up so far, as a dict from
-        dotted name to full NumPy array. They are gradients of the global mean loss. Raise ConfigError if there are
+        """Return on every rank the gradients that `accumulate` or `backward` have added up so far, as a dict that maps
+        dotted names to full NumPy arrays. They are gradients of the global mean loss. Raise ConfigError if there are
         none. Collective.
         """
         place, state = self._placement, self._session.state
@@ -547,7 +547,7 @@ class Trainer:
         Parameters
         ----------
         source : path of a checkpoint, of a safetensors file, or of a folder with `model.safetensors` or with several
-            files and their index; or a dict from name to full array, the same on every rank
+            files and their index; or a dict that maps names to full arrays, the same on every rank
         strict : True: require every parameter, and nothing else; False: load the parameters that the source has, and
             leave the others unchanged
         rename : dict from name patterns in the source to name patterns in the model; the text that each * matches
