@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from fsdpx.ext.fields.faces import (
         CellsToFaces as CellsToFaces, FaceDivergence as FaceDivergence, FacesToCells as FacesToCells,
     )  # fmt: skip
+    from fsdpx.ext.fields.ensemble_loss import CRPS as CRPS
+    from fsdpx.ext.fields.gradient_loss import RelativeH1 as RelativeH1
     from fsdpx.ext.fields.losses import (
         RMSE as RMSE, VRMSE as VRMSE, BandRMSE as BandRMSE, BoundaryRMSE as BoundaryRMSE,
         ConservedRMSE as ConservedRMSE, MaxError as MaxError, RelativeL2 as RelativeL2,
@@ -107,6 +109,7 @@ if TYPE_CHECKING:
         ConcatScalars as ConcatScalars, FiLM as FiLM, GlobalMax as GlobalMax, GlobalMean as GlobalMean,
         GlobalSum as GlobalSum, ScaleShift as ScaleShift, TimeEmbedding as TimeEmbedding,
     )  # fmt: skip
+    from fsdpx.ext.fields.spectrum_loss import SpectrumRMSE as SpectrumRMSE
     from fsdpx.ext.fields.spectral import (
         FNO as FNO, PointwiseConv as PointwiseConv, ChannelScale as ChannelScale, GridEmbedding as GridEmbedding,
         SpectralConv as SpectralConv,

@@ -17,10 +17,12 @@ from fsdpx.nn.layer import Array, LayerContext, require_finite
 from fsdpx.nn.losses import CellWeights, Loss, compute_masked_difference, require_target_shape
 from fsdpx.nn.shard_specs import Cuts, FieldPartition, bind_partition
 
-__all__ = ["RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "MaxError", "RelativeL2"]
+__all__ = [
+    "RMSE", "VRMSE", "BandRMSE", "BoundaryRMSE", "ConservedRMSE", "FieldLoss", "MaxError", "RelativeL2", "RootLoss",
+]  # fmt: skip
 
 
-class _FieldLoss(Loss):
+class FieldLoss(Loss):
     """Base class for losses that compare fields (samples, channels, *cells) with targets of the same shape. Cells may
     have weights."""
 
@@ -70,7 +72,7 @@ class _FieldLoss(Loss):
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
 
 
-class _RootLoss(_FieldLoss):
+class RootLoss(FieldLoss):
     """Base class for losses that compute sqrt(sum(w error^2) / denominator) for each group of elements, such as each
     channel of a sample.
 
@@ -108,7 +110,7 @@ class _RootLoss(_FieldLoss):
         return count, squares, count
 
 
-class RelativeL2(_RootLoss):
+class RelativeL2(RootLoss):
     """Relative L2 error |y - target| / |target| of each sample, averaged over samples.
 
     Output and target have the same shape (samples, ...), and norms are over all elements of a sample. On a grid of
@@ -157,7 +159,7 @@ class RelativeL2(_RootLoss):
         )
 
 
-class RMSE(_RootLoss):
+class RMSE(RootLoss):
     """Root mean squared error over the cells of each channel, averaged over channels and samples.
 
     Output and target have the same shape (samples, channels, *cells).
@@ -168,7 +170,7 @@ class RMSE(_RootLoss):
     """
 
 
-class VRMSE(_RootLoss):
+class VRMSE(RootLoss):
     """Variance-scaled RMSE of each channel, sqrt(mean((y - target)^2) / (var(target) + eps)), averaged over channels
     and samples.
 
@@ -195,7 +197,7 @@ class VRMSE(_RootLoss):
         return count, squares, count * (variance + self.eps)
 
 
-class BoundaryRMSE(_RootLoss):
+class BoundaryRMSE(RootLoss):
     """`RMSE` over only the cells at the boundary of the domain (bRMSE of PDEBench, Takamoto et al. 2022).
 
     A cell at an edge or corner counts once for each boundary to which it belongs."""
@@ -213,7 +215,7 @@ class BoundaryRMSE(_RootLoss):
         return apart, target, w
 
 
-class BandRMSE(_RootLoss):
+class BandRMSE(RootLoss):
     """`RMSE` of the part of the error whose wavenumbers |k| are in [low, high) (fRMSE of PDEBench, Takamoto et al.
     2022).
 
@@ -270,7 +272,7 @@ class BandRMSE(_RootLoss):
         return modes.real
 
 
-class ConservedRMSE(_FieldLoss):
+class ConservedRMSE(FieldLoss):
     """Error in the conservation of means: |mean(y) - mean(target)| over the cells of each channel, averaged over
     channels and samples.
 
@@ -293,7 +295,7 @@ class ConservedRMSE(_FieldLoss):
         return (env.xp.broadcast_to(dy, y.shape) if w is None else w * dy).astype(y.dtype)
 
 
-class MaxError(_FieldLoss):
+class MaxError(FieldLoss):
     """Largest |y - target| in each sample, averaged over samples. If the maximum occurs at several elements, they share
     its gradient equally.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, loss_over, part
+from grids import GRIDS, cuts_of, demand_loss_of_whole, env_of, grid_at, loss_over, part
 
 import fsdpx
 from fsdpx import nn, optim, spawn
@@ -29,10 +29,22 @@ AREA = np.round(np.abs(noise(3, *SHAPE, seed=8)) * 8) / 8 * LAND  # the same in 
 LOSSES: dict[str, Callable[..., nn.Loss]] = {
     "mse": nn.MSELoss, "relative": nn.RelativeL2, "eps": lambda **o: nn.RelativeL2(0.1, **o), "rmse": nn.RMSE,
     "vrmse": nn.VRMSE, "conserved": nn.ConservedRMSE, "most": nn.MaxError,
+    "h1": nn.RelativeH1, "h1 periodic": lambda **o: nn.RelativeH1(0.3, 0.5, True, 4, 0.1, **o),
+    "spectrum": nn.SpectrumRMSE, "log spectrum": lambda **o: nn.SpectrumRMSE(1, 4, True, 1e-3, **o),
+    "crps": lambda **o: nn.CRPS(2, **o), "standard crps": lambda **o: nn.CRPS(3, fair=False, **o),
+    "almost fair crps": lambda **o: nn.CRPS(4, 0.95, **o), "one member": lambda **o: nn.CRPS(1, False, **o),
 }  # fmt: skip
+MEMBERS = {"crps": 2, "standard crps": 3, "almost fair crps": 4}
+"""Number of members, of losses that compare an ensemble with the target."""
 PLAIN = {name: make() for name, make in LOSSES.items()} | {
     "boundary": nn.BoundaryRMSE(), "low": nn.BandRMSE(0, 2), "middle": nn.BandRMSE(2, 3.5), "high": nn.BandRMSE(3.5),
 }  # fmt: skip
+
+
+def fields(name: str, samples: int, *cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return outputs and targets of three channels."""
+    y, target = noise(samples, 3 * MEMBERS.get(name, 1), *cells), noise(samples, 3, *cells, seed=1)
+    return (y, target) if name in MEMBERS else (y, target + 5)
 
 
 def axes(a: np.ndarray) -> tuple[int, ...]:
@@ -57,6 +69,38 @@ def root(e: np.ndarray) -> float:
     return float(np.sqrt((e.reshape(*e.shape[:2], -1) ** 2).mean(axis=2)).mean())
 
 
+def h1(a: np.ndarray, weight: float, spacing: float, periodic: bool, order: int) -> np.ndarray:
+    """By differences that neuraloperator's H1Loss has for order 2."""
+    grad = 0
+    for d in axes(a):
+        slope = (np.roll(a, -1, d) - np.roll(a, 1, d)) / 2
+        if order == 4:
+            slope = (np.roll(a, 2, d) - 8 * np.roll(a, 1, d) + 8 * np.roll(a, -1, d) - np.roll(a, -2, d)) / 12
+        if not periodic:
+            b, s = np.moveaxis(a, d, 0), np.moveaxis(slope, d, 0)  # a view
+            s[0] = (-11 * b[0] + 18 * b[1] - 9 * b[2] + 2 * b[3]) / 6
+            s[-1] = (11 * b[-1] - 18 * b[-2] + 9 * b[-3] - 2 * b[-4]) / 6
+        grad = grad + (slope / spacing) ** 2
+    return np.sqrt((a**2).reshape(len(a), -1).sum(1) + weight * np.asarray(grad).reshape(len(a), -1).sum(1))
+
+
+def spectrum(a: np.ndarray) -> np.ndarray:
+    """Amplitudes by wavenumber, from all modes of a complex FFT."""
+    k = np.meshgrid(*[np.fft.fftfreq(n, 1 / n) for n in a.shape[2:]], indexing="ij")
+    length = np.rint(np.sqrt(sum(one**2 for one in k))).astype(int)
+    power = np.abs(np.fft.fftn(a, axes=axes(a), norm="forward")) ** 2
+    return np.sqrt(np.stack([power[..., length == j].sum(-1) for j in range(length.max() + 1)], -1))
+
+
+def crps(y: np.ndarray, t: np.ndarray, fair: float) -> float:
+    """From all pairs of members."""
+    x = y.reshape(len(t), -1, *t.shape[1:])
+    m = x.shape[1]
+    pairs = np.abs(x[:, :, None] - x[:, None]).sum((1, 2)) / 2
+    share = fair / (m * max(m - 1, 1)) + (1 - fair) / m**2
+    return float((np.abs(x - t[:, None]).mean(1) - share * pairs).mean())
+
+
 FORMULAS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "mse": lambda e, t: float((e**2).mean()),
     "relative": lambda e, t: float(np.mean([np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(e, t, strict=True)])),
@@ -68,6 +112,13 @@ FORMULAS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "conserved": lambda e, t: float(np.abs(e.mean(axes(e))).mean()),
     "most": lambda e, t: float(np.abs(e).reshape(len(e), -1).max(axis=1).mean()),
     "boundary": lambda e, t: root(ends(e)),
+    "h1": lambda e, t: float((h1(e, 1.0, 1.0, False, 2) / h1(t, 1.0, 1.0, False, 2)).mean()),
+    "h1 periodic": lambda e, t: float((h1(e, 0.3, 0.5, True, 4) / (h1(t, 0.3, 0.5, True, 4) + 0.1)).mean()),
+    "spectrum": lambda e, t: float(np.sqrt(((spectrum(t + e) - spectrum(t)) ** 2).sum(-1)).mean()),
+    "log spectrum": lambda e, t: float(
+        np.sqrt((np.log((spectrum(t + e) + 1e-3) / (spectrum(t) + 1e-3))[..., 1:4] ** 2).mean(-1)).mean()
+    ),
+    "one member": lambda e, t: float(np.abs(e).mean()),
     "low": lambda e, t: root(band(e, 0, 2)),
     "middle": lambda e, t: root(band(e, 2, 3.5)),
     "high": lambda e, t: root(band(e, 3.5, np.inf)),
@@ -77,9 +128,11 @@ FORMULAS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("cells", [SHAPE, VOLUME, (8, 12), (10,)])
 def test_losses_are_their_formulas(name: str, cells: tuple[int, ...]) -> None:
-    y, target = noise(2, 3, *cells), noise(2, 3, *cells, seed=1) + 5
+    y, target = fields(name, 2, *cells)
     total, weight, _ = PLAIN[name].forward(env_of(None), y, target)
-    assert total / weight == pytest.approx(FORMULAS[name](y - target, target), rel=1e-12)
+    fair = getattr(PLAIN[name], "fair", 0.0)
+    want = crps(y, target, fair) if name in MEMBERS else FORMULAS[name](y - target, target)
+    assert total / weight == pytest.approx(want, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -87,7 +140,7 @@ def test_losses_are_their_formulas(name: str, cells: tuple[int, ...]) -> None:
 def test_losses_of_parts_are_those_of_the_whole(name: str, dims: tuple[int, ...]) -> None:
     """Values and gradients; parts of any sizes, some of them empty."""
     cells, loss = (SHAPE if len(dims) == 2 else VOLUME), PLAIN[name]
-    y, target = noise(2, 3, *cells), noise(2, 3, *cells, seed=1) + 5
+    y, target = fields(name, 2, *cells)
     demand_loss_of_whole(loss, y, target, dims, 3, 1e-10, 1e-14)
 
 
@@ -95,11 +148,12 @@ def test_losses_of_parts_are_those_of_the_whole(name: str, dims: tuple[int, ...]
 @pytest.mark.parametrize("how", ["mask", "area", "nan"])
 def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
     """Values and gradients are those of the cells that count, on one rank and on several."""
-    y, target = noise(2, 3, *SHAPE), noise(2, 3, *SHAPE, seed=1) + 5
+    y, target = fields(name, 2, *SHAPE)
     w = {"mask": LAND[None], "area": AREA, "nan": LAND[None]}[how] * np.ones((3, 1, 1))
     bad = target.copy()
     bad[:, w == 0] = np.nan
-    worse = y if how == "nan" else np.where(w > 0, y, np.inf)
+    of_members = np.tile(w, (MEMBERS.get(name, 1), 1, 1))
+    worse = y if how == "nan" else np.where(of_members > 0, y, np.inf)
 
     def made(parts: FieldPartition, place: list[int]) -> nn.Loss:
         given = {"mask": LAND, "area": AREA, "nan": None}[how]
@@ -112,7 +166,7 @@ def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
     dy = alone.backward(env_of(None), saved, 0.5)
     for a in (total, weight, dy):
         assert np.isfinite(a).all()
-    assert not dy[:, w == 0].any()
+    assert not dy[:, of_members == 0].any()
     if name in ("mse", "rmse", "conserved"):
         e, c = y - target, (2, 3)
         by_hand = {
@@ -128,9 +182,9 @@ def test_what_counts_nothing_may_be_nan(name: str, how: str) -> None:
 
 
 def test_a_sample_of_which_nothing_is_known_counts_nothing() -> None:
-    y, target = noise(2, 3, *SHAPE), noise(2, 3, *SHAPE, seed=1)
-    target[1] = np.nan
     for name in LOSSES:
+        y, target = fields(name, 2, *SHAPE)
+        target[1] = np.nan
         loss, one = LOSSES[name](skipna=True), LOSSES[name]()
         total, weight, saved = loss.forward(env_of(None), y, target)
         want = one.forward(env_of(None), y[:1], target[:1])
@@ -142,18 +196,24 @@ class TestContract(LossContract):
     """Each of them."""
 
     loss: nn.Loss
+    name: str
 
     @pytest.fixture(
-        params=[*PLAIN.values(), nn.RelativeL2(weights=LAND), nn.MSELoss(weights=AREA, skipna=True)], autouse=True
-    )
+        params=[
+            *PLAIN.items(), ("l2", nn.RelativeL2(weights=LAND)), ("mse", nn.MSELoss(weights=AREA, skipna=True)),
+            ("h1", nn.RelativeH1(weights=AREA)), ("spectrum", nn.SpectrumRMSE(weights=AREA)),
+            ("crps", nn.CRPS(2, weights=LAND)),
+        ],
+        autouse=True,
+    )  # fmt: skip
     def case(self, request: Any) -> None:
-        self.loss = request.param
+        self.name, self.loss = request.param
 
     def make(self) -> nn.Loss:
         return self.loss
 
     def outputs(self) -> np.ndarray:
-        return self.draw_normal(4, 3, *SHAPE)
+        return self.draw_normal(4, 3 * MEMBERS.get(self.name, 1), *SHAPE)
 
     def target(self) -> np.ndarray:
         return self.draw_normal(4, 3, *SHAPE, seed=1) + 2.0
@@ -251,6 +311,11 @@ def test_a_band_without_any_wave_has_no_gradient() -> None:
         (lambda: nn.MSELoss(weights=[np.nan]), "MSELoss: weights must be numbers >= 0, or bools"),
         (lambda: nn.BandRMSE(4, 4), "BandRMSE: a band of wavenumbers is from low >= 0 to a larger one, got 4, 4"),
         (lambda: nn.BandRMSE(-1), "got -1, None"),
+        (lambda: nn.SpectrumRMSE(3, 2), "SpectrumRMSE: wavenumbers are from low >= 0 to a larger one, got 3, 2"),
+        (lambda: nn.SpectrumRMSE(log=True, eps=0.0), "SpectrumRMSE: eps must be above 0, got 0.0"),
+        (lambda: nn.RelativeH1(-1.0), "RelativeH1: gradient_weight must be a finite number >= 0, got -1.0"),
+        (lambda: nn.CRPS(1), "CRPS: the fair score needs 2 members or more, got 1: give fair=False"),
+        (lambda: nn.CRPS(2, fair=2), "CRPS: fair must be between 0 and 1, got 2"),
     ],
 )
 def test_arguments_that_do_not_fit(make: Any, message: str) -> None:
@@ -325,6 +390,41 @@ def test_sums_and_nothing_else_travel() -> None:
 
     assert sent(nn.RelativeL2(), 8) == 2 * 3 * 24 * 3  # an all-reduce over N ranks sends 2 (N - 1) n bytes
     assert sent(nn.BandRMSE(0, 3), 8) == sent(nn.BandRMSE(0, 3), 64)
+    both = 2 * 3 * 2 * 64 * 64 * 8  # output and target; along each dim, half of them leave their rank twice
+    assert sent(nn.SpectrumRMSE(), 64) == pytest.approx(2 * both, rel=0.1)
+
+
+def test_ensembles_train_alike_on_any_parts() -> None:
+    """Five steps with three members, and masked cells whose targets are NaN."""
+    u, target = noise(*SHAPE, 2), np.where(LAND[..., None], noise(*SHAPE, 2, seed=1), np.nan)
+
+    def run(comm: Communicator, dims: tuple[int, int]) -> Any:
+        grid = grid_at(comm, dims, cuts_of(SHAPE, dims, sum(dims)).cuts)
+        net = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 6, 3, padding=1))
+        loss = nn.CRPS(3, weights=grid.take_local(LAND)) + 0.1 * nn.CRPS(3, fair=0.5, skipna=True)
+        options: dict[str, Any] = {"optimizer": optim.SGD(lr=0.5), "comm": comm, "precision": "float64"}
+        trainer = net.as_distributed(loss=loss, domain=grid, **options)
+        x, y = grid.take_local(u), grid.take_local(target)
+        return [trainer.step(x, y) for _ in range(5)]
+
+    (want,) = spawn(lambda comm: run(comm, (1, 1)), 1)
+    assert want[-1] < want[0]
+    for dims in ((2, 2), (1, 5), (2, 4)):
+        for got in spawn(lambda comm, d=dims: run(comm, d), dims[0] * dims[1]):
+            np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+def test_the_spectrum_does_not_see_shifts() -> None:
+    """And its error is at most that of the field, with weights as well."""
+    env, u = env_of(None), noise(1, 2, 8, 6)
+    assert nn.SpectrumRMSE().forward(env, np.roll(u, (3, 1), (2, 3)), u)[0] < 1e-14
+    for weights in (None, noise(8, 6, seed=3) ** 2):
+        spectra, cells = (make(weights=weights) for make in (nn.SpectrumRMSE, nn.RMSE))
+        assert (
+            0
+            < spectra.forward(env, noise(1, 2, 8, 6, seed=1), u)[0]
+            <= cells.forward(env, noise(1, 2, 8, 6, seed=1), u)[0]
+        )
 
 
 def test_a_loss_is_a_metric_of_any_model() -> None:

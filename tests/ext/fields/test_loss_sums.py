@@ -21,6 +21,7 @@ SUMS: dict[str, nn.Loss] = {
     "elements": 0.5 * nn.MSELoss() + nn.L1Loss(),
     "fields": nn.RelativeL2() + 2 * nn.VRMSE() + 0.1 * nn.HuberLoss(0.5),
     "nested": 3 * (nn.MaxError() + 0.5 * nn.MSELoss()) + nn.PhysicsLoss(nn.L1Loss(), nn.FieldLaplacian()),
+    "surrogates": nn.RelativeH1(0.5) + 0.1 * nn.SpectrumRMSE(1) + 0.5 * nn.CRPS(1, False),
     "missing": nn.RMSE(skipna=True) + 0.5 * nn.L1Loss(skipna=True),
 }
 

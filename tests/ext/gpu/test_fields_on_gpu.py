@@ -30,7 +30,8 @@ ON_GPU = pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(WHY
 
 LOSSES: dict[str, Callable[[], nn.Loss]] = {
     "relative": nn.RelativeL2, "vrmse": nn.VRMSE, "boundary": nn.BoundaryRMSE, "band": lambda: nn.BandRMSE(1, 3),
-    "conserved": nn.ConservedRMSE, "most": nn.MaxError,
+    "conserved": nn.ConservedRMSE, "most": nn.MaxError, "spectrum": nn.SpectrumRMSE,
+    "h1": lambda: nn.RelativeH1(periodic=True, weights=np.arange(96.0).reshape(12, 8) % 4 / 4),
     "weighed": lambda: nn.RMSE(weights=np.arange(96.0).reshape(12, 8) % 4 / 4),
     "gradient": lambda: nn.PhysicsLoss(nn.MSELoss(), nn.FieldGradient(spacing=0.1, periodic=True), 0.1),
     "laplacian": lambda: nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian(spacing=0.3), 0.1),

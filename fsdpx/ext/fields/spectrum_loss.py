@@ -1,0 +1,147 @@
+"""Error of the amplitude spectrum of a field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
+from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_modes, transform_modes_to_cells
+from fsdpx.ext.fields.halo import get_local_range
+from fsdpx.ext.fields.losses import FieldLoss
+from fsdpx.nn.layer import Array, LayerContext, require_finite
+from fsdpx.nn.losses import compute_masked_difference
+from fsdpx.nn.shard_specs import FieldPartition
+
+__all__ = ["SpectrumRMSE"]
+
+
+class SpectrumRMSE(FieldLoss):
+    """Error of the amplitude spectrum of each channel, averaged over channels and samples.
+
+    The amplitude A_k at wavenumber k is the root of the sum of |Fourier coefficient|^2 over all modes whose wavenumber,
+    as in `BandRMSE`, rounds to k, so that the squares of all A_k add up to the mean square of the field. The error is
+    sqrt(sum_k (A_k(y) - A_k(target))^2), which is at most the `RMSE`. It does not depend on phases: fields that are
+    shifted have the same spectrum, and a smooth average of possible fields has not.
+
+    Each rank transforms lines of cells that it gets from the ranks along a dim, and no rank holds the full field.
+
+    Parameters
+    ----------
+    low, high : wavenumbers k to compare, low <= k < high; default 0 and None (all)
+    log : whether to compare logarithms, sqrt(mean_k log((A_k(y) + eps) / (A_k(target) + eps))^2), so that small scales
+        count as much as large ones; default False
+    eps : number added to amplitudes if `log`; default 1e-6
+    weights, skipna : as in `RelativeL2`; both fields are multiplied by the root of the weights, as by a window, and
+        squares are divided by the mean weight
+    """
+
+    def __init__(
+        self,
+        low: float = 0,
+        high: float | None = None,
+        log: bool = False,
+        eps: float = 1e-6,
+        weights: Any = None,
+        skipna: bool = False,
+    ) -> None:
+        super().__init__(weights, skipna)
+        require_finite(self, low=low, high=low if high is None else high, eps=eps)
+        if low < 0 or (high is not None and high <= low):
+            raise ConfigError(f"SpectrumRMSE: wavenumbers are from low >= 0 to a larger one, got {low}, {high}")
+        if not eps > 0:
+            raise ConfigError(f"SpectrumRMSE: eps must be above 0, got {eps}")
+        self.low, self.high, self.log, self.eps = low, high, bool(log), float(eps)
+
+    def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        xp, channels, dims = env.xp, y.shape[1], tuple(range(2, y.ndim))
+        parts = self.parts or FieldPartition.on_one_rank(y.shape[2:])
+        error, known, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
+        root = None if w is None else xp.sqrt(w)
+        both = [a if root is None else a * root for a in (error + known, known)]
+        modes = transform_cells_to_modes(env, xp.concatenate(both, axis=1), parts, "SpectrumRMSE")
+        mass = xp.ones(y.shape, dtype=error.dtype) if w is None else xp.broadcast_to(w, y.shape)
+        shells = self._get_shells(env, parts)
+        squares = _sum_over_shells(env, modes, shells)
+        sums = [mass.sum(axis=dims, dtype=np.float64)[..., None], squares[:, :channels], squares[:, channels:]]
+        sums = all_reduce_over_parts(env, xp.concatenate(sums, axis=2), "SpectrumRMSE")
+        mass, found = sums[..., 0], xp.sqrt(sums[..., 1:])
+        inverse = 1.0 / xp.where(mass > 0, mass, 1.0)
+        found = found * xp.sqrt(inverse / max(math.prod(parts.shape), 1))[..., None]
+        value, slopes = self._compare_amplitudes(xp, found[..., : shells.total], found[..., shells.total :], shells)
+        total, weight = self._compute_loss_share(env, value, mass)
+        factors = slopes * inverse[..., None]
+        return total, weight, (modes[:, :channels], factors, shells, root, parts, y.dtype)
+
+    def backward(self, env: LayerContext, saved: Any, seed: float) -> Array:
+        modes, factors, shells, root, parts, dtype = saved
+        of_modes = env.xp.take(factors * seed, shells.index, axis=2)
+        scaled = modes * of_modes.astype(np.empty(0, modes.dtype).real.dtype)
+        dy = transform_modes_to_cells(env, scaled, parts, "SpectrumRMSE")
+        return (dy if root is None else dy * root).astype(dtype)
+
+    def _compare_amplitudes(self, xp: Any, of_y: Array, of_target: Array, shells: _Shells) -> tuple[Array, Array]:
+        """Return the error of each channel, and its derivative with respect to each amplitude of y, divided by this
+        amplitude. Amplitudes are (samples, channels, wavenumbers)."""
+        k, high = np.arange(shells.total), math.inf if self.high is None else self.high
+        counted = xp.asarray(((k >= self.low) & (k < high)).astype(np.float64))
+        if self.log:
+            apart, scale = xp.log((of_y + self.eps) / (of_target + self.eps)), 1.0 / (of_y + self.eps)
+            counted = counted / max(float(counted.sum()), 1.0)
+        else:
+            apart, scale = of_y - of_target, 1.0
+        value = xp.sqrt((counted * apart * apart).sum(axis=2))
+        below = of_y * value[..., None]
+        return value, xp.where(below > 0, counted * apart * scale / xp.where(below > 0, below, 1.0), 0.0)
+
+    def _get_shells(self, env: LayerContext, parts: FieldPartition) -> _Shells:
+        """Return the wavenumbers of this rank's modes, which are cached."""
+        ranges = tuple(get_local_range(env, cuts, d) for d, cuts in enumerate(make_mode_partition(parts).cuts))
+        key = "shells of modes", parts.shape, ranges
+        if key not in env.constants:
+            env.constants[key] = _make_shells(env, parts.shape, ranges)
+        return env.constants[key]
+
+
+class _Shells(NamedTuple):
+    """The modes of this rank, grouped by wavenumber.
+
+    Attributes
+    ----------
+    total : number of wavenumbers of the full field
+    index : wavenumber of each mode, rounded
+    multiplicity : 2 for modes that also stand for their complex conjugates, otherwise 1
+    """
+
+    total: int
+    index: Array
+    multiplicity: Array
+
+
+def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple[int, int]]) -> _Shells:
+    """Return the wavenumbers of the modes in `ranges` of a real field of `shape` cells."""
+    n, squares = shape[-1], np.zeros(())
+    for size, (start, stop) in zip(shape, ranges, strict=True):
+        k = np.arange(start, stop)
+        squares = np.add.outer(squares, np.minimum(k, size - k) ** 2.0)
+    last = np.arange(*ranges[-1])
+    many = np.broadcast_to(np.where((last == 0) | (2 * last == n), 1.0, 2.0), squares.shape)
+    longest = math.sqrt(sum((size // 2) ** 2 for size in shape))
+    index = np.rint(np.sqrt(squares)).astype(np.int64)
+    return _Shells(round(longest) + 1, env.xp.asarray(index), env.xp.asarray(many))
+
+
+def _sum_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
+    """Return the sums of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels, wavenumbers),
+    in float64."""
+    xp, count = env.xp, shells.total
+    power = (xp.real(modes) ** 2 + xp.imag(modes) ** 2) * shells.multiplicity
+    if getattr(xp, "holds_no_data", False):
+        return xp.zeros((*modes.shape[:2], count), dtype=np.float64)
+    index = shells.index.reshape(-1)
+    rows = [xp.bincount(index, row, count) for row in power.reshape(math.prod(modes.shape[:2]), index.shape[0])]
+    return xp.stack(rows).reshape(*modes.shape[:2], count) if rows else xp.zeros((*modes.shape[:2], count))
