@@ -14,11 +14,11 @@ __all__ = ["all_gather_and_merge_moments", "all_reduce_moments", "all_reduce_ove
 
 def all_reduce_over_parts(env: LayerContext, values: Array, what: str, op: str = "sum") -> Array:
     """All-reduce `values` in place, with operation `op`, over the ranks that share a field, and return them. Does
-    nothing if the field is not partitioned. `what` names the values in error messages."""
+    nothing if the field is not partitioned. `what` is the name of the values in error messages."""
     if env.mesh.parts.size > 1:
         flat = env.xp.ascontiguousarray(values).reshape(-1)
         env.mesh.parts.all_reduce(flat, op, what=what).wait()
-        values[...] = flat.reshape(values.shape)  # needed if `flat` is a copy, because `values` is not in C order
+        values[...] = flat.reshape(values.shape)  # needed if `values` is not in C order, because `flat` is then a copy
     return values
 
 
@@ -26,11 +26,11 @@ def all_reduce_moments(
     env: LayerContext, x: Array, dims: tuple[int, ...], what: str, weights: Array | None = None
 ) -> Array:
     """Return a float64 array whose three rows are the count, mean and sum of squared deviations of a field over `dims`,
-    merged over ranks.
+    for the parts of all ranks together.
 
     `dims` must be the last dims of `x`. `weights` holds the weight of each element; None means that all weights are 1.
-    `what` names the moments in error messages. The moments of the ranks are merged in rank order by the rule of Chan et
-    al. (1979). Communicates only if the field is partitioned."""
+    `what` is the name of the moments in error messages. The moments of the ranks are merged in rank order by the rule
+    of Chan et al. (1979). Communicates only if the field is partitioned."""
     xp, size = env.xp, float(math.prod(x.shape[d] for d in dims))
     mean = (x if weights is None else weights * x).sum(axis=dims, dtype=np.float64)
     count = xp.full(mean.shape, size, dtype=np.float64)

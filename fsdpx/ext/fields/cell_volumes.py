@@ -22,8 +22,8 @@ def compute_cell_volumes(widths: Sequence[Any], grid: Grid | None = None) -> np.
     Parameters
     ----------
     widths : for each dim, an array with the width of each cell of the full field, such as `np.diff(bounds)`, or one
-        width for all cells, which requires `grid`. The widths along a dim can be replaced by other weights, such as
-        those from `compute_latitude_weights`
+        width for all cells, which requires `grid`. Other weights, such as those from `compute_latitude_weights`, can
+        take the place of the widths along a dim
     grid : the grid that determines for which part of the field volumes are computed; default None: the full field
 
     Returns
@@ -62,7 +62,7 @@ def compute_latitude_weights(latitudes: Numbers, bounds: Numbers | None = None) 
     Parameters
     ----------
     latitudes : latitudes of the cells of the full field in degrees, in increasing or decreasing order
-    bounds : the bounds of these cells in degrees, one more than there are latitudes, for a field that does not reach
+    bounds : the bounds of these cells in degrees, one more than there are latitudes; needed if the field does not reach
         from pole to pole; default None: the poles, and the midpoints between neighboring latitudes
 
     Returns

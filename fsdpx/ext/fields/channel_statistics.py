@@ -20,8 +20,8 @@ __all__ = [
 
 
 class ChannelStatistics(NamedTuple):
-    """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. Constant
-    channels get the standard deviation 1, so that dividing by it is safe."""
+    """The mean and standard deviation of each channel, in the order in which `nn.Standardize` takes them. The standard
+    deviation of a constant channel is set to 1, so that dividing by it is safe."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -76,7 +76,7 @@ def merge_batch_moments(moments: np.ndarray | None, batch: np.ndarray, skipna: b
     counted = ~np.isnan(rows) if skipna else np.ones(rows.shape, bool)
     count = counted.sum(axis=1).astype(np.float64)
     lowest = np.where(count > 0, rows.min(axis=1, where=counted, initial=np.inf), 0.0)
-    # subtracting the lowest value leaves zeros in a constant channel, so its mean has no rounding error
+    # in a constant channel, subtracting the lowest value leaves only zeros, so its mean has no rounding error
     with np.errstate(invalid="ignore", over="ignore"):  # such values raise DataError below
         above = np.where(counted, rows - lowest[:, None], 0.0)
         mean = above.sum(axis=1) / np.maximum(count, 1.0)

@@ -112,7 +112,7 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return, for each dim, the number of zeros before the field that the convolution kernel itself adds.
+        """Return, for each dim, the number of zeros that the convolution kernel itself adds before the field.
 
         The kernel adds none along a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
         because the halo exchange provides the padding there."""
@@ -126,8 +126,8 @@ class ConvWindow:
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
     def make_window_strides(self, first: tuple[int, ...], groups: int = 1) -> WindowStrides:
-        """Return the window in the form that the convolution kernels take. `first` holds, for each dim, the cell where
-        the window of output 0 begins."""
+        """Return the window in the form that the convolution kernels take. `first` holds, for each dim, the cell at
+        which the window of output 0 begins."""
         return WindowStrides(self.kernel, self.stride, self.dilation, first, groups)
 
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
@@ -149,8 +149,8 @@ class ConvWindow:
 
 
 def expand_to_dims(layer: Layer, name: str, value: Any, dims: int, minimum: int) -> tuple[int, ...]:
-    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if it has any entry that is
-    not an integer or is below `minimum`."""
+    """Return `value`, such as `3` or `(3, 5)`, as one integer per dim; raise ConfigError if an entry is not an integer,
+    or is below `minimum`."""
     each = (value,) * dims if hasattr(value, "__index__") else value
     if not isinstance(each, tuple | list) or len(each) != dims:
         many = {1: "one", 2: "one whole number or two", 3: "one whole number or three"}[dims]
@@ -276,10 +276,10 @@ class Conv(WindowLayer):
     dilation : distance between neighboring cells of a window; default 1
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
-    padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end) or a
-        number, the value of the cells there in all channels (Dirichlet); one for all dims or one for each, which may be
-        a pair (before, after), as in (("reflect", 1.5), "circular"). Corners get the padding of the last dim. Default
-        "zeros"
+    padding_mode : values beyond the ends: "zeros", "circular", "reflect", "replicate" (no gradient at the end), or a
+        number, which is the value of the cells there in all channels (Dirichlet). One mode for all dims, or one for
+        each dim, which may be a pair (before, after), as in (("reflect", 1.5), "circular"). Corners get the padding of
+        the last dim. Default "zeros"
     init : initial values of `weight`; default None: the uniform distribution
     """
 
@@ -315,8 +315,8 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # use one array if slabs do not suffice, or if adding their contributions separately would round 16-bit
-        # sums twice
+        # one array is used if slabs do not suffice, or if adding their contributions separately would round 16-bit sums
+        # twice
         if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:
@@ -371,8 +371,8 @@ class Conv1d(Conv, dims=1):
 class Conv2d(Conv, dims=2):
     """Convolution over (samples, in_channels, height, width), with the parameters of `Conv`.
 
-    On CPUs, 3 x 3 windows with stride 1 and channels in multiples of 16 use Winograd's F(4 x 4, 3 x 3), which needs a
-    quarter of the multiplications and has errors of a few 1e-6 in float32."""
+    On CPUs, convolutions with 3 x 3 windows, stride 1 and multiples of 16 channels use Winograd's F(4 x 4, 3 x 3),
+    which needs a quarter of the multiplications, and has errors of a few 1e-6 in float32."""
 
 
 class Conv3d(Conv, dims=3):

@@ -84,8 +84,8 @@ class TrajectoryFile:
     Attributes
     ----------
     file, group : path of the file, and name of the group in the file
-    variables, forcing : the fields to read as states, and the fields to read as forcing
-    names : names of all fields, joined into one string for comparison with other files; "" if the file is a single
+    variables, forcing : the fields to read as states and as forcing
+    names : names of all fields, joined into one string for comparison with other files; "" if the file holds a single
         unnamed array
     count : number of trajectories
     windows : number of time windows in each trajectory
@@ -214,7 +214,7 @@ def find_dim_sizes(
     for v in variables:
         for letter in f"nt{cells}":
             n = v.size_along(letter)
-            # if a field is constant along a dim, The Well stores it with size 1 along that dim
+            # The Well stores a field that is constant along a dim with size 1 along that dim
             if n is None or (n == 1 and letter in cells and v.path.startswith(WELL_GROUPS)):
                 continue
             if sizes.setdefault(letter, n) != n:
@@ -457,7 +457,7 @@ class FieldDataset:
         return replace(source, windows=(steps - span) // self.every + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        # the process that unpickles this object is not a rank of the grid, so the copy has none
+        # the process that unpickles this object is not a rank of the grid, so the copy has no grid
         return self.__dict__ | {"grid": None if self._node_rows is None else self.grid}
 
     @property
@@ -523,8 +523,8 @@ class FieldDataset:
         return np.moveaxis(array, self.layout.index("c"), 0) if "c" in self.layout else array[None]
 
     def _find_bounds_with_ghosts(self) -> dict[str, tuple[int, int]]:
-        """Return, as a dict of dim letter -> (start, stop), the cells that this rank reads along each dim, including
-        ghost cells."""
+        """Return, as a dict of dim letter -> (start, stop), the range of cells that this rank reads along each dim,
+        including ghost cells."""
         if self.grid is None:
             return {letter: (0, n) for letter, n in zip(self._letters, self.shape, strict=True)}
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
@@ -597,8 +597,8 @@ class FieldDataset:
 
 
 def _find_runs(rows: np.ndarray) -> list[slice]:
-    """Return slices that cover `rows`. Rows that are close to each other are covered by the same slice and thus read
-    together."""
+    """Return slices that cover `rows`. Rows that are close to each other are covered by one slice, so that they are
+    read together."""
     if not rows.size:
         return [slice(0)]
     found = np.sort(rows)
@@ -628,7 +628,8 @@ def _split_periodic_range(start: int, stop: int, n: int) -> list[slice]:
 
 
 def _read_block(array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Sequence[Sequence[Any]]) -> np.ndarray:
-    """Return one array with the elements at all combinations of the slices along each dim.
+    """Return one array with the elements at all combinations of the slices in `slices_per_dim`, which has one list per
+    dim.
 
     `index_prefix` is the index along the dims that come before those in `slices_per_dim`."""
     if not slices_per_dim:

@@ -152,8 +152,8 @@ class _DerivativeLayer(FieldLayer):
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
     ) -> tuple[HaloSpec, list[StencilTap], int]:
-        """Return what is needed to compute the derivative `term`: the halo, the stencil taps for this rank's cells, and
-        the cell dim."""
+        """Return the halo, the stencil taps for this rank's cells, and the cell dim that are needed to compute the
+        derivative `term`."""
         dims = x.ndim - 2
         d = term.coordinate if self.along is None else self._expand_to_dims("along", self.along, dims)[term.coordinate]
         periodic, h = (self._expand_to_dims(name, getattr(self, name), dims)[d] for name in ("periodic", "spacing"))
@@ -177,8 +177,8 @@ class _DerivativeLayer(FieldLayer):
         return halo, [StencilTap(tap.out, tap.cells, tap.weight * factor) for tap in taps], d
 
     def _expand_to_dims(self, name: str, value: Any, dims: int) -> Sequence[Any]:
-        """Return the argument `value` as one value per cell dim; raise ShapeError if it has a different number of
-        values."""
+        """Return the argument `value` as one value per cell dim; raise ShapeError if the number of its values is not
+        `dims`."""
         each = value if isinstance(value, tuple) else (value,) * dims
         if len(each) != dims:
             raise ShapeError(f"{self!r}: {name} is of {len(each)} dims, and the field has {dims}")
@@ -201,11 +201,12 @@ class FieldDerivative(_DerivativeLayer):
     derivative : order of the derivative, 1 or 2; default 1
     spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
         in width, pass an array with the positions of all values of the full field or, if values lie at cell centers,
-        with the bounds of all cells (one more), as in (bounds, 0.1). A periodic dim requires the bounds
+        with the bounds of all cells (one more than there are cells), as in (bounds, 0.1). A periodic dim requires the
+        bounds
     periodic : whether the field is periodic: one bool for all dims, or one per dim. The ends of a dim that is not
         periodic are walls. Default False
     order : order of accuracy, 2 or 4; default 2
-    along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x), but the components (u, v) of vectors
+    along : the cell dim of each coordinate, such as (1, 0) if arrays are (y, x) but the components (u, v) of vectors
         point along x and y. Default: coordinate i is cell dim i
     """
 
@@ -353,7 +354,7 @@ def _find_stretched_taps(
 ) -> tuple[StencilTap, ...]:
     """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils cover the
     same cells as those for equidistant positions, and their weights follow Fornberg (1988). Raises ShapeError, with the
-    `name` of the dim, if the number of positions does not fit."""
+    `name` of the dim, if the number of positions does not match the number of cells."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)

@@ -13,8 +13,8 @@ collector may run in any thread and must not call MPI."""
 
 
 def duplicate_communicator_and_make_finalizer(domain: object, comm: Any) -> tuple[Any, Any]:
-    """Duplicate an mpi4py communicator for a domain. Return the duplicate, and a finalizer that marks it as no longer
-    needed.
+    """Duplicate an mpi4py communicator for a domain. Return the duplicate, and a finalizer that marks the duplicate as
+    no longer needed.
 
     The domain needs its own communicator, because the solver may free `comm`. A communicator without a method `Dup` is
     returned unchanged, with None instead of a finalizer. This function also frees the communicators of domains that

@@ -78,7 +78,8 @@ class _NeighborLayer(FieldLayer):
             raise ConfigError(f"{name}: a periodic dim has as many faces as cells: choose faces='low' or 'high'")
 
     def _plan_move(self, parts: FieldPartition) -> NeighborMove:
-        """Return which neighbors this layer combines, and with what weights, if its input is partitioned as `parts`."""
+        """Return which neighbors this layer combines, and with which weights, if its input is partitioned as
+        `parts`."""
         try:
             plan = _plan_cells_to_faces if isinstance(self, CellsToFaces) else _plan_faces_to_cells
             return plan(parts, self.dim, self.derivative, self.spacing, self.faces, self._mode)
@@ -115,8 +116,8 @@ class _NeighborLayer(FieldLayer):
         return exchange_halo_backward(env, wide, (saved.halo,)), ()
 
     def _weigh_neighbors(self, env: LayerContext, move: NeighborMove, x: Array) -> list[tuple[Array, tuple[Any, ...]]]:
-        """Return, first for the lower and then for the upper neighbors, their weights in this rank's outputs, and their
-        index in the array of own values and halo."""
+        """Return two pairs (weights, index), for the lower and for the upper neighbors: their weights in this rank's
+        outputs, and their index in the array of own values and halo."""
         rank = get_rank_along(env, move.halo.cuts, self.dim)
         start, stop = move.outputs[rank], move.outputs[rank + 1]
         return [
@@ -212,8 +213,8 @@ class FacesToCells(_NeighborLayer):
     derivative : 0 (default): the mean; 1: the difference between the upper and the lower face, divided by the width of
         the cell
     faces : the faces of the input, as in `CellsToFaces`
-    padding_mode : value on the one face, at an end of the field, that "low" or "high" leaves out, as for one dim of
-        `Conv`. Default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
+    padding_mode : value on the face at the end of the field that "low" or "high" leaves out, as for one dim of `Conv`.
+        Default "zeros": nothing flows through the wall. Ignored if `faces` is "all"
     """
 
     def __init__(

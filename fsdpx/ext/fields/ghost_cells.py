@@ -36,7 +36,7 @@ def exchange_ghost_cells_backward(env: LayerContext, dstate: Array, dinitial: Ar
     ranks."""
     for cells in _list_indices_beyond_walls(env, parts):
         dinitial[cells] += dstate[cells]
-        dstate[cells] = 0  # corner cells lie beyond several walls; the zero keeps them from being added twice
+        dstate[cells] = 0  # corner cells lie beyond several walls; the zero prevents them from being added twice
     return exchange_halo_backward(env, dstate, _find_ghost_halos(parts))
 
 
@@ -53,7 +53,7 @@ def add_to_own_cells(env: LayerContext, own: Array, ghosts: Array, parts: FieldP
 
 
 def _make_own_index(env: LayerContext, parts: FieldPartition) -> tuple[slice, ...]:
-    """Return the index that selects this rank's own cells from an array with ghost cells."""
+    """Return the index that selects this rank's own cells in an array with ghost cells."""
     index = [slice(None), slice(None)]
     for d, (cuts, sides) in enumerate(zip(parts.cuts, parts.ghosts, strict=True)):
         (start, stop), low = get_local_range(env, cuts, d), sides[get_rank_along(env, cuts, d)][0]

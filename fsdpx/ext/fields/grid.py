@@ -47,8 +47,8 @@ class GridArguments(NamedTuple):
     """One rank's arguments to `Grid`, in a form that ranks can exchange and compare.
 
     `own` is the number of cells of the rank's part along each dim. `dims` is the number of ranks along each dim, or ()
-    if these numbers follow from the offsets. `coords` are the rank's coordinates on a Cartesian communicator. `error`
-    is an error message about the rank's arguments, or "" if they are valid."""
+    if these numbers are derived from the offsets. `coords` are the rank's coordinates on a Cartesian communicator.
+    `error` is an error message about the rank's arguments, or "" if they are valid."""
 
     own: tuple[int, ...]
     layout: str
@@ -82,15 +82,15 @@ class Grid(Domain):
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
-    dims : number of ranks along each dim. Default: as in a Cartesian `comm`, or as follows from `offsets`; otherwise,
-        all ranks are along a single dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as
-        in MPI's Cartesian communicators
+    dims : number of ranks along each dim. Default: those of a Cartesian `comm`, or those derived from `offsets`;
+        otherwise, all ranks are along a single dim. Without `offsets`, the last dim varies fastest from rank to rank (C
+        order), as in MPI's Cartesian communicators
     offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
         parts follow each other in rank order
     ghosts : number of ghost cells that arrays have on each side of the part: one number for all dims, one per dim, or
         (low, high) per dim; these numbers may differ between ranks along a dim. A convolution uses ghost cells instead
         of padding if it is the first layer to read the field, or if all layers before it act on each cell separately.
-        It pads sides that have no ghost cells. Default: no ghost cells
+        Sides without ghost cells are padded as usual. Default: no ghost cells
     periods : whether each dim is periodic; `Rollout` fills ghost cells accordingly. Default: the periods of a
         Cartesian `comm`, else not periodic
 
@@ -448,7 +448,7 @@ class Grid(Domain):
         """
         mistake = describe_padding_conflict(model, self._dim_letters, self.periods, self.ghosts)
         made = self._partition_model(model)
-        if self._comm is not None:  # skipped in a dry run, which uses one rank's arrays for all ranks
+        if self._comm is not None:  # skipped in a dry run, where one rank's arrays stand for those of all ranks
             require_local_arrays(made.model, lambda parts: parts.local_shape(self.coords))
         return FieldSamples(self, made.inputs, made.outputs, axes, mistake)
 
@@ -463,7 +463,7 @@ class Grid(Domain):
         Returns
         -------
         SampleGroups
-            groups that follow from the grids of all ranks or, in a dry run, groups of consecutive data ranks
+            groups derived from the grids of all ranks or, in a dry run, groups of consecutive data ranks
 
         Raises
         ------
@@ -807,8 +807,8 @@ class FieldSamples(SplitSamples):
         return self.grid.has_sample_dim(self.get_first_split_input(inputs))
 
     def describe_array(self, array: Any) -> str:
-        """Return a description of the array's dtype and number of channels, which ranks compare and which must be equal
-        on all of them. It leaves out the numbers of samples and cells, which may differ between ranks."""
+        """Return a description of the array's dtype and number of channels. Ranks compare their descriptions, which
+        must be equal. Numbers of samples and cells are left out, because they may differ between ranks."""
         return f"{array.dtype} of {array.shape[1] if array.ndim > 1 else 'no'} channels"
 
     def describe_sharding_mistake(self, inputs: Sequence[Any], targets: Sequence[Any]) -> str:
@@ -934,7 +934,7 @@ def _parse_arguments(
 
 
 def _find_argument_error(args: GridArguments, size: int) -> str:
-    """Return an error message about one rank's arguments, or "" if they are valid."""
+    """Return an error message if one rank's arguments are invalid, or "" if they are valid."""
     width, layout, count = args.dims, args.layout, len(args.dims or args.own)
     if not 1 <= count <= 3:
         return f"a grid of {count} dims: 1 to 3 are taken"
@@ -1025,7 +1025,8 @@ def _find_field_cuts(all_args: Sequence[GridArguments], rank0: int) -> FieldCuts
 
 
 def _describe_part_along(args: GridArguments, d: int, quantity: str) -> str:
-    """Return text for error messages with a rank's number of cells or ghost cells (`quantity`) along dim `d`."""
+    """Return a phrase for error messages that states a rank's number of cells or ghost cells (`quantity`) along dim
+    `d`."""
     if quantity == "cells":
         return f"{args.own[d]} cells"
     return "{} ghost cells before and {} after".format(*args.ghosts[d])

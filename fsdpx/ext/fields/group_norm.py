@@ -25,8 +25,8 @@ class GroupNorm(Layer):
     Mean and biased variance are computed over the channels of a group and all cells, separately for each sample. On a
     grid of ranks, the counts, means and sums of squared deviations of the parts are merged in float64 by the rule of
     Chan et al. (1979), which avoids cancellation. For each sample and group, the forward pass all-gathers 24 bytes per
-    rank, and the backward pass all-reduces 16 bytes. A batch of one sample with a single value per group raises
-    DataError, as in PyTorch.
+    rank, and the backward pass all-reduces 16 bytes. As in PyTorch, DataError is raised if the batch has one sample and
+    each group has a single value.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 The activations of a field are (samples, channels, *cells). Along each cell dim, the ranks of a line of the grid own
 consecutive intervals of cells, which may have any size and may be empty. All ranks know the bounds of these intervals.
-The halo of a layer follows from them, so ranks need not negotiate at run time."""
+Ranks derive the halo of a layer from them, and need not negotiate at run time."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class HaloSpec:
 
     @property
     def has_constants(self) -> bool:
-        """True if the cells beyond at least one end have a given number as their value."""
+        """True if the padding mode at one or both ends is a number, the value of the cells beyond that end."""
         return not all(isinstance(side, str) for side in self.padding_sides)
 
     @property
@@ -296,7 +296,7 @@ def require_halo_fits_field(halo: HaloSpec, parts: FieldPartition) -> None:
 
 
 def make_output_cuts(cuts: Cuts, bounds: Sequence[int], total: int) -> Cuts:
-    """Return the bounds of the intervals of outputs that the ranks own along one dim with `total` outputs.
+    """Return the bounds between the intervals of outputs that the ranks own along one dim, which has `total` outputs.
 
     `bounds` holds, for each bound in `cuts`, the first output of the part that begins there. Outputs beyond the last
     cell belong to the last part that has cells."""
@@ -312,7 +312,7 @@ class DimEnds(NamedTuple):
     dim : index of the cell dim
     periodic : whether the layer continues the field periodically
     text : description of what the layer does, for warnings
-    advice : what the user should choose if the dim is not periodic, and what if it is
+    advice : what the user should choose if the dim is not periodic, and what to choose if it is
     """
 
     dim: int
@@ -322,7 +322,7 @@ class DimEnds(NamedTuple):
 
     @classmethod
     def of_padding(cls, dim: int, mode: tuple[PaddingSide, PaddingSide], circular: str = "'circular'") -> DimEnds:
-        """Return the `DimEnds` of a dim whose padding is `mode`. `circular` is the advice for a periodic dim."""
+        """Return the `DimEnds` for dim `dim` with the padding `mode`. `circular` is the advice for a periodic dim."""
         chosen = mode[0] if mode[0] == mode[1] else mode
         text = f"pads it with {chosen!r}"
         return cls(dim, "circular" in mode, text, ("'zeros', 'reflect' or 'replicate'", circular))

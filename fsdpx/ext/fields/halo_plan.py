@@ -49,8 +49,8 @@ class OwnCells(NamedTuple):
     """Local cells that are copied into a slab or message in the forward pass, and to which gradients are added in the
     backward pass.
 
-    `copies` is for the forward pass. `adds` covers the same cells and is for the backward pass: a cell that is copied n
-    times occurs in n entries, so that all its gradients are added."""
+    `copies` is for the forward pass. `adds` is for the backward pass, and covers the same cells: a cell that is copied
+    n times occurs in n entries, so that all its gradients are added."""
 
     copies: tuple[CellCopy, ...]
     adds: tuple[CellCopy, ...]
@@ -109,7 +109,7 @@ class HaloPlan(NamedTuple):
 
 
 class _LineNeeds(NamedTuple):
-    """The cells that a rank needs along one dim: its own cells and its halo.
+    """The cells that a rank needs along one dim, which are its own cells and its halo.
 
     Attributes
     ----------
@@ -226,7 +226,7 @@ def _as_indices(cells: Any) -> np.ndarray:
 def _plan_local_copies(
     xp: Any, dim: int, boxes: Sequence[_Box], exchanged: Sequence[_LineNeeds], cells: Any, into: Any
 ) -> OwnCells:
-    """Return the copies that fill a message or slab, at index `into` along `dim`, with the cells at index `cells`, from
+    """Return the copies that fill index `into` along `dim` of a message or slab with the cells at index `cells`, from
     all local boxes that hold some of these cells."""
     pairs = [(cells, into)]
     if not isinstance(cells, slice):

@@ -73,8 +73,8 @@ class HaloSlabs:
         return self.boxes[1:]
 
     def _start_next_exchange(self) -> Any:
-        """Start to send and receive along the next dim. Return (slabs, receives, sends), or None if all dims have been
-        exchanged."""
+        """Start to send and receive along the next dim. Return (slabs, receives, sends), or None if all dims are
+        done."""
         if self._done == len(self.plan.lines):
             return None
         line, what = self.plan.lines[self._done], self._env.random.path
@@ -105,7 +105,7 @@ class HaloSlabs:
     def _make_buffer(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
         flat, cells = _make_message_buffer(self._env.xp, shape, self.boxes[0].cells.dtype)
         if self._done:
-            # corner cells beyond the ends of the field arrive in no message, so they are set here
+            # no message contains the corner cells beyond the ends of the field, so they are set here
             flat[...] = self._padding_value
         return flat, cells
 
@@ -144,7 +144,7 @@ def exchange_slab_gradients(
 def _start_gradient_exchange(
     env: LayerContext, line: HaloLine, dtype: Any, slabs: list[Array]
 ) -> tuple[list[Any], list[Any]]:
-    """Start to send and receive gradients of halo cells along one dim.
+    """Start to send and receive the gradients of halo cells along one dim.
 
     Returns (handle, cells, buffer) for each receive, and the handles of the sends."""
     xp, what, arriving, leaving = env.xp, env.random.path, [], []
@@ -171,8 +171,8 @@ def exchange_halo(env: LayerContext, x: Array, halos: Sequence[HaloSpec], paddin
     """Return one array with `x`, this rank's part of a field, and the halo around it. Communicates with the ranks that
     own the halo cells.
 
-    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". Where the fixed values of
-    several dims meet in a corner, that of the last dim applies."""
+    `padding_value` is the value of cells beyond the ends of the field in mode "zeros". In corners where the fixed
+    values of several dims meet, the value of the last dim applies."""
     for halo in halos:
         if halo.ghosts:
             x = x[slice_dim(env.xp, halo.dim, halo.get_read_slice(get_rank_along(env, halo.cuts, halo.dim - 2)))]

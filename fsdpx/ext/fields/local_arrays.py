@@ -27,7 +27,8 @@ class HoldsLocalArray:
 
 
 def iterate_inner_layers(model: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Yield (dotted path, layer) as `iterate_layers` does, but also for the layers inside the net of a `Rollout`."""
+    """Yield (dotted path, layer) for each layer as `iterate_layers` does, and also for the layers inside the net of a
+    `Rollout`."""
     for name, layer in iterate_layers(model, path):
         yield name, layer
         if isinstance(net := getattr(layer, "net", None), Layer):

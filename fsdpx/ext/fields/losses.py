@@ -58,7 +58,8 @@ class FieldLoss(Loss):
         return all_reduce_over_parts(env, xp.stack([many, *found]), type(self).__name__)
 
     def _get_cuts(self, y: Array) -> tuple[Cuts, ...]:
-        """Return, for each dim, the first cell of each rank's part, followed by the number of cells of the field."""
+        """Return, for each cell dim, the first cell of each rank's part, followed by the number of cells of the
+        field."""
         return (self.parts or FieldPartition.on_one_rank(y.shape[2:])).cuts
 
     def _compute_loss_share(self, env: LayerContext, values: Array, counts: Array) -> tuple[float, float]:
@@ -66,7 +67,7 @@ class FieldLoss(Loss):
         number of ranks that hold parts of the field.
 
         The total for the field is the sum of those `values` whose entry in `counts` is above 0, and its weight is their
-        number. All ranks of a field hold the same values, so each reports an equal share."""
+        number. All ranks of a field hold the same values, so each returns an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
@@ -223,7 +224,7 @@ class BandRMSE(RootLoss):
     PDEBench uses the bands from 0 to 4, from 4 to 12, and from 12 on; it sums a quarter of the modes and averages over
     shells. Here, the squared errors of bands that together cover all wavenumbers add up to the squared `RMSE`. Only the
     modes below `high` are communicated. If `high` is None, the modes below `low` are communicated instead, and are
-    subtracted from the full error.
+    subtracted from the error.
 
     Parameters
     ----------
@@ -260,7 +261,7 @@ class BandRMSE(RootLoss):
             waves.append(k)
             tables.append(xp.asarray(np.exp(-1j * turns)))
         modes = error
-        for table in tables:  # each pass replaces the first cell dim by a mode dim at the end
+        for table in tables:  # each iteration replaces the first cell dim by a mode dim at the end
             modes = xp.tensordot(modes, table, axes=([2], [0]))
         modes = xp.ascontiguousarray(modes)
         all_reduce_over_parts(env, modes.view(np.float64), "BandRMSE")

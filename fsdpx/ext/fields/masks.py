@@ -52,8 +52,8 @@ class Mask(FieldLayer, HoldsLocalArray):
         self.cells, self.value = parse_local_array("Mask: cells", cells, bool), float(value)
 
     def __repr__(self) -> str:
-        """Return a description that leaves out the mask, because ranks compare descriptions, but each has a different
-        part of the mask."""
+        """Return a description without the mask, because ranks compare their descriptions, but each rank has a
+        different part of the mask."""
         return f"Mask({self.value})"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

@@ -41,7 +41,8 @@ class _ScalarLoss(WrappedLoss):
         return self.loss.backward(self._make_context_of_one_rank(env), saved, seed / env.mesh.parts.size)
 
     def _make_context_of_one_rank(self, env: LayerContext) -> LayerContext:
-        """Return a context in which the field has a single part, for losses that sum over the parts of a field."""
+        """Return a context in which the field has a single part, so that a loss that sums over the parts of a field
+        counts the values only once."""
         return env if env.mesh.parts.size == 1 else replace(env, mesh=make_single_rank_axes())
 
 

@@ -168,8 +168,8 @@ def require_no_mixed_inputs(reader: Layer, kinds: Sequence[Kind]) -> list[Redist
 
 
 def _plan_ghost_drops(reader: Layer, kinds: Sequence[Kind]) -> list[Redistribution | None]:
-    """Return, for each input of `reader`, the redistribution that drops its ghost cells, or None if it has none or they
-    may stay.
+    """Return, for each input of `reader`, the redistribution that drops its ghost cells, or None if it has no ghost
+    cells or may keep them.
 
     `kinds` describes how each input is distributed over the ranks. Ghost cells are dropped if `reader` cannot take
     them, or if its inputs have different partitions."""

@@ -39,7 +39,7 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
             for d, (n, (before, _)) in enumerate(zip(local_shape, ghosts, strict=True)):
-                edge = width if d != dim and n > 2 * width else 0  # leave out corners, which solvers may not fill
+                edge = width if d != dim and n > 2 * width else 0  # no corners: solvers may not fill them
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width
@@ -51,8 +51,8 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
 def _digest_rows(part: Any, dim: int, width: int, end: int) -> str | None:
     """Return a hash of the first (`end` = 1) or last (`end` = -1) `width` rows along `dim`.
 
-    Returns None if the rows are too uniform to compare, because two neighboring rows are equal, or because the rows
-    equal the next `width` rows inward."""
+    Returns None if the rows are too uniform to compare: if two neighboring rows are equal, or if the rows equal the
+    next `width` rows inward."""
     first, last = (0, 2 * width) if end > 0 else (part.shape[dim] - 2 * width, part.shape[dim])
     rows = np.moveaxis(np.asarray(to_host(part[(slice(None),) * dim + (slice(first, last),)])), dim, 0)
     rows = np.where(np.isnan(rows), 0.5, rows + 0.0) if rows.dtype.kind == "f" else rows

@@ -39,7 +39,7 @@ class MatchMean(FieldLayer):
         return (dy - mean, env.xp.broadcast_to(mean, dy.shape).astype(dy.dtype)), ()
 
     def _all_reduce_mean_over_cells(self, env: LayerContext, a: Array) -> Array:
-        """Return the mean over all cells of the full field, with the cell dims kept as dims of size 1."""
+        """Return the mean of `a` over all cells of the full field, with the cell dims kept as dims of size 1."""
         cells = self.get_partition(a).shape
         total = a.sum(axis=tuple(range(2, a.ndim)), dtype=np.float64)
         mean = all_reduce_over_parts(env, total, env.random.path) / max(math.prod(cells), 1)

@@ -87,8 +87,8 @@ class PixelUnshuffle(FieldLayer):
 
 @lru_cache(1 << 10)
 def _plan_blocks(parts: FieldPartition, r: int) -> tuple[FieldPartition, tuple[HaloSpec, ...]]:
-    """Return how blocks of r cells along each dim are partitioned, and one halo spec per dim, with the cells that are
-    in each rank's blocks."""
+    """Return the partition of the blocks of r cells along each dim, and one halo spec per dim, with the cells of each
+    rank's blocks."""
     made, halos = [], []
     for d, cuts in enumerate(parts.cuts):
         out = make_output_cuts(cuts, [-(-cut // r) for cut in cuts], cuts[-1] // r)

@@ -239,7 +239,7 @@ class AdaptiveAvgPool(FieldLayer):
 
 @lru_cache(1 << 8)
 def _make_averaging_matrix(start: int, stop: int, total: int, many: int) -> tuple[CellMatrix, CellMatrix]:
-    """Return the matrix that maps the cells from `start` to `stop` of `total` to `many` outputs, also transposed."""
+    """Return the matrix that maps the cells [start, stop), of `total` cells, to `many` outputs, and its transpose."""
     at, i = np.arange(start, stop), np.arange(many)[:, None]
     begin, end = i * total // many, -(-(i + 1) * total // many)
     outputs, cells = np.nonzero((at >= begin) & (at < end))

@@ -55,7 +55,7 @@ class ConvTranspose(FieldLayer):
         output_padding and dilation
     stride : number of output cells by which the window moves; default 1
     padding : number of cells removed from each side of the result; default 0
-    output_padding : number of cells added at the end of each dim, which must be less than stride or dilation; default 0
+    output_padding : number of cells added at the end of each dim; it must be less than stride or dilation; default 0
     groups : number of groups of channels; the outputs of a group depend only on its own input channels. Default 1
     bias : whether there is a bias; default True
     dilation : distance between the cells of a window; default 1
@@ -175,8 +175,8 @@ class Upsample(FieldLayer):
     scale_factor : factor by which the number of cells is multiplied, instead of `size`: one number for all dims, or one
         per dim
     mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
-    align_corners : for the last four modes, whether the centers of the first cells of input and output coincide, and
-        those of the last cells as well; default None: False
+    align_corners : for the last four modes, whether the centers of the first cells of input and output coincide, and so
+        do those of the last cells; default None: False
     """
 
     kernel_names = ("multiply_along_dim",)
@@ -265,8 +265,8 @@ def _to_simplest_fraction(factor: float) -> Fraction:
 def _plan_dim(
     d: int, cuts: Cuts, outputs: Cuts, rank: int, total: int, ratio: Fraction, mode: str, align_corners: bool, dims: int
 ) -> tuple[HaloSpec, CellMatrix, CellMatrix]:
-    """Return the halo of the cells that each rank along dim d interpolates, and the matrix that maps those of `rank` to
-    its outputs, also transposed."""
+    """Return the halo of the cells that each rank along dim d interpolates, and the matrix that maps the cells of
+    `rank` to its outputs, followed by its transpose."""
     taps, weights = _make_interpolation_table(mode, cuts[-1], total, ratio, align_corners, dims)
     needs = tuple(
         (int(taps[:, a:b].min()), int(taps[:, a:b].max()) + 1) if b > a else (start, start)

@@ -60,13 +60,13 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the same parameters as the model, with
     the same names. Only the states are saved for the backward pass, which recomputes each step, so memory is needed for
     all states and for the activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes,
-    steps x features); in the following, channels then stand for features, and dim 1 for the last dim.
+    steps x features); below, read features for channels, and the last dim for dim 1.
 
     The first input of the model consists of states, in the form that `data.FieldDataset` returns: the last `inputs`
-    states, oldest first, followed by `constants` channels that never change. The model returns the next state. If the
-    model has further inputs, so has the Rollout: those named in `forcing` hold the values for all steps, stacked along
-    dim 1, (samples, steps x channels, ...), and all others are the same in every step. These inputs are fields or
-    scalars (samples, n).
+    states, oldest first, followed by `constants` channels that never change. The model returns the next state. Any
+    further inputs of the model are also inputs of the Rollout: those named in `forcing` hold the values for all steps,
+    stacked along dim 1, (samples, steps x channels, ...), and all others are the same in every step. These inputs are
+    fields or scalars (samples, n).
 
     If the arrays of a grid have ghost cells, those of later states are received from the neighboring ranks, also across
     the ends of periodic dims. Ghost cells beyond walls keep their values from the input. The layout of the grid must
@@ -247,8 +247,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return unwrap_single([dx, *(self._join_steps(xp, *row) for row in rows)])
 
     def _join_steps(self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool) -> Array | None:
-        """Return the gradient of an input other than the states. `found` holds, by step, the gradient of that step's
-        values of the input; if it is empty, as for integer inputs, the result is None."""
+        """Return the gradient of an input other than the states. `found` maps each step to the gradient of the input's
+        values in that step; if it is empty, as for integer inputs, the result is None."""
         if not found:
             return None
         if not has_step_values:
@@ -277,8 +277,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return min(self._stack_dim, other.ndim - 1)
 
     def _split_first_input(self, x: Array) -> tuple[list[Array], Array | None]:
-        """Split the first input into the states, oldest first, and the constant channels, which are None if there are
-        none."""
+        """Split the first input into the states, oldest first, and the constant channels (None if there are none)."""
         dim = self._stack_dim
         channels, rest = divmod(x.shape[dim] - self.constants, self.inputs) if x.ndim > dim else (0, 0)
         if channels < 1 or rest:
@@ -337,7 +336,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         assert self.noise_weights is not None
         weights = self.noise_weights if parts.has_cells else self.noise_weights.of_nodes
         require_weights_of_channels(self, "noise_weights", weights, first)
-        if getattr(env.xp, "holds_no_data", False):  # in a dry run, noise may be that of the full field
+        if getattr(env.xp, "holds_no_data", False):  # in a dry run, `noise` may cover the full field
             return noise
         weights.require_broadcastable(self, first.shape, "noise_weights", ShapeError)
         return parts.to_channels_first(first * weights.reshape_to_broadcast(env, first))

@@ -20,7 +20,7 @@ def make_sample_groups(mesh: Mesh, rank: int, dims: Sequence[int], grids: Sequen
     mesh : mesh with the width of each axis
     rank : number of the rank in the world
     dims : number of ranks along each dim of a field
-    grids : for each world rank, the ranks that hold its field, in the order of its grid. If the entries are None, each
+    grids : for each world rank, the ranks that hold its field, in the order of its grid. With entries of None, each
         group consists of consecutive data ranks
 
     Returns

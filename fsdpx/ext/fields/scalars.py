@@ -71,7 +71,7 @@ def _broadcast_to_cells(s: Array, x: Array) -> Array:
 
 
 class ConcatScalars(_ScalarsToField):
-    """Appends n channels to a field. Each of them holds one of n scalars in all cells.
+    """Appends n channels to a field, each of which holds one of n scalars in all cells.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a grid passes
     in full. Returns (samples, channels + n, *cells). On a mesh, the field is (samples, nodes, features)."""
@@ -240,7 +240,7 @@ class GlobalMean(_GlobalReduction, HoldsLocalArray):
         return total
 
     def _get_weights(self, env: LayerContext, x: Array) -> Array | None:
-        """Return the weights, broadcastable to x. None if all weights are 1."""
+        """Return the weights in a shape that broadcasts with x, or None if all weights are 1."""
         if self.weights is None:
             return None
         weights = self.weights if self.get_partition(x).has_cells else self.weights.of_nodes
@@ -267,8 +267,8 @@ class GlobalMax(_GlobalReduction):
     scalars (samples, channels). On a mesh, the maximum is over all nodes.
 
     If several cells have the maximum, they share the gradient equally, as in `torch.amax`. Every rank gets the result.
-    The forward pass all-reduces 16 bytes per sample and channel, and the backward pass 8. If any value is NaN, so is
-    the result."""
+    The forward pass all-reduces 16 bytes per sample and channel, and the backward pass 8 bytes. If any value is NaN, so
+    is the result."""
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         x, xp = self._get_field(x), env.xp

@@ -39,7 +39,7 @@ class CellPositions(tuple[float, ...]):
 
 
 def parse_spacing(layer: object, given: Any) -> Any:
-    """Return `given`, which is one spacing or a sequence with one per dim, in which arrays of positions are replaced by
+    """Return `given`, which is one spacing or a sequence with one spacing per dim, with arrays of positions replaced by
     `CellPositions`.
 
     Raises ConfigError if positions are not finite or not monotonic. Spacings that are single numbers are not
@@ -99,6 +99,6 @@ def compute_stencil_weights(at: np.ndarray, points: np.ndarray, derivative: int)
 
 
 def shape_along_dim(env: LayerContext, weights: np.ndarray, x: Array, d: int) -> Array:
-    """Return `weights`, which has one number per cell along cell dim `d`, in a shape that broadcasts with (samples,
-    channels, *cells), and in the dtype of `x`."""
+    """Return `weights`, one number per cell along cell dim `d`, in a shape that broadcasts with (samples, channels,
+    *cells), and in the dtype of `x`."""
     return env.xp.asarray(weights.astype(x.dtype)).reshape(-1, *(1,) * (x.ndim - 3 - d))

@@ -356,8 +356,8 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
     """Return two matrices for one dim of n cells: the first transforms the cells [start, stop) to k Fourier modes, and
     the second transforms the modes back to these cells.
 
-    Real and imaginary parts are interleaved. Modes that do not exist with only n cells are zeros. If `is_last_dim`, the
-    input is real, so that positive modes also stand for their complex conjugates, and the first matrix is (cells, 2
+    Real and imaginary parts are interleaved. Modes that do not exist in a field of n cells are zeros. If `is_last_dim`,
+    the input is real, so that positive modes also stand for their complex conjugates, and the first matrix is (cells, 2
     modes); otherwise it is (2 cells, 2 modes)."""
     modes = np.arange(k) - (0 if is_last_dim else k // 2)
     turns = np.outer(np.arange(start, stop), modes) % n * (2 * np.pi / n)
@@ -417,7 +417,7 @@ def _stack_complex_rows(xp: Any, x: Array) -> Array:
 
 
 def _stack_gradient_rows(xp: Any, dy: Array) -> Array:
-    """Return the gradients `dy` of complex results as (modes, 2 samples, 2 channels). The first half of the rows is to
-    be multiplied by the real parts of the inputs, and the second half by the imaginary parts."""
+    """Return the gradients `dy` of complex results as (modes, 2 samples, 2 channels). The first half of the rows is for
+    the real parts of the inputs, and the second half for the imaginary parts."""
     other = xp.stack([dy[..., 1], -dy[..., 0]], axis=-1)
     return xp.concatenate([dy, other], axis=1).reshape(len(dy), 2 * dy.shape[1], 2 * dy.shape[2])

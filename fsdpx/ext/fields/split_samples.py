@@ -42,7 +42,7 @@ class SplitSamples(ABC):
     def to_caller_layout(self, array: Any, batched: bool) -> Any: ...
 
     def get_first_split_input(self, inputs: Sequence[Any]) -> Any:
-        """Return the first model input that is split, that is, of which each rank holds a part."""
+        """Return the first model input that is split over ranks rather than held in full by each rank."""
         return next(x for x, kind in zip(inputs, self.input_kinds, strict=True) if isinstance(kind, FieldPartition))
 
     def count_samples_per_group(self, rows: Sequence[int]) -> Sequence[int]:
@@ -64,12 +64,12 @@ class SplitSamples(ABC):
 
     def all_gather_checks(self, inputs: Sequence[Any], targets: Sequence[Any], mine: Any) -> tuple[list[Any], str]:
         """All-gather `mine` among the ranks that hold parts of the same samples. Return the gathered values in the
-        order of the parts, and a warning if these ranks pass different scalars as inputs or targets ("" if they do
-        not)."""
+        order of the parts, and a warning ("" if none is needed) that these ranks pass different scalars as inputs or
+        targets."""
         groups = self.axes.groups
         assert groups is not None
         rows = [("scalars", *pair) for pair in zip(inputs, self.input_kinds, strict=True)]
-        if len(targets) == len(self.output_kinds):  # otherwise, a single target is for several outputs
+        if len(targets) == len(self.output_kinds):  # otherwise, there is a single target for several outputs
             rows += [("scalar targets", *pair) for pair in zip(targets, self.output_kinds, strict=True)]
         scalars = [
             (what, zlib.crc32(np.ascontiguousarray(to_host(array)).tobytes()))
@@ -118,7 +118,7 @@ class SplitSamples(ABC):
         for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
             if isinstance(kind, FieldPartition):
                 wanted, local = self.compute_part_shapes(tuple(shape), kind)
-                if tuple(shape) != wanted:  # if allowed, a loss would compare parts of different shapes
+                if tuple(shape) != wanted:  # otherwise, a loss would compare parts of different shapes
                     raise ShapeError(
                         f"output {i} of the model is {tuple(shape)} for the whole {self.whole}, and must be {wanted}: "
                         "a layer changes the number of cells or rows without saying so"

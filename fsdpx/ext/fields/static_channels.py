@@ -34,8 +34,8 @@ class StaticChannels(FieldLayer, HoldsLocalArray):
             raise ConfigError(f"StaticChannels: give a number or bool for each cell, got {self.values.dtype}")
 
     def __repr__(self) -> str:
-        """Return a description that leaves out the values, because ranks compare descriptions, but each has different
-        values."""
+        """Return a description without the values, because ranks compare their descriptions, but each rank has
+        different values."""
         return "StaticChannels()"
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:

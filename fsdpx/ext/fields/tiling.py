@@ -113,7 +113,7 @@ def _raise_bound_error(
 
 
 def _raise_slab_error(parts: Sequence[Part], letters: str, rank0: int) -> None:
-    """Raise ConfigError because the parts do not form a grid. The message names ranks whose parts contradict each
+    """Raise ConfigError because the parts do not form a grid. The message lists ranks whose parts contradict each
     other."""
     for dim, letter in enumerate(letters):
         ends = sorted((part[dim], rank) for rank, part in enumerate(parts))

@@ -51,7 +51,7 @@ class UNet(Graph):
     ----------
     in_channels, out_channels : number of channels of the input and of the output field
     dims : number of cell dims, 1 to 3; default 2
-    width : number of channels in the first level; each level has twice as many as the one above it. Default 32
+    width : number of channels in the first level; each further level has twice as many as the one above it. Default 32
     depth : number of levels above the lowest one; default 4
     padding : values beyond the ends of the field, as for `padding_mode` in `Conv`; default "zeros"
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None

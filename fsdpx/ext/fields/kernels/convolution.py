@@ -93,8 +93,8 @@ def count_winograd_tiles(size: int) -> int:
 
 
 def is_matmul(strides: WindowStrides, cells: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether the convolution is a single matmul. It is if the window is one cell and moves over the full field
-    with stride 1."""
+    """Return whether the convolution is a single matmul: the window is one cell, and moves over the full field with
+    stride 1."""
     one = {*strides.kernel, *strides.stride} == {1} and not any(strides.first) and strides.groups == 1
     return one and tuple(cells) == tuple(sizes)
 

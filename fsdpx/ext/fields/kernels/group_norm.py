@@ -21,8 +21,8 @@ __all__ = [
 
 @kernel()
 def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float) -> tuple[Any, Any, Any]:
-    """Return (x - mean) rstd weight + bias, followed by mean and rstd, both (samples, channels): for each channel, the
-    mean of its group and rstd = 1 / sqrt(var + eps). weight and bias are (channels,) or None."""
+    """Return (x - mean) * rstd * weight + bias, mean, and rstd. Mean and rstd = 1 / sqrt(var + eps) are (samples,
+    channels), where each channel has the values of its group. weight and bias are (channels,) or None."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
     moments = group_norm_moments.__wrapped__(xp, x)  # type: ignore[attr-defined]
     mean, squares = merge_moments_of_groups(xp, moments, groups, cells)
@@ -48,7 +48,7 @@ def group_norm_backward_input(
 
 def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> tuple[Any, Any]:
     """Return the mean and the sum of squared deviations for each group of channels, both (samples, groups). `moments`,
-    (2, samples, channels), holds those of each channel over `cells` cells."""
+    (2, samples, channels), holds the same two values for each channel, over `cells` cells."""
     samples, channels = moments.shape[1:]
     of_groups = moments.reshape(2, samples, groups, channels // groups)
     mean = of_groups[0].mean(axis=2)
@@ -58,8 +58,8 @@ def merge_moments_of_groups(xp: Any, moments: Any, groups: int, cells: int) -> t
 
 @kernel(narrow=0)
 def group_norm_moments(xp: Any, x: Any) -> Any:
-    """Return, as (2, samples, channels) float64, the mean of each channel of each sample of x (samples, channels,
-    *cells), and the sum of squared deviations from this mean. Both are 0 if there are no cells."""
+    """Return, as (2, samples, channels) in float64, the mean and the sum of squared deviations of each channel of each
+    sample of x (samples, channels, *cells). Both are 0 if there are no cells."""
     dims, count = tuple(range(2, x.ndim)), max(math.prod(x.shape[2:]), 1)
     mean = xp.sum(x, axis=dims, dtype=np.float64) / count
     return xp.stack([mean, xp.sum(xp.square(x - _broadcast_over_cells(mean, x)), axis=dims, dtype=np.float64)])
@@ -75,7 +75,7 @@ def group_norm_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any
 @kernel(narrow=0)
 def group_norm_gradient_sums(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
     """Return two sums over cells for each channel of each sample: of dy, and of dy * (x - mean) * rstd. The result is
-    (2, samples, channels) float64; mean and rstd are (samples, channels)."""
+    (2, samples, channels) in float64; mean and rstd are (samples, channels)."""
     normal = (x - _broadcast_over_cells(mean, x)) * _broadcast_over_cells(rstd, x)
     return xp.stack([xp.sum(a, axis=tuple(range(2, x.ndim)), dtype=np.float64) for a in (dy, dy * normal)])
 

@@ -30,8 +30,8 @@ def max_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int]) -> t
 
 @kernel(bits=False)
 def max_pool_backward(xp: Any, dy: Any, winner: Any, strides: WindowStrides, shape: Sequence[int]) -> Any:
-    """Return the gradient of a field of shape `shape`. Each element of `dy` is added to the cell that was the maximum;
-    `winner` holds the window offset of this cell."""
+    """Return the gradient with respect to the input, which has shape `shape`. Each element of `dy` is added to the cell
+    that was the maximum; `winner` holds the window offset of this cell."""
     dx, nothing = xp.zeros(tuple(shape), dtype=dy.dtype), xp.zeros((), dtype=dy.dtype)
     for offset, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]
@@ -52,8 +52,8 @@ def avg_pool(xp: Any, x: Any, strides: WindowStrides, sizes: Sequence[int], divi
 
 @kernel(bits=False)
 def avg_pool_backward(xp: Any, dy: Any, strides: WindowStrides, shape: Sequence[int], divisor: int) -> Any:
-    """Return the gradient of a field of shape `shape`. Each element of `dy`, divided by `divisor`, is added to all
-    cells under its window."""
+    """Return the gradient with respect to the input, which has shape `shape`. Each element of `dy`, divided by
+    `divisor`, is added to all cells under its window."""
     dx, share = xp.zeros(tuple(shape), dtype=dy.dtype), dy / divisor
     for _, outputs, cells in strides.iterate_window_offsets(dy.shape[2:], shape[2:]):
         into = dx[cells]

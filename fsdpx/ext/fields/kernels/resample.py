@@ -43,8 +43,8 @@ class CellMatrix(NamedTuple):
         return len(self.starts) - 1
 
     def list_terms(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return (sources, weights) arrays: first for the first entry of each output, then for the second entry of each
-        output, and so on. For an output that has fewer entries, its last entry is repeated with weight 0."""
+        """Return one pair of arrays (sources, weights) for the first entry of each output, one for the second entry of
+        each output, and so on. If an output has fewer entries, its last entry is repeated with weight 0."""
         counts = np.diff(self.starts)
         terms = []
         for n in range(int(counts.max(initial=0))):

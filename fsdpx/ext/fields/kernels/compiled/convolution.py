@@ -112,7 +112,7 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 
     For an image (samples, height, width, channels) and a matrix with k rows, the loop computes planes[i k + j, tile] =
     (matrix patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and each further patch begins
-    `step` pixels after the one before. Pixels outside the image are 0. The loop handles the tiles from `first` to
+    `step` pixels after the previous one. Pixels outside the image are 0. The loop handles the tiles from `first` to
     `last`, numbered over all samples. `base` is the number of the first tile in the planes, and each sample has `down`
     x `right` tiles."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
@@ -296,7 +296,7 @@ def _split_tiles_into_blocks(tiles: int, channels: int, itemsize: int) -> list[t
 
 
 def _allocate_planes(like: np.ndarray, size: int) -> np.ndarray:
-    """Return uninitialized planes of `size` elements. They are padded, because planes whose distance is a power of two
+    """Return uninitialized planes of `size` elements. They are padded, because planes at distances of a power of two
     would compete for cache lines."""
     return np.empty((PLANES, size + LANES), like.dtype)
 
@@ -324,8 +324,8 @@ DEPTHWISE_WINDOW = TWO_CELL_WINDOW._replace(groups=3)
 
 
 def _make_example_field(x: Any) -> tuple[Any, Any]:
-    """Return a one-dimensional field with channels last in memory, and matching weights, as example arguments for
-    compiling a kernel."""
+    """Return a one-dimensional field with channels last in memory, and matching weights, as example arguments with
+    which to compile a kernel."""
     return np.zeros((2, 2, 3), x.dtype).transpose(0, 2, 1), np.zeros((3, 3, 2), x.dtype)
 
 
@@ -459,8 +459,8 @@ def correlate_backward_params(
 
 
 def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
-    """Yield, for each set of groups that are computed together, the number of groups in the set, the slice of their
-    input channels, and the slice of their outputs."""
+    """Yield (number of groups, slice of their input channels, slice of their outputs) for each set of groups that are
+    computed together."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
     for g in range(0, strides.groups, together):

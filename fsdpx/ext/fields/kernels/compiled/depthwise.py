@@ -228,7 +228,7 @@ def _has_full_rows(x: np.ndarray) -> bool:
 
 def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
     """Pack weights (channels or fewer, offsets) into blocks (offsets, lanes). Each block has WIDE bytes of lanes,
-    except that the last is narrower if few channels are left."""
+    except for the last one, which is narrower if few channels remain."""
     lanes = WIDE // dtype.itemsize
     rows = np.zeros((channels, weights.shape[1]), dtype)
     rows[: len(weights)] = weights
@@ -238,7 +238,7 @@ def _pack_lanes(weights: np.ndarray, channels: int, dtype: Any) -> np.ndarray:
 
 
 def _unpack_lanes(packed: np.ndarray, channels: int) -> np.ndarray:
-    """Return the array (channels, offsets) from which `_pack_lanes` made `packed`."""
+    """Return the weights (channels, offsets) that `_pack_lanes` packed into `packed`."""
     lanes, offsets = WIDE // packed.itemsize, packed.size // channels
     full = channels // lanes * lanes
     wide = packed[: full * offsets].reshape(full // lanes, offsets, lanes).transpose(0, 2, 1).reshape(full, offsets)

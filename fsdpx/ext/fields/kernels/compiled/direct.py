@@ -51,8 +51,8 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     """Return a compiled loop that computes a strip of outputs: y[b] = start[b] + the sum over window offsets and
     channels r of x[b + offset, r] w[offset, r].
 
-    Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is such a vector as
-    well, and is multiplied by w elementwise. Addresses and steps are in bytes."""
+    Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
+    and is multiplied by w elementwise. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -149,7 +149,7 @@ def make_outer_product_loop(nbytes: int, max_rows: int, depthwise: bool = False)
     """Return a compiled loop that computes the gradient of some rows of weights: w[b] += the sum over outputs (i, j) of
     x[i, j, b] dy[i, j].
 
-    Each w[b] and dy[i, j] is a vector of `nbytes` bytes. With `depthwise`, each x is such a vector as well, and is
+    Each w[b] and dy[i, j] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector, and is
     multiplied by dy elementwise. `x_step` is the number of bytes from x[i, j, b] to x[i, j, b + 1]."""
 
     @intrinsic
@@ -289,7 +289,8 @@ def choose_strip_output_count(rows, limit):
 
 @register_jitable
 def _copy_lanes_to_scratch(scratch, rows, valid, address, step):
-    """Copy the first `valid` lanes of each of the rows at `address` to `scratch`, which has room for full vectors."""
+    """Copy the first `valid` lanes of each of the `rows` rows at `address` to `scratch`, which has room for full
+    vectors."""
     for r in range(rows):
         for v in range(valid):
             scratch[r, v] = _load_scalar(scratch.dtype.type(0), address + r * step + v * scratch.itemsize)
@@ -514,8 +515,8 @@ def plan_lines(
     strides: WindowStrides, places: Any, x: tuple[int, ...], x_strides: tuple[int, ...], y: tuple[int, ...],
     y_strides: tuple[int, ...], add: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return everything that is the same in all calls of `convolve_direct` for arrays of these shapes and strides: the
-    window offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
+    """Return the arguments that are the same in all calls of `convolve_direct` for arrays of these shapes and strides:
+    the window offsets for `_pack_weights`, their number along each dim, the number of lines, and the arguments of
     `_convolve_lines` from `x_steps` to `bounds`. Return None if there is nothing to compute.
 
     Steps are numbers of bytes from sample to sample, and from cell to cell along each of three dims."""
@@ -539,8 +540,9 @@ def direct_backward_input(
     """Write the gradient with respect to the input, plus `bias` of shape (channels,), to `dx`.
 
     The gradient at a cell is a sum over the outputs whose windows cover the cell. Two cells that are one stride apart
-    use the same weights, but with outputs shifted by one. So dx is computed one phase at a time. A phase is a set of
-    cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve` computes."""
+    use the same weights, but with outputs shifted by one. Therefore, dx is computed one phase at a time. A phase is a
+    set of cells spaced one stride apart, and its gradient is a convolution of dy with stride 1, which `convolve`
+    computes."""
     for into, places, reverse in _plan_phases(strides):
         part = dx[into]
         if all(many for many, *_ in places):

@@ -89,7 +89,7 @@ _write_backward = make_column_loop(_emit_backward, True)
 
 @jit
 def _backward_loop(x, dy, dx, mean, scale, along, across):
-    # from the end, which the sums before have read last, so that it is in the cache
+    # in reverse order, because the end of the field was read last by the sums, and is still in the cache
     for first in range((x.shape[0] - 1) // BLOCK_ROWS * BLOCK_ROWS, -1, -BLOCK_ROWS):
         last = min(first + BLOCK_ROWS, x.shape[0])
         _write_backward((x, dy, dx), first, last, 0, mean.size, (mean, scale, along, across), ())

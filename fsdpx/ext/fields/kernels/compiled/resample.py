@@ -26,7 +26,7 @@ def _compute_weighted_cell_sums(first, last, x, y, starts, sources, weights):
     for row in range(first, last):
         line, o = row // outputs, row % outputs
         begin, end, out = starts[o], starts[o + 1], y[line, o]
-        if end - begin == 2:  # the most common case, linear interpolation
+        if end - begin == 2:  # the most common case: linear interpolation
             a, b, v, w = x[line, sources[begin]], x[line, sources[begin + 1]], weights[begin], weights[begin + 1]
             for j in range(size):
                 out[j] = v * a[j] + w * b[j]
