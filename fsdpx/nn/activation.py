@@ -156,7 +156,7 @@ ACTIVATIONS: dict[str, Callable[[], Layer]] = {
     "silu": SiLU,
     "tanh": Tanh,
 }
-"""Name of an activation in model configurations -> activation layer."""
+"""Activation layers, by the names used in model configurations."""
 
 
 def make_activation(owner: object, name: str) -> Layer:

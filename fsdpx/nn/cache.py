@@ -13,8 +13,8 @@ class KeyValueCache:
     """Key-value cache of a batch of texts: keys and values of earlier tokens, stored under the path of the attention
     layer. Layers access it as `LayerContext.cache`.
 
-    Row i of an input contains the tokens of text i from position `lengths[i]` on. The caller sets all `lengths` before
-    each forward pass, so a text can also be read again from an earlier position.
+    Row i of an input contains the tokens of text i, beginning at position `lengths[i]`. The caller sets all `lengths`
+    before each forward pass, so a text can also be read again from an earlier position.
 
     Parameters
     ----------

@@ -40,8 +40,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ChildCall:
-    """One step of a container: a call of `layer`. The names of the values that it takes are `sources`, and the names of
-    the values that it returns are `gives`."""
+    """One step of a container: a call of `layer`. `sources` are the names of the values that it takes, and `gives` are
+    the names of the values that it returns."""
 
     name: str
     layer: Layer
@@ -70,7 +70,7 @@ class Container(Layer):
     ----------
     steps : the child layers, with the names of the values that they read and return
     inputs, outputs : names of the container's inputs and outputs
-    ties : alias -> canonical name, for each parameter with two names
+    ties : dict that maps aliases to canonical names, for each parameter with two names
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -82,8 +82,8 @@ class Container(Layer):
     """Whether `forward` accesses steps by index, in which case no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Parameter name -> initializer that replaces the layer's own initializer, for example to read values from a file;
-    see `fsdpx.models`."""
+    """Initializers that replace the layers' own initializers, by parameter name, for example to read values from a
+    file; see `fsdpx.models`."""
 
     def __init__(
         self,
@@ -278,8 +278,8 @@ class Sequential(Container):
 
     Parameters
     ----------
-    layers : layers, which are named "0", "1", ..., or dicts from name to layer
-    ties : alias -> canonical name of a shared parameter, e.g. `{"head.weight": "embed.weight"}`
+    layers : layers, which are named "0", "1", ..., or dicts that map names to layers
+    ties : dict that maps aliases of shared parameters to canonical names, e.g. `{"head.weight": "embed.weight"}`
     frozen : name patterns (fnmatch) of parameters that are not trained, e.g. `["0.*"]`
     """
 

@@ -41,7 +41,7 @@ WRITTEN, BLANK = 0, 1
 
 
 class GradientEntry:
-    """The gradient array of one parameter, with a flag that tells whether the array has been written since the last
+    """The gradient array of one parameter, with a flag that says whether the array has been written since the last
     reset. Until then, its content is undefined (`is_blank`).
 
     The flag is one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they can be
@@ -226,7 +226,7 @@ def linear_forward(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
 
 
 def add_linear_gradients(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
-    """Add the parameter gradients of `linear_forward`: dy^T x to `g["weight"]`, and the column sums of dy to
+    """Add the parameter gradients of `linear_forward`: `dy.T @ x` to `g["weight"]`, and the column sums of dy to
     `g["bias"]`, for dy `(rows, m)` and x `(rows, n)`."""
     if _can_use_blas(xp, dy, x):
         blas.linear_backward_params(claim_gradient(g, "weight"), claim_gradient(g, "bias"), dy, x)

@@ -20,10 +20,10 @@ class Graph(Container):
 
     Parameters
     ----------
-    nodes : name -> (layer, names of the inputs or nodes that it reads)
+    nodes : dict that maps names to (layer, names of the inputs or nodes that it reads)
     inputs : names of the model's inputs
     outputs : names of the inputs or nodes whose values are returned
-    ties : alias -> canonical name of a shared parameter, as in `Sequential`
+    ties : dict that maps aliases of shared parameters to canonical names, as in `Sequential`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 

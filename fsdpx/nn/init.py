@@ -91,8 +91,8 @@ ones = Constant(1.0)
 
 
 def make_initial_values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """Return the full initial parameters for `specs` (name -> `ParameterSpec`) as NumPy arrays. Ranks that initialize
-    only their shards get slices of exactly these arrays, regardless of the sharding."""
+    """Return the full initial parameters for `specs`, a dict of `ParameterSpec` by name, as NumPy arrays. Ranks that
+    initialize only their shards get slices of exactly these arrays, regardless of the sharding."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs.items()

@@ -178,7 +178,7 @@ class GivenValues(Protocol):
         """Replace the values on every rank with those of rank 0. Collective."""
 
     def release_reproducible_values(self) -> None:
-        """Free those values that can be produced again. Called after all ranks have taken their shards."""
+        """Free values that can be produced again. Called after all ranks have taken their shards."""
 
 
 @dataclass(frozen=True)
@@ -341,8 +341,8 @@ class Layer(ABC):
     Parameters
     ----------
     env : array namespace, mesh, random numbers and training mode, see `LayerContext`
-    p : name -> parameter, for the names of `specs()`; the arrays are views of flat buffers
-    g : name -> gradient, for trainable parameters only; a layer *adds* to these arrays
+    p : parameters by name, for the names in `specs()`; the arrays are views of flat buffers
+    g : gradients by name, for trainable parameters only; a layer *adds* to these arrays
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is the sample dim and may have size 0
     dy : the gradient of the result, with the same shape as the result
 
@@ -356,11 +356,11 @@ class Layer(ABC):
     n_outputs: int = 1
     """Number of arrays that `forward` returns; only containers may return more than one."""
     cheap: bool = False
-    """Whether `forward` takes no longer than one pass over the layer's arrays. A container then saves what
+    """Whether `forward` takes no longer than one pass over the layer's arrays. If so, a container saves what
     `recompute` needs, instead of the result."""
     collective: bool = False
-    """Whether the layer calls collectives over `env.mesh.data`. All ranks of this axis must then run the layer the same
-    number of times."""
+    """Whether the layer calls collectives over `env.mesh.data`. If so, all ranks of this axis must run the layer the
+    same number of times."""
     takes_ghosts: bool = False
     """Whether the layer gets its shard of a field with ghost cells, and reads them or passes them on, as all
     elementwise layers do. Other layers get the shard without ghost cells."""
@@ -391,9 +391,9 @@ class Layer(ABC):
     compiled before the first step. None: another library computes the layer, as PyTorch does for its own modules."""
 
     plan: Mapping[str, Any] = {}
-    """The layer's built-in tensor plan: name of a child ("" for the layer itself) -> mark (`ColumnParallel`,
-    `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
-    `shard_over_ranks`)."""
+    """The layer's built-in tensor plan: the mark of each child, by name ("" for the layer itself). Marks are
+    `ColumnParallel`, `RowParallel`, `VocabParallel`, or `LayerDefault` for a layer that implements its sharding in
+    `shard_over_ranks`."""
 
     routes: bool = False
     """Whether the layer routes tokens to experts, and counts the (token, expert) choices in `env.mesh.counters`."""
@@ -402,7 +402,7 @@ class Layer(ABC):
     """Initial values of the parameters that come from another library. They may differ between ranks."""
 
     aliases: ClassVar[Mapping[str, str | None]] = {}
-    """Parameter name in another library -> name in `specs`; None: the parameter is not needed."""
+    """For each parameter name in another library, the name in `specs`; None: the parameter is not needed."""
 
     def __init_subclass__(cls) -> None:
         wrap_constructor_with_argument_check(cls)

@@ -46,7 +46,8 @@ __all__ = [
 
 
 class Linear(Layer):
-    """Fully connected layer, y = x weight^T + bias: `(samples, ..., in_features)` -> `(samples, ..., out_features)`.
+    """Fully connected layer, `y = x @ weight.T + bias`: `(samples, ..., in_features)` -> `(samples, ...,
+    out_features)`.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
-"""Converts a model to the list of leaf layers, in execution order, from which training steps are compiled. Also
-computes the shapes of all values in a dry run without data."""
+"""Convert a model to the list of its leaf layers in execution order, from which training steps are compiled, and
+compute the shapes of all values in a dry run without data."""
 
 import threading
 from collections import defaultdict
@@ -90,9 +90,9 @@ class LayerList:
     nodes : the leaf layers
     inputs : names of the model's inputs
     outputs : ids of the values that the model returns
-    ties : alias -> canonical name of tied parameters
+    ties : dict that maps aliases of tied parameters to canonical names
     frozen : canonical names of the parameters that containers freeze
-    initial : canonical parameter name -> initializer, for each parameter whose initializer a container replaces
+    initial : initializers by canonical parameter name, for each parameter whose own initializer a container replaces
     takes : for each input, the dtype that the model expects: "numbers", "indices" or "given", see `Layer.takes`
     """
 
@@ -142,7 +142,7 @@ def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
 
-    `wanted` are the same kind of sets, for the layer's results. They are used for inputs that `Layer.takes` declares as
+    `wanted` contains such sets for the layer's results. They are used for inputs that `Layer.takes` declares as
     "passed", which means that the input is read in the same dtype as the result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)

@@ -334,7 +334,7 @@ class FieldPartition:
     @classmethod
     def to_channels_first(cls, array: Any) -> Any:
         """Return a view of an array of the field with channels in dim 1, or convert such a view back to the field's
-        layout. Both are the same operation."""
+        layout. The same operation does both."""
         return array
 
     def bind_loss(self, loss: Any) -> Any:
@@ -441,7 +441,8 @@ class ShardingContext:
     width : number of ranks on the tensor axis
     mark : the tensor plan's mark for this layer, such as `ColumnParallel`; None: the layer has no mark
     sequence : the argument `sequence` of `parallelize`
-    redistribution_functions : those of the walk over the model, for layers that shard a model inside them
+    redistribution_functions : the functions of `ShardingWalk` that insert redistributions, for layers that themselves
+        shard an inner model
     """
 
     path: str

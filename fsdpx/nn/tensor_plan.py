@@ -1,4 +1,4 @@
-"""Tensor parallelism: replaces the layers and the loss of a model with versions that are sharded over the tensor
+"""Tensor parallelism: replace the layers and the loss of a model with versions that are sharded over the tensor
 axis."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ShardingWalk:
     Attributes
     ----------
     partial : names of the parameters for which each rank computes only a partial gradient
-    ties : alias -> canonical name, for the tied parameters of the full model
+    ties : dict that maps aliases to canonical names, for the tied parameters of the full model
     redistribution_functions : functions that choose which redistributions to insert before a step; they are called in
         order
     """
@@ -190,8 +190,8 @@ def parallelize(
     model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have built-in plans (`Layer.plan`)
     loss : the loss; it must have `acts_on = "position"` if the model's output is sharded along dim 1 by `sequence`
     width : number of ranks on the tensor axis
-    plan : name pattern (fnmatch) -> `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`; None: the
-        layers' built-in plans
+    plan : dict that maps name patterns (fnmatch) to `ColumnParallel`, `RowParallel`, `VocabParallel` or `LayerDefault`;
+        None: the layers' built-in plans
     sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
     With "parallel", activations between sharded layers are sharded along dim 1 (Korthikanti et al. 2022); with None,

@@ -20,7 +20,7 @@ from fsdpx.nn.shard_specs import ColumnParallel, RowParallel
 __all__ = ["MLP", "GatedActivation", "GatedMLP", "TransformerBlock"]
 
 GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_pytorch_tanh": "gelu tanh"}
-"""Name of an activation in model configurations -> name of the kernel variant."""
+"""Names of kernel variants, by the names of activations in model configurations."""
 
 
 class GatedActivation(Layer):
