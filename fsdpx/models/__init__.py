@@ -1,4 +1,4 @@
-"""Loads pretrained models of other projects from folders or state dicts (docs: models)."""
+"""Load pretrained models of other projects from folders or state dicts (docs: models)."""
 
 from typing import TYPE_CHECKING
 

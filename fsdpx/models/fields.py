@@ -1,4 +1,4 @@
-"""Checks the fields of model configurations (`config.json`) and their values."""
+"""Check the fields of model configurations (`config.json`) and their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds a `MeshGraphNet` from weights of PhysicsNeMo or of the program by Pfaff et al. (2021)."""
+"""Build a `MeshGraphNet` from weights of PhysicsNeMo or of the program by Pfaff et al. (2021)."""
 
 from __future__ import annotations
 

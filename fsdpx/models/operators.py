@@ -1,4 +1,4 @@
-"""Loads models of fields and meshes from the weights of other projects: the usual U-Net, neuraloperator's FNO,
+"""Load models of fields and meshes from the weights of other projects: the usual U-Net, neuraloperator's FNO,
 PDEBench's models, and MeshGraphNets of PhysicsNeMo and of Pfaff et al.
 
 The names and shapes of the tensors determine the model. For each project, there is a table that maps tensor names to
@@ -57,8 +57,8 @@ class Project:
     Parameters
     ----------
     marker_name : name of a tensor that occurs in all models of this project, and in no others
-    make_model : function from the tensors and the caller's options to the model
-    names : parameter name in fsdpx -> tensor name in the project, as in `Architecture`
+    make_model : function that builds the model from the tensors and the caller's options
+    names : for each parameter name in fsdpx, the tensor name in the project, as in `Architecture`
     join_tensors : function that converts the project's tensors to one tensor per parameter
     unused : patterns (fnmatch) of the names of tensors that are not needed
     """
@@ -82,8 +82,8 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
 
     Parameters
     ----------
-    source : name -> array, as `module.state_dict()` returns; or the path of a safetensors file, or of a folder that
-        contains one
+    source : arrays by name, as `module.state_dict()` returns them; or the path of a safetensors file, or of a folder
+        that contains one
     options : properties that the weights do not determine. U-Net: `activation="tanh"` (PDEBench, The Well), `padding`,
         and `transposed=True` if the last layer is a ConvTranspose (The Well) with equal numbers of input and output
         channels. neuraloperator's FNO: `positions=False`. PDEBench's FNO: `padding`, the number of cells that are
@@ -107,14 +107,14 @@ def to_state_dict(
 
     Parameters
     ----------
-    parameters : name -> full array, as `trainer.parameters()` returns them
+    parameters : full arrays by name, as `trainer.parameters()` returns them
     like : the current weights of the other project's module, as `module.state_dict()`
     options : as in `from_state_dict`
 
     Returns
     -------
-    dict : name -> array, for `module.load_state_dict` once the arrays are converted to tensors. Tensors of `like` that
-        are not parameters of the fsdpx model are returned unchanged
+    dict : arrays by name, for `module.load_state_dict` once they are converted to tensors. Tensors of `like` that are
+        not parameters of the fsdpx model are returned unchanged
 
     Raises
     ------

@@ -1,5 +1,5 @@
-"""Loads a model from a transformers folder. The model is built without values, and each rank reads only the elements
-of its own shards from the files."""
+"""Load a model from a transformers folder. The model is built without values, and each rank reads only the elements of
+its own shards from the files."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ class TensorSource:
         return True
 
     def iterate_shards(self, array: Any, start: int) -> Iterator[LocalShard]:
-        """Split `array`, which contains the parameter's elements from flat index `start` on, into one view per tensor
-        in the files."""
+        """Split `array`, which contains the parameter's elements beginning at flat index `start`, into one view per
+        tensor in the files."""
         at = 0
         for name, first, last in self.iterate_slices(start, start + array.size):
             part = array[at : at + last - first]
@@ -279,8 +279,8 @@ def _has_equal_values(source: CheckpointSource, name: str, other: str) -> bool:
 def _map_parameters_to_sources(
     source: CheckpointSource, model: Container, architecture: Architecture, tied: set[str]
 ) -> dict[str, TensorSource]:
-    """Return a dict from the name of each parameter to the tensors from which it is read. Raise CheckpointError if
-    tensors are missing or unknown, or have the wrong shape.
+    """Return a dict that maps each parameter name to the tensors from which the parameter is read. Raise
+    CheckpointError if tensors are missing or unknown, or have the wrong shape.
 
     The files may contain a tied parameter once, or once under each of its names."""
     ordered = linearize(model)

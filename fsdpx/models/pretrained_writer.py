@@ -1,4 +1,4 @@
-"""Saves a model in a folder that transformers can load. All ranks write their own shards in parallel. File names and
+"""Save a model in a folder that transformers can load. All ranks write their own shards in parallel. File names and
 tensor names are those of the folder from which the model was loaded."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the tokenizer in a model's folder, and the tokens that mark the end of a text."""
+"""Read the tokenizer in a model's folder, and the tokens that mark the end of a text."""
 
 from __future__ import annotations
 

@@ -84,11 +84,11 @@ class Adam(_AdamBase):
 
     Parameters
     ----------
-    lr : a number, or a schedule: a function from the step, counted from 1, to a number
+    lr : a number, or a schedule: a function that takes the step, counted from 1, and returns a number
     betas : decay of m and of v per step, each in [0, 1)
-    eps : added to the square root
+    eps : number that is added to the square root
     weight_decay : coefficient; weight_decay * p is added to g
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+    groups : dict that maps name patterns (fnmatch) to dicts with `weight_decay`, `lr_scale` or both, for the matching
         parameters
     """
 

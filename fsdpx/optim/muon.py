@@ -30,8 +30,8 @@ NOT_MATRICES = ("*embed*", "*wte*", "*wpe*", "*head*")
 
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-"""Number of steps and coefficients of the Newton-Schulz iteration, which moves singular values to between 0.7 and
-1.2."""
+"""Number of steps and coefficients of the Newton-Schulz iteration, which moves singular values into the range from 0.7
+to 1.2."""
 
 
 @wrap_constructor_with_option_check
@@ -53,14 +53,14 @@ class Muon:
 
     Parameters
     ----------
-    lr : learning rate for all parameters: a number, or a schedule (a function from the step, counted from 1, to a
-        number)
+    lr : learning rate for all parameters: a number, or a schedule (a function that takes the step, counted from 1, and
+        returns a number)
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step, for all parameters
     exclude : name patterns (fnmatch) of matrices to be updated by `others`
     others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
         by those of this optimizer
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+    groups : dict that maps name patterns (fnmatch) to dicts with `weight_decay`, `lr_scale` or both, for the matching
         parameters
     """
 
@@ -104,7 +104,7 @@ class Muon:
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
         g : gradient of these parameters, `(n,)`, before it is multiplied by `scale`; not changed
-        slots : dict from name to state array `(n,)`; changed in place
+        slots : state arrays `(n,)` by name; changed in place
         lr : learning rate of the step
         step : number of the update, counted from 1
         segments : the parameters, or parts of parameters, that the shard holds

@@ -60,7 +60,7 @@ class SlotFormat:
 
 
 def get_slot_formats(optimizer: Any) -> dict[str, SlotFormat]:
-    """Return a dict from the name of each slot (state array) of an optimizer to its format. The optimizer's own
+    """Return the format of each slot (state array) of an optimizer, as a dict keyed by slot name. The optimizer's own
     attribute `slot_formats` needs to contain only slots whose dtype differs from that of the shard."""
     named: Mapping[str, SlotFormat] = getattr(optimizer, "slot_formats", {})
     return {name: named.get(name, SlotFormat()) for name in optimizer.slots}
@@ -72,8 +72,8 @@ def needs_full_parameters(optimizer: Any) -> bool:
 
 
 def make_zero_slots(xp: Any, optimizer: Any, segments: ShardSegments, dtype: Any) -> dict[str, Any]:
-    """Return an optimizer's state arrays before step 1, as a dict from name to an array of zeros. `dtype` is the dtype
-    of the parameter shard."""
+    """Return an optimizer's state arrays before step 1, as a dict that maps names to arrays of zeros. `dtype` is the
+    dtype of the parameter shard."""
     return {name: xp.zeros(segments.size, kept.get_dtype(dtype)) for name, kept in get_slot_formats(optimizer).items()}
 
 
@@ -116,7 +116,8 @@ class Elementwise(ABC):
 
 
 LearningRate = float | Callable[[int], float]
-"""A learning rate: a number, or a schedule, which is a function from the step, counted from 1, to a number."""
+"""A learning rate: a number, or a schedule, which is a function that takes the step, counted from 1, and returns a
+number."""
 Slots = Mapping[str, Any]
 """State arrays of a shard by slot name."""
 
@@ -135,14 +136,14 @@ class Optimizer(Protocol):
 
     @property
     def lr(self) -> LearningRate:
-        """The learning rate: a number, or a schedule from the step to a number."""
+        """The learning rate: a number, or a schedule, which is a function of the step."""
 
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the state arrays. Each array is as large as the shard, and all zeros before step 1.
 
-        An optimizer may also have an attribute `slot_formats`: a dict from slot name to `SlotFormat`, for slots whose
-        dtype differs from that of the shard."""
+        An optimizer may also have an attribute `slot_formats`: a dict that maps slot names to `SlotFormat`s, for slots
+        whose dtype differs from that of the shard."""
 
     def update(
         self,
@@ -163,7 +164,7 @@ class Optimizer(Protocol):
         xp : namespace of the arrays
         p : the shard's parameters, flat `(n,)`; changed in place
         g : gradient of these parameters, `(n,)`, before it is multiplied by `scale`; not changed
-        slots : dict from name to state array `(n,)`; changed in place
+        slots : state arrays `(n,)` by name; changed in place
         lr : learning rate of the step, `get_learning_rate(optimizer, step)`
         step : number of the update, counted from 1. If some parameters have missed updates, see `update_parameters`
         segments : the parameters, or parts of parameters, that the shard holds
@@ -190,8 +191,8 @@ def update_parameters(
     segments: ShardSegments,
     scale: float = 1.0,
 ) -> bool:
-    """Update a shard in place. As in `torch.optim`, the step number that is used for a parameter is the number of its
-    own updates. Return False if the arrays have only shapes and no values, so that nothing was computed.
+    """Update a shard in place. As in `torch.optim`, the step number of a parameter counts only updates of this
+    parameter. Return False if the arrays have only shapes and no values, so that nothing was computed.
 
     The arguments are those of `Optimizer.update`, except that `step` is the step number of the trainer.
 

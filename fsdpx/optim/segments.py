@@ -13,14 +13,15 @@ from fsdpx.errors import ConfigError
 __all__ = ["Exchange", "HyperparameterSpan", "ParamGroups", "ShardPeers", "ShardSegment", "ShardSegments"]
 
 ParamGroups = Mapping[str, Mapping[str, float]]
-"""Dict from name pattern (fnmatch on dotted names, first match) to {"weight_decay": ..., "lr_scale": ...}"""
+"""Dict that maps name patterns to {"weight_decay": ..., "lr_scale": ...}. Patterns are matched against dotted names by
+fnmatch; the first match applies."""
 NORMS = "<norms>"
 """A special pattern that matches the parameters of norms (`ParameterSpec.norm`), regardless of their names."""
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
-"""Function that all-gathers a few numbers per parameter. Its arguments are a dict from parameter name to this rank's
-numbers, and the count of numbers per parameter. It returns a dict from parameter name to one list of numbers for each
-rank that holds a part of the parameter."""
+"""Function that all-gathers a few numbers per parameter. Its arguments are a dict of this rank's numbers by parameter
+name, and the count of numbers per parameter. It returns a dict that contains, for each parameter name, one list of
+numbers for each rank that holds a part of the parameter."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -153,7 +154,7 @@ class ShardSegments:
         Returns
         -------
         ShardSegments
-            one cached object for each combination of counts
+            the segments; for equal counts, the same cached object
         """
         if not missed:
             return self
@@ -186,7 +187,7 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : the optimizer's dict from name pattern to hyperparameters
+        groups : the optimizer's hyperparameters by name pattern
 
         Returns
         -------
@@ -200,7 +201,7 @@ class ShardSegments:
 
         Parameters
         ----------
-        groups : the optimizer's dict from name pattern to hyperparameters
+        groups : the optimizer's hyperparameters by name pattern
 
         Returns
         -------
@@ -263,7 +264,8 @@ class ShardSegments:
         ----------
         xp : namespace of the arrays
         parts : maps the name of each parameter to be exchanged to the flat array of `dtype` that this rank contributes
-        sends : function from a segment to the number of elements that the rank with this segment contributes (may be 0)
+        sends : function that takes a segment and returns the number of elements that the rank with this segment
+            contributes (may be 0)
         dtype : dtype of all arrays
 
         Returns

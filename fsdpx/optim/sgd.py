@@ -74,11 +74,11 @@ class SGD(Elementwise):
 
     Parameters
     ----------
-    lr : a number, or a schedule: a function from the step, counted from 1, to a number
+    lr : a number, or a schedule: a function that takes the step, counted from 1, and returns a number
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; weight_decay * p is added to g
     nesterov : whether to use Nesterov momentum; `momentum` must then be above 0
-    groups : dict from name pattern (fnmatch) to a dict with `weight_decay`, `lr_scale` or both, for matching
+    groups : dict that maps name patterns (fnmatch) to dicts with `weight_decay`, `lr_scale` or both, for the matching
         parameters
     """
 

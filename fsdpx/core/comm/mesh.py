@@ -168,7 +168,8 @@ class Mesh:
 
         Raises
         ------
-        MeshError if the product of the widths cannot be `world_size`
+        MeshError
+            if the product of the widths cannot be `world_size`
         """
         known = prod(width for width in self._get_axis_widths() if width is not None)
         rest, remainder = divmod(world_size, known)

@@ -173,7 +173,8 @@ class CodecRules:
 
     def iterate_user_notes(self, shapes: Sequence[tuple[int, Mapping[str, tuple[int, ...]]]]) -> Iterator[str]:
         """Yield each codec's note for users (`Codec.get_user_note`) about the parameters that the codec reduces.
-        `shapes` are pairs of a rule number and a dict from the names of that rule's parameters to their shapes."""
+        `shapes` contains pairs of a rule number and a dict that maps the names of that rule's parameters to their
+        shapes."""
         for codec in dict.fromkeys(self):
             own_shapes = (some for rule, some in shapes if codec in self.get_codec_route(rule))
             if text := codec.get_user_note(dict(pair for some in own_shapes for pair in some.items())):

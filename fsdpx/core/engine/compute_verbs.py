@@ -43,9 +43,9 @@ def run_unit_forward(
     constant: Container[int] = (),
     released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
-    """Run the forward pass of the nodes (layer calls) of a unit on `values`, a dict from activation number to array,
-    and add the nodes' outputs to this dict. If `keep` is true, return what each node saves for backward; otherwise
-    return None for each node.
+    """Run the forward pass of the nodes (layer calls) of a unit on `values`, a dict that maps activation numbers to
+    arrays, and add the nodes' outputs to this dict. If `keep` is true, return what each node saves for backward;
+    otherwise return None for each node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
     for each node, the numbers of the activations that are removed from `values` once it has run, so that the next

@@ -343,8 +343,8 @@ def add_replica_prefix(name: str, replica: int) -> str:
 
 
 def list_saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, ParameterSpec]:
-    """Return a dict from name to spec for all tensors that a checkpoint of the full model stores. The order is the same
-    on all ranks: parameters and running statistics, then the optimizer state of trained parameters.
+    """Return the specs of all tensors that a checkpoint of the full model stores, as a dict keyed by name. The order is
+    the same on all ranks: parameters and running statistics, then the optimizer state of trained parameters.
 
     If replicas train independently, each has its own optimizer state, and `replicas` is the number of these replicas.
     None means the number of replicas in the mesh."""

@@ -379,7 +379,8 @@ applies."""
 
 
 Stages = Sequence[str | int] | Mapping[str, int]
-"""The first layer of each stage, the number of layers in each stage, or a dict from path pattern to pipeline rank."""
+"""The first layer of each stage, the number of layers in each stage, or a dict that maps path patterns to pipeline
+ranks."""
 
 
 def parse_stages_option(

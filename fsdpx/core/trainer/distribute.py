@@ -101,18 +101,19 @@ def distribute(
         (everything 16-bit except gradient sums), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : maximum global gradient norm; larger gradients are scaled down to it (default: no clipping)
     compression : how gradients are sent: {codecs} or a `Codec`, such as `fsdpx.Int8(unbiased=True)`;
-        `fsdpx.HierarchicalCompression(codec)`, to compress only between replicas; or a dict from name pattern to one
-        of these, in which the first matching pattern applies (docs: compression)
+        `fsdpx.HierarchicalCompression(codec)`, to compress only between replicas; or a dict that maps name patterns to
+        one of these, in which the first matching pattern applies (docs: compression)
     reproducible_chunks : split the global batch into this many equal parts, so that results are bit-identical on any
         number of ranks
     frozen : name patterns of parameters that are not trained
     schedule : pipeline schedule: {schedules}, a function, or the path of a text file
     stages : how the pipeline splits the model: the path of the first layer of each stage, or the number of layers of
-        each stage; or a dict from path pattern to pipeline rank, `{"0": 0, "blocks.*": 1}` (docs: schedules)
+        each stage; or a dict that maps path patterns to pipeline ranks, `{"0": 0, "blocks.*": 1}` (docs: schedules)
     recompute : units (groups of layers) whose forward pass is recomputed in the backward pass (activation
         checkpointing): "all"; a number k, for every k-th unit; a limit on activation memory such as "512MiB", for as
         many units as the limit requires; or "attention", for attention only
-    tensor_plan : dict from path pattern to how a layer is sharded over the tensor axis (default: the model's own plan)
+    tensor_plan : dict that maps path patterns to marks such as `nn.sharding.ColumnParallel`, which say how a layer is
+        sharded over the tensor axis (default: the model's own plan)
     sequence : what the tensor axis shards besides weights: "parallel": the sequence in norms and dropout; "ulysses" or
         "ring": the sequence in all layers; "samples": the samples, and no weights except those of experts (docs:
         tensor)

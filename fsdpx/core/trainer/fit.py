@@ -81,9 +81,9 @@ def fit(
     epochs, steps : number of epochs and of steps after which training ends, whichever comes first; with epochs=None,
         only `steps` counts
     validation : batches whose mean loss is computed every `every` steps and at the end
-    metrics : dict from name to function(output, target), whose arguments are NumPy arrays with this rank's samples of a
-        validation batch. The function returns an array with one value per sample, or (sum, count); the mean over the
-        samples of all ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
+    metrics : dict that maps names to functions (output, target), whose arguments are NumPy arrays with this rank's
+        samples of a validation batch. A function returns an array with one value per sample, or (sum, count); the mean
+        over the samples of all ranks is recorded. A loss such as `nn.VRMSE()` can also be a metric
     every : number of steps between two validations
     patience : end training after this many validations without a new best loss
     restore_best : at the end, restore the weights that had the best validation loss (default: only with `patience`)

@@ -63,9 +63,9 @@ class Inspection:
         return get_learning_rate(self.placement.optimizer, self._call_runner.session.state.steps + 1)
 
     def list_settings(self) -> dict[str, str]:
-        """Return the settings that affect results, other than seed and data, as a dict from name to text: layers,
-        loss, optimizer, current learning rate. They are the same on every mesh, because model and loss are described
-        without sharding."""
+        """Return the settings that affect results, other than seed and data, as a dict of texts by name: layers, loss,
+        optimizer, current learning rate. They are the same on every mesh, because model and loss are described without
+        sharding."""
         session, place = self._call_runner.session, self.placement
         optimizer, clip = unwrap_optimizer(place.optimizer), place.options.clip_norm
         settings_by_name = {

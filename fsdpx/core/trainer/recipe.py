@@ -201,7 +201,8 @@ class RuntimeOptions:
     group_bytes : minimum size, such as "1MiB", of a unit (layers gathered together): small layers are grouped to reach
         it (default: 4 MiB; 1 MiB on a single rank or if `tune` is off)
     prefetch : number of flat parameter buffers (pages) to gather ahead of their use (default: the strategy's number)
-    costs : dict from path pattern to the cost of each matching layer, for the automatic split into pipeline stages
+    costs : dict that maps path patterns to the cost of each matching layer, for the automatic split into pipeline
+        stages
     check : True: ranks compare their calls before each collective runs (default: as set by FSDPX_CHECK)
     check_finite : True: check the results of every unit for NaN and Inf
     tune : True: find good values for options that were not given, by measurements of about 100 ms, and store them on

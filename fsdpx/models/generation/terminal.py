@@ -1,4 +1,4 @@
-"""Prints a text on the terminal while it is generated."""
+"""Print a text on the terminal while it is generated."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ class TerminalStream:
 
     Parameters
     ----------
-    decode : function from tokens to text
+    decode : function that converts tokens to text
     write : function that is called with each new piece of text
     """
 
