@@ -33,7 +33,7 @@ class NumberEncoding:
 
     Parameters
     ----------
-    kind : dtype as which the stored bytes are interpreted
+    kind : dtype used to interpret the stored bytes
     missing : stored numbers that mark missing data
     low, high : stored numbers below `low` or above `high` mark missing data; None: no limit
     factor, offset : value = stored * factor + offset, for packed data
@@ -92,7 +92,7 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the dtype as which to interpret stored integers, given the value of their attribute `_Unsigned`. In
+    """Return the dtype to use for interpreting stored integers, given the value of their attribute `_Unsigned`. In
     NetCDF's classic model, all integers are stored as signed, and this attribute marks those that are meant as
     unsigned."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))

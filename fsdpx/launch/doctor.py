@@ -131,8 +131,8 @@ def _has_host_gpu(facts: RankFacts) -> bool:
 
 
 def _get_versions(facts: RankFacts) -> dict[str, str]:
-    """Return package name -> version on the given rank, for fsdpx and the packages that it uses. Optional packages
-    that are not installed are left out."""
+    """Return a dict from package name to version on the given rank, for fsdpx and the packages that it uses. Optional
+    packages that are not installed are left out."""
     wanted = {name: v for name, v in facts.versions.items() if name not in OPTIONAL or v != "not installed"}
     return {"fsdpx": __version__, **wanted}
 

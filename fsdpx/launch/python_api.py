@@ -71,7 +71,7 @@ def launch(  # type: ignore[misc]  # mypy does not know that *args take any *Ts
         options["ranks"], _ = find_default_rank_count(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
-    # in a notebook, the output of ranks would not appear in the cell, so it is written to log files, which are followed
+    # a notebook cell would not show the output of ranks, so it is written to log files and printed from there
     if config.logs is None and sys.stdout is not sys.__stdout__:
         config = replace(config, logs=folder)
     try:

@@ -322,8 +322,8 @@ def _run_job_once(
 
 
 def _read_flight_records(folder: Path, notes: dict[int, RankStatus]) -> dict[int, FlightRecord]:
-    """Return rank -> flight record (log of the last actions) for all ranks. The keys are the rank numbers with which
-    the processes were started, since the surviving ranks are renumbered after a death."""
+    """Return the flight records (logs of the last actions) of all ranks, as a dict keyed by rank. The keys are the rank
+    numbers with which the processes were started, since the surviving ranks are renumbered after a death."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):

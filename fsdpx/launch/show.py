@@ -194,7 +194,7 @@ def _make_dry_run_options(
         "reproducible_chunks": args.chunks,
         "precision": args.precision,
         "group_bytes": args.group_bytes,
-        "tune": False,  # the output must not depend on what was measured on this machine, just as in `plan`
+        "tune": False,  # as in `plan`, the output must not depend on measurements of this machine
         "prefetch": args.prefetch,
         "schedule": args.schedule or "1f1b",
         "sequence": args.sequence,

@@ -33,7 +33,7 @@ __all__ = ["verify", "verify_on_communicator"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 VOCAB, SEQ_LEN = 61, 12
-FULL_BATCH, LAST_BATCH = 13, 3  # a small last batch tests ranks that get no samples
+FULL_BATCH, LAST_BATCH = 13, 3  # the last batch is small, to test ranks that get no samples
 
 TrainingResult = tuple[list[float], dict[str, Any], str]
 
@@ -253,7 +253,7 @@ def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
         tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
-        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # tests labels that the loss ignores
+        tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # to test labels that the loss ignores
         if chunks:
             mine, each = get_chunks_of_rank(chunks, comm.rank, comm.size), rows // chunks
             part = slice(mine.start * each, mine.stop * each)

@@ -55,7 +55,7 @@ class CallablePackage(ModuleType):
 
         def __call__(self, *arguments: Any, **options: Any) -> Plan:
             """Search for the fastest configuration: call `search` with these arguments. Raise ConfigError if the
-            arguments do not fit the signature of `search`."""
+            arguments do not match the signature of `search`."""
             try:
                 signature(search).bind(*arguments, **options)
             except TypeError as error:

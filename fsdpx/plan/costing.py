@@ -225,7 +225,7 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Among all layers that were passed to this function, return the first one that is equal to `layer`. It may be
+    """Among all layers passed to this function so far, return the first one that is equal to `layer`, which may be
     `layer` itself. Equal containers must share one object, because a container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]

@@ -283,7 +283,7 @@ class _Search:
             return
         host = int(min(self.machine.ranks_per_host, self.ranks))
         strategies = self._list_values_to_try("strategy", *PRESETS_BY_MEMORY)
-        # limits the number of pipeline stages, since each stage needs at least one layer
+        # maximum number of pipeline stages, since each stage needs at least one layer
         layers = len(linearize(self.model).nodes)
         for tensor in _list_divisors(self.ranks, host):
             for pipe in _list_divisors(self.ranks // tensor, layers):
@@ -330,7 +330,7 @@ class _Search:
             before = len(self.large)
             self.try_options(chosen | {"microbatches": microbatches})
             if len(self.large) == before:
-                return True  # the step fits, or it is too slow or cannot run, so more microbatches would not help
+                return True  # more microbatches would not help: the step fits, is too slow, or cannot run
             if _get_bytes_without_activations(self.large[-1].prediction) > (self.limit or 0):
                 return False  # more microbatches lower only the memory of activations
         return False

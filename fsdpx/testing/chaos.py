@@ -159,7 +159,7 @@ class StepLog:
         Each start must continue from a checkpoint of an earlier start, without skipping a step. The losses of a step
         must be bit-identical on all ranks and in all starts that performed the step. The last start must have reached
         the last step on all ranks."""
-        made: list[int] = []  # index: step; value: the last start that performed it
+        made: list[int] = []  # made[step] is the last start that performed the step
         losses: dict[int, str] = {}
         for start, ranks in self.read_starts().items():
             firsts = {entries[0][0] for entries in ranks.values() if entries}

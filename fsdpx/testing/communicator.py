@@ -180,7 +180,7 @@ class CommunicatorContract:
             for op in _list_operations(dtype):
                 ours = [_make_random_array(dtype, 7, seed=rank) for rank in range(comm.size)]
                 send = ours[comm.rank].copy()
-                recv = np.zeros_like(send) if root % 2 else send  # root ranks with even numbers reduce in place
+                recv = np.zeros_like(send) if root % 2 else send  # even-numbered roots reduce in place
                 comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
                 if comm.rank == root:
                     _assert_close(recv, _compute_reduction(ours, op))

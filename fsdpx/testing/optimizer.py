@@ -211,7 +211,7 @@ def _compute_parameter_ranges() -> dict[str, slice]:
 def _make_segments(
     low: int, high: int, exchange: Exchange | None = None, peers: ShardPeers | None = None
 ) -> ShardSegments:
-    """Return the parameters, and parts of parameters, that lie in the shard [low, high) of the concatenated test
+    """Return the segments (parameters, or parts of them) in the shard [low, high) of the concatenated test
     parameters."""
     items = []
     for name, place in _compute_parameter_ranges().items():

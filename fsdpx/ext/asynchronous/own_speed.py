@@ -121,8 +121,8 @@ class CommonMemory:
         return [(rank, _find_owned_element_range(self.placement, page, rank, self.sharded)) for rank in turned]
 
     def make_segments(self, rank: int, page: int) -> ShardSegments:
-        """Return the parameters, and parts of parameters, that the elements of a page owned by rank `rank` belong to,
-        in the form that optimizers take."""
+        """Return the segments (parameters, or parts of them) that make up rank `rank`'s elements of a page, in the form
+        that optimizers take."""
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _find_owned_element_range(self.placement, page, rank, self.sharded)
             others = (

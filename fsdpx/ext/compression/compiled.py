@@ -52,7 +52,7 @@ def _quantize_blocks(first, last, all_x, all_q, scales, keep, by_chance, at, key
         x, q = (
             all_x[start : start + BLOCK_ELEMENTS],
             all_q[start : start + BLOCK_ELEMENTS],
-        )  # indices into slices start at 0, so LLVM sees that access is contiguous
+        )  # slices are indexed from 0, so that LLVM recognizes contiguous access
         scales[b] = scale = _compute_scale(x)
         if not scale > 0:
             q[:] = 0
@@ -150,7 +150,7 @@ def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, valu
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        x = all_x[b * block : (b + 1) * block]  # indices into slices start at 0, so LLVM sees that access is contiguous
+        x = all_x[b * block : (b + 1) * block]  # slices are indexed from 0, so that LLVM recognizes contiguous access
         count = x.size
         k = per_block if count == block else rest
         if k == 0:

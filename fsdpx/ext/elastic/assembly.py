@@ -246,8 +246,8 @@ class Assembler:
 
 
 def _find_complete_tensors(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of each tensor that is complete in the snapshots of step `step` of all ranks taken together.
-    """
+    """Return, by name, the shape of each tensor that the snapshots of all ranks after step `step` together hold
+    completely."""
     parts: dict[str, list[ShardDescriptor]] = {}
     for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
         parts.setdefault(part.name, []).append(part)

@@ -91,7 +91,7 @@ def take_samples_of_rank(value: Any, rank: int, accumulation: Accumulation) -> A
 
     def take_rows(array: Any) -> Any:
         if np.ndim(array) == 0:
-            return array  # a scalar is an error, which the check of all batches raises later
+            return array  # a scalar is invalid; the later check of all batches raises the error
         mine = accumulation.get_sample_indices_of_rank(len(array), rank)
         return array[mine.start : mine.stop]
 

@@ -284,7 +284,7 @@ class Coordinator:
         return found
 
     def copy_state_and_wait(self) -> None:
-        """Copy the state to other ranks, and wait for the copies, after the state was replaced, for example by a
+        """Copy the state to other ranks and wait for the copies, because the state was replaced, for example by a
         checkpoint. Collective."""
         if self.assembly.copies.needed:
             self.assembly.copies.abandon_generation()

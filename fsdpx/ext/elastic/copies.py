@@ -191,9 +191,9 @@ class StateCopies:
         self._spare: list[GenerationBuffers] = []
         self._under_way: tuple[GenerationBuffers, int, RunScalars] | None = None
         self._transfers: deque[Handle] = deque()
-        # an error caught while transfers were started, which `advance_and_test_copies` will raise
+        # error caught while starting transfers; `advance_and_test_copies` raises it
         self._lost: RankLost | None = None
-        weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still write to the receive buffers
+        weakref.finalize(self, drain_or_keep_transfers, self._transfers)  # MPI may still be writing to the buffers
         self._begun = 0.0
         self._buffer_count = 0
         self._partners = CopyPartners((), [], {})
@@ -327,7 +327,7 @@ def count_snapshot_bytes(parts: Sequence[ShardDescriptor]) -> int:
 
 
 def _view_parts(buffer: np.ndarray, parts: Sequence[ShardDescriptor]) -> list[LocalShard]:
-    """Return the parts of a snapshot as views of `buffer`, in which the parts lie one after another."""
+    """Return the parts of a snapshot as views of `buffer`, in which they are stored consecutively."""
     found, at = [], 0
     for part in parts:
         kind = parse_dtype(part.dtype)

@@ -315,8 +315,7 @@ class Conv(WindowLayer):
         outputs, halos, kernel_padding = self.plan_outputs_halo_and_padding(self.get_partition(x))
         sizes, weight, bias = get_local_shape(env, outputs), p["weight"], p.get("bias")
         widened: tuple[HaloSpec, ...] = ()
-        # one array is used if slabs do not suffice, or if adding their contributions separately would round 16-bit sums
-        # twice
+        # use one array if slabs do not suffice, or if separate additions would round 16-bit sums twice
         if x.dtype.itemsize < 4 or any(halo.ghosts or halo.has_constants for halo in halos):
             x, halos, widened = exchange_halo(env, x, halos), (), halos
         if not halos:

@@ -17,17 +17,17 @@ class CRPS(Loss):
     """Continuous ranked probability score of an ensemble of M members x_m and a target t: the mean of |x_m - t|, minus
     half of the mean difference |x_m - x_n| between members, for each element (Gneiting and Raftery 2007).
 
-    The output is (samples, members channels, *cells), with all channels of the first member first, and the target is
+    The output is (samples, members channels, *cells), with all channels of the first member first; the target is
     (samples, channels, *cells). The fair score divides the sum of differences by M (M - 1), the standard score by M^2
-    (Ferro 2014). Only the fair score has its minimum where members are drawn from the distribution of the targets. With
-    a number a for `fair`, the loss is a times the fair score plus 1 - a times the standard score, as in Lang et al.
+    (Ferro 2014). Only the fair score is minimal if members are drawn from the distribution of the targets. With a
+    number a for `fair`, the loss is a times the fair score plus 1 - a times the standard score, as in Lang et al.
     (2024), where a = 0.95.
 
     Parameters
     ----------
     members : number M of members
     fair : True (default), False, or a number from 0 to 1; the fair score requires at least 2 members
-    weights, skipna : as in `RelativeL2`, for the target's elements
+    weights, skipna : as in `RelativeL2`, for the elements of the target
     """
 
     def __init__(self, members: int, fair: bool | float = True, weights: Any = None, skipna: bool = False) -> None:
@@ -78,6 +78,6 @@ class CRPS(Loss):
         return apart, w
 
     def _get_difference_factor(self) -> float:
-        """Return the factor of the difference |x_m - x_n| of each pair of members."""
+        """Return the factor by which the difference |x_m - x_n| of each pair of members is multiplied."""
         standard = 1.0 / self.members**2
         return standard * (1.0 + float(self.fair) / (self.members - 1)) if self.members > 1 else standard

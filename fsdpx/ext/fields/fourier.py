@@ -21,9 +21,9 @@ __all__ = ["make_mode_partition", "transform_cells_to_modes", "transform_modes_t
 
 
 def make_mode_partition(parts: FieldPartition) -> FieldPartition:
-    """Return how the Fourier modes of a real field are partitioned. Along the last dim, n cells have modes 0 to n // 2,
-    which are distributed evenly. Along the other dims, modes are in the order of `numpy.fft`, and are partitioned like
-    the cells."""
+    """Return how the Fourier modes of a real field are partitioned over ranks. Along the last dim, n cells have modes 0
+    to n // 2, which are distributed evenly. Along the other dims, modes are in the order of `numpy.fft`, and are
+    partitioned like the cells."""
     *others, last = parts.cuts
     ranks, modes = len(last) - 1, last[-1] // 2 + 1
     return parts.with_cuts((*others, (*(shard_bounds(modes, rank, ranks)[0] for rank in range(ranks)), modes)))
@@ -31,7 +31,7 @@ def make_mode_partition(parts: FieldPartition) -> FieldPartition:
 
 def transform_cells_to_modes(env: LayerContext, x: Array, parts: FieldPartition, what: str) -> Array:
     """Return this rank's Fourier modes of a real field (samples, channels, *cells), unscaled as in `numpy.fft.rfftn`.
-    `what` names the transform in error messages. Collective over the ranks that share the field."""
+    `what` is the name of the transform in error messages. Collective over the ranks that share the field."""
     fft, modes, last = env.xp.fft, make_mode_partition(parts), len(parts.cuts) - 1
     for d in reversed(range(last + 1)):
         x = _transform_dim(env, x, d, (parts.cuts[d], modes.cuts[d]), fft.rfft if d == last else fft.fft, what)
@@ -39,8 +39,8 @@ def transform_cells_to_modes(env: LayerContext, x: Array, parts: FieldPartition,
 
 
 def transform_modes_to_cells(env: LayerContext, modes: Array, parts: FieldPartition, what: str) -> Array:
-    """Return this rank's part of a real field, given its Fourier modes. Inverts `transform_cells_to_modes`.
-    Collective."""
+    """Return this rank's part of a real field, given its Fourier modes. This is the inverse of
+    `transform_cells_to_modes`. Collective."""
     fft, kept, last = env.xp.fft, make_mode_partition(parts), len(parts.cuts) - 1
     for d in range(last + 1):
         inverse = partial(fft.irfft, n=parts.shape[d]) if d == last else fft.ifft
@@ -51,8 +51,8 @@ def transform_modes_to_cells(env: LayerContext, modes: Array, parts: FieldPartit
 def _transform_dim(
     env: LayerContext, x: Array, d: int, cuts: tuple[Cuts, Cuts], transform: Callable[..., Array], what: str
 ) -> Array:
-    """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x. `cuts` are those of the dim before and
-    after."""
+    """Apply `transform`, a function of `numpy.fft`, along cell dim `d` of x. `cuts` are the cuts of the dim before and
+    after the transform."""
     xp, ranks, rank = env.xp, len(cuts[0]) - 1, get_rank_along(env, cuts[0], d)
     turned = xp.moveaxis(x, d + 2, -1)
     shape, count = turned.shape[:-1], math.prod(turned.shape[:-1])
@@ -61,8 +61,8 @@ def _transform_dim(
         return xp.moveaxis(y, -1, d + 2)
     before, after = ([b - a for a, b in pairwise(bounds)] for bounds in cuts)
     lines = [stop - start for start, stop in (shard_bounds(count, r, ranks) for r in range(ranks))]
-    pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]  # of other ranks' lines, own cells
-    columns = [[lines[rank] * size for size in sizes] for sizes in (before, after)]  # of own lines, other ranks' cells
+    pieces = [[n * sizes[rank] for n in lines] for sizes in (before, after)]  # each rank's lines x own cells
+    columns = [[lines[rank] * size for size in sizes] for sizes in (before, after)]  # own lines x each rank's cells
     flat = _all_to_all(env, d, turned.reshape(count * before[rank]), pieces[0], columns[0], what)
     ends = pairwise(accumulate(columns[0], initial=0))
     blocks = [flat[a:b].reshape(lines[rank], n) for (a, b), n in zip(ends, before, strict=True)]

@@ -20,8 +20,8 @@ __all__ = ["RelativeH1"]
 
 
 class _StencilReach(FieldGradient):
-    """`FieldGradient` with the absolute values of its stencils' weights. The result for a field of zeros and ones is 0
-    only where the stencils read no 1."""
+    """`FieldGradient` with the absolute values of its stencil weights. Applied to a field of zeros and ones, it returns
+    0 only where the stencils read no 1."""
 
     def _find_halo_taps_and_dim(
         self, env: LayerContext, term: DerivativeTerm, x: Array
@@ -35,8 +35,8 @@ class RelativeH1(RelativeL2):
     of each sample, where e = y - target, averaged over samples.
 
     With w = 1, this is the norm of the Sobolev space H1, which neural operators use to learn small scales (Li et al.
-    2022). Norms are over all elements of a sample, and gradients are finite differences as in `FieldGradient`. A
-    difference that would read an element of weight 0, such as land, does not count.
+    2022). Norms are over all elements of a sample, and gradients are finite differences as in `FieldGradient`.
+    Differences that would read an element of weight 0, such as land, are left out.
 
     Parameters
     ----------
@@ -68,7 +68,8 @@ class RelativeH1(RelativeL2):
         return bound
 
     def _get_error_and_weights(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array, Array | None]:
-        """Return the error and the target, with their weighted gradients as further channels, and the weights."""
+        """Return the error, the target and the weights. The error and the target have their weighted gradients as
+        additional channels."""
         error, target, w = super()._get_error_and_weights(env, y, target)
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
         both = xp.concatenate([error, target], axis=1)

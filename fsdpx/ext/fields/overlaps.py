@@ -39,7 +39,7 @@ def digest_part_ends(local_shape: Sequence[int], ghosts: Sequence[GhostWidths], 
         for width in WIDTHS:
             cells: list[Any] = [slice(None)]
             for d, (n, (before, _)) in enumerate(zip(local_shape, ghosts, strict=True)):
-                edge = width if d != dim and n > 2 * width else 0  # no corners: solvers may not fill them
+                edge = width if d != dim and n > 2 * width else 0  # without corners, which solvers may not fill
                 cells.append(slice(before + edge, before + n - edge))
             part = x[0][tuple(cells)] if x.shape[0] else x
             enough = part.ndim == len(cells) and min(part.shape) > 0 and local_shape[dim] >= 2 * width

@@ -23,12 +23,13 @@ __all__ = ["SpectrumRMSE"]
 class SpectrumRMSE(FieldLoss):
     """Error of the amplitude spectrum of each channel, averaged over channels and samples.
 
-    The amplitude A_k at wavenumber k is the root of the sum of |Fourier coefficient|^2 over all modes whose wavenumber,
-    as in `BandRMSE`, rounds to k, so that the squares of all A_k add up to the mean square of the field. The error is
-    sqrt(sum_k (A_k(y) - A_k(target))^2), which is at most the `RMSE`. It does not depend on phases: fields that are
-    shifted have the same spectrum, and a smooth average of possible fields has not.
+    The amplitude A_k at wavenumber k is the square root of the sum of |Fourier coefficient|^2 over all modes whose
+    wavenumber, defined as in `BandRMSE`, rounds to k. The squares of all A_k therefore add up to the mean square of the
+    field. The error is sqrt(sum_k (A_k(y) - A_k(target))^2), which is at most the `RMSE`. It does not depend on phases:
+    a shifted field has the same spectrum, but a smooth average of possible fields does not.
 
-    Each rank transforms lines of cells that it gets from the ranks along a dim, and no rank holds the full field.
+    Each rank transforms lines of cells that it receives from the other ranks along a dim, and no rank holds the full
+    field.
 
     Parameters
     ----------
@@ -36,8 +37,8 @@ class SpectrumRMSE(FieldLoss):
     log : whether to compare logarithms, sqrt(mean_k log((A_k(y) + eps) / (A_k(target) + eps))^2), so that small scales
         count as much as large ones; default False
     eps : number added to amplitudes if `log`; default 1e-6
-    weights, skipna : as in `RelativeL2`; both fields are multiplied by the root of the weights, as by a window, and
-        squares are divided by the mean weight
+    weights, skipna : as in `RelativeL2`; both fields are multiplied by the square root of the weights, as by a window
+        function, and squares are divided by the mean weight
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class SpectrumRMSE(FieldLoss):
         return (dy if root is None else dy * root).astype(dtype)
 
     def _compare_amplitudes(self, xp: Any, of_y: Array, of_target: Array, shells: _Shells) -> tuple[Array, Array]:
-        """Return the error of each channel, and its derivative with respect to each amplitude of y, divided by this
-        amplitude. Amplitudes are (samples, channels, wavenumbers)."""
+        """Return the error of each channel, and the derivative of the error with respect to each amplitude of y,
+        divided by this amplitude. Amplitudes are (samples, channels, wavenumbers)."""
         k, high = np.arange(shells.total), math.inf if self.high is None else self.high
         counted = xp.asarray(((k >= self.low) & (k < high)).astype(np.float64))
         if self.log:
@@ -99,7 +100,7 @@ class SpectrumRMSE(FieldLoss):
         return value, xp.where(below > 0, counted * apart * scale / xp.where(below > 0, below, 1.0), 0.0)
 
     def _get_shells(self, env: LayerContext, parts: FieldPartition) -> _Shells:
-        """Return the wavenumbers of this rank's modes, which are cached."""
+        """Return the wavenumbers of this rank's modes. They are cached."""
         ranges = tuple(get_local_range(env, cuts, d) for d, cuts in enumerate(make_mode_partition(parts).cuts))
         key = "shells of modes", parts.shape, ranges
         if key not in env.constants:
@@ -136,7 +137,7 @@ def _make_shells(env: LayerContext, shape: Sequence[int], ranges: Sequence[tuple
 
 
 def _sum_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
-    """Return the sums of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels, wavenumbers),
+    """Return the sum of |mode|^2 for each wavenumber: (samples, channels, *modes) -> (samples, channels, wavenumbers),
     in float64."""
     xp, count = env.xp, shells.total
     power = (xp.real(modes) ** 2 + xp.imag(modes) ** 2) * shells.multiplicity

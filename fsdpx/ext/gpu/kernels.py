@@ -172,7 +172,7 @@ def _describe_argument(value: Any) -> Sign:
 def _find_kernel_for_dtypes(name: str, signs: tuple[Sign, ...]) -> Body | None:
     roles, body = GPU_KERNELS[name]
     arrays = [sign for sign in signs if not isinstance(sign, str)]
-    # bits of the narrowest floating-point dtype of the arrays, or 0 if no kernel supports one of these dtypes
+    # bit width of the narrowest floating-point dtype of the arrays, or 0 if one of the dtypes has no kernels
     kind = min((get_kernel_bits(dtype) for dtype, _, _ in arrays if dtype.kind not in "biu"), default=0)
     wide = 64 if kind == 64 else 32
     if kind == 0 or any(empty for _, _, empty in arrays):

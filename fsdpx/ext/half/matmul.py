@@ -44,8 +44,8 @@ requested_library: str | None = None  # set by `select_library`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return name -> path and version of each library that can multiply 16-bit matrices. `select_library` accepts these
-    names."""
+    """Return the path and version of each library that can multiply 16-bit matrices, as a dict keyed by name.
+    `select_library` accepts these names."""
     here = {WIDENED: "float32 products of widened operands"}
     library = onednn.load_onednn() if _has_bfloat16_instructions() else None
     return here if library is None else {"onednn": f"{library.path} ({library.version})", **here}

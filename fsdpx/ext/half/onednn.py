@@ -69,7 +69,7 @@ class OneDNN:
         operands = (a, b, out) if bias is None else (a, b, out, bias)
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
-        threads = self._openmp.omp_get_max_threads()  # number of threads, restored below
+        threads = self._openmp.omp_get_max_threads()  # the previous setting, restored below
         if threads != 1:
             self._openmp.omp_set_num_threads(1)
         status = self._execute(primitive, self._own.stream, len(memories), arguments)

@@ -263,8 +263,7 @@ def _try_in_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
         return None  # a forked child cannot use CUDA, and would wait forever for locks that other threads hold
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Python warns about native threads, but these are compute threads of libraries that the child does not use, so
-        # the warning is ignored
+        # ignore Python's warning about native threads: they belong to libraries that the child does not use
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:

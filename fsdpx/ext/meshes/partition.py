@@ -418,7 +418,7 @@ class Partition(Domain):
     def from_sizes(
         cls, nodes: Sequence[int], edges: Sequence[int], ghosts: Sequence[int], rank: int = 0, *, edge_features: int = 0
     ) -> Partition:
-        """Return the partition, over hypothetical ranks, of a mesh of which only sizes are known, for `fsdpx.plan` and
+        """Return a partition over hypothetical ranks for a mesh whose sizes alone are known, for `fsdpx.plan` and
         `fsdpx.dry_run(domain=)`. Communicates nothing.
 
         All ghosts of a rank are assumed to belong to the next rank.

@@ -88,7 +88,7 @@ def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
     first, stop = dm.getHeightStratum(0) if of_cells else dm.getDepthStratum(0)
     given = (dm.getCellNumbering() if of_cells else dm.getVertexNumbering()).getIndices().astype(np.int64)
     owned = given >= 0
-    numbers = np.where(owned, given, -given - 1)  # PETSc marks a ghost by giving -number - 1
+    numbers = np.where(owned, given, -given - 1)  # PETSc stores the number of a ghost as -number - 1
     rows, dim = np.flatnonzero(owned), dm.getCoordinateDim()
     # collective, so it must be called before any rank can raise an error and leave the others waiting
     points = dm.createPointNumbering().getIndices().astype(np.int64)

@@ -63,8 +63,8 @@ class TraceGroups:
         return cls(axes.world.rank, {**groups, "world": together})
 
     def make_transfer_key(self, record: ProgramRecord, action: Action, time: int) -> Hashable:
-        """Return a key by which to match the events of one transfer: it is the same on all ranks that take part in the
-        transfer. Return None if no other rank takes part.
+        """Return a key that identifies a transfer: it is the same on all ranks that take part in the transfer. Return
+        None if no other rank takes part.
 
         `time` is the number of the action's occurrence in its program, counted from 1."""
         verb = VERBS[action.op]

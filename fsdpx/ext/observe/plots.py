@@ -393,7 +393,7 @@ class _PanelDrawing:
             return
 
     def draw_memory(self, held: Mapping[str, Sequence[tuple[float, float]]], bottom: float) -> None:
-        """Draw the memory of a row by kind, with the peak, and with the names of the kinds where there is room."""
+        """Draw the memory of a row by kind, label the peak, and label the kinds where there is room."""
         scale = BAND / self.most
         times, stack = _stack_memory(held)
         times, below = [*times, self.panel.end_time], [0.0] * len(times)
@@ -454,7 +454,7 @@ def _merge_adjacent_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
 
 
 def _assign_stage_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
-    """Return (row, unit) -> brightness from 0 to 1, such that later pipeline stages of a rank are darker.
+    """Return a dict from (row, unit) to a brightness from 0 to 1, such that later pipeline stages of a rank are darker.
 
     Returns {} if the schedule is not a pipeline."""
     computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]

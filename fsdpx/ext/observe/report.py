@@ -536,8 +536,8 @@ def _iterate_tied_gradient_transfers(place: Placement, tie: TieGroup) -> Iterato
 
 
 def _count_stage_message_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """Return (edge, microbatch) -> size in bytes for each message between pipeline stages, given the shapes of the last
-    batch."""
+    """Return the size in bytes of each message between pipeline stages, as a dict keyed by (edge, microbatch), given
+    the shapes of the last batch."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

@@ -87,7 +87,7 @@ class ExpertLoad:
 
 
 def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, ExpertLoad]:
-    """Return path of a layer -> load of its experts on one rank.
+    """Return, for each layer path, the load of the layer's experts on one rank.
 
     `tallies` maps the path of a layer to its counters: how often each expert was chosen, then how many choices were
     computed."""
@@ -95,7 +95,7 @@ def collect_expert_load(tallies: Mapping[str, Sequence[int]]) -> dict[str, Exper
 
 
 def sum_expert_load(ranks: Iterable[Mapping[str, ExpertLoad]]) -> dict[str, ExpertLoad]:
-    """Return path of a layer -> load of its experts, summed over all ranks."""
+    """Return, for each layer path, the load of the layer's experts, summed over all ranks."""
     found: dict[str, ExpertLoad] = {}
     for each in ranks:
         for path, one in each.items():

@@ -38,8 +38,8 @@ class TraceWriter(Observer):
             weakref.finalize(self, _print_if_trace_lost, self._recording, self.folder)
 
     def write_files(self) -> None:
-        """Write the recorded steps of each rank to its own trace file. Raises ConfigError on all ranks if one of them
-        fails. Collective."""
+        """Write the recorded steps of each rank to its own trace file. Raises ConfigError on all ranks if any rank
+        cannot write its file. Collective."""
         records = list(self._recording.records)
         header = self._gather_header(records)
         after = list(self._recording.after)

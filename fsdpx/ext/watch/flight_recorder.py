@@ -36,7 +36,7 @@ _MAGIC = b"fsdpx f2"
 _HEADER = struct.Struct("<8sqqqd64s")  # fields: magic, rank, ranks, process id, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # fields: step, kind of program
 _BEAT = struct.Struct("<d")  # field: perf_counter when the watchdog last polled
-_NOTE = struct.Struct("<dd3056s")  # fields: start of the wait (0: none); last progress; what is awaited, or the stack
+_NOTE = struct.Struct("<dd3056s")  # fields: start of wait (0: none), time of last progress, awaited tensor or stack
 _CALL = struct.Struct("<q56s56s")  # fields: number of collective calls, names of the last two calls
 _LEFT = struct.Struct("<qq")  # fields: whether the script has ended, exit status
 _PROGRAM_AT, _BEAT_AT, _CALL_AT, _LEFT_AT, _NOTE_AT, _START = 128, 192, 512, 640, 1024, 4096
@@ -155,7 +155,7 @@ class FlightAction:
 
     Attributes
     ----------
-    number : number of the action since the start of the rank
+    number : number of the action, counted from the start of the rank
     begin, end : times in seconds since 1970; end is 0 if the action had not ended
     action : the action as text
     waits : what the action waited for, or ""
@@ -220,7 +220,7 @@ class FlightRecord:
 def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
     """Read a flight record from a file. Return None if the file is incomplete or does not belong to this user.
 
-    `whole` says whether to read the actions as well."""
+    `whole` says whether to read the actions, too."""
     size = _SIZE if whole else _START
     try:
         with safe_files.open_file(path, _SIZE) as file:
@@ -246,7 +246,7 @@ def read_record(path: Path, whole: bool = True) -> FlightRecord | None:
 
 
 def read_all_records(folder: Path) -> dict[int, FlightRecord]:
-    """Return rank -> flight record for all flight records in a folder."""
+    """Return all flight records in a folder, as a dict keyed by rank."""
     found = (read_record(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 

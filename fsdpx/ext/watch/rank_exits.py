@@ -165,7 +165,7 @@ def find_awaited_ended_rank(
 
 
 def find_diverged_calls(record_paths: Collection[Path]) -> dict[int, str]:
-    """Return rank -> collective call if ranks wait for each other in different calls, else {}.
+    """Return a dict from rank to collective call if ranks wait for each other in different calls, else {}.
 
     This requires that all ranks have waited for LATE_SECONDS. Ranks must make the same calls in the same order.
     Therefore, if ranks have made equally many calls but are in different ones, the script is wrong, and no rank is

@@ -93,8 +93,7 @@ def start_watchdog(
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    # wait until all records exist, because otherwise, a rank that ends early would consider itself the last one and
-    # remove the folder
+    # wait for all records; otherwise, a rank that ends early would think it is the last and remove the folder
     base.all_gather_data(None)
     if watchdog is None:
         return None
@@ -165,8 +164,7 @@ class Watchdog:
         self._stop.set()
         self.record.record_end(get_sys_exit_status())
         while self._can_others_survive() and not have_all_ranks_ended(self._local_record_paths):
-            # this gives ranks that wait for this rank time to read its record, because MPI_Finalize may not wait for
-            # them
+            # ranks that wait for this rank need time to read its record, because MPI_Finalize may not wait for them
             time.sleep(0.02)
         if have_all_scripts_ended(self._local_record_paths):
             safe_files.remove_user_owned_folder(self.folder)
@@ -239,10 +237,10 @@ class Watchdog:
 
     def _report_if_overdue(self, last: float) -> float:
         """If a wait that began after the last report (at time `last`) is overdue, print which ranks are waiting where,
-        unless a better informed watchdog of this process does so. Return the time of the newest report."""
+        unless a better-informed watchdog of this process does so. Return the time of the newest report."""
         now, first = time.time(), report.FIRST_REPORT_SECONDS
         better = [one for one in self._list_better_informed() if one.rank == 0 and first < one.timeout]
-        grace = 2 * self._poll_seconds if better else 0.0  # time for these watchdogs to poll and report
+        grace = 2 * self._poll_seconds if better else 0.0  # time for better informed watchdogs to poll and report
         if not self._is_wait_overdue(last, now - grace) or any(one._is_wait_overdue(0.0, now) for one in better):
             return last
         comm, flights = self._comm(), read_all_records(self.folder)
@@ -321,7 +319,7 @@ class Watchdog:
     def _end_job_or_kill_ended_rank(self, ended: FlightRecord, what: str) -> None:
         """End the job, because a rank for which other ranks are waiting has ended.
 
-        In elastic training, only kill what is left of the ended rank's process."""
+        In elastic training, only kill the ended rank's process, if it still exists."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if not self._can_others_survive():
             code = ended.exit_status or RANK_EXITED
