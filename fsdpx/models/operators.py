@@ -122,7 +122,8 @@ def to_state_dict(
     """
     tensors = _read_tensors(like)
     ends = np.cumsum([0, *(_view_as_real(a).size for a in tensors.values())]).tolist()
-    # each element of these tensors is its own index, so a model built from them shows where each parameter comes from
+    # the value of each element of these tensors is its index, so a model built from them shows where each parameter
+    # comes from
     places = {}
     for (name, array), first, end in zip(tensors.items(), ends, ends[1:], strict=False):
         numbers = np.arange(first, end, dtype=np.float64)
@@ -157,7 +158,7 @@ def _build_model(tensors: Tensors, options: Mapping[str, Any]) -> Container:
 
 
 def _view_as_real(array: np.ndarray) -> np.ndarray:
-    """Return a complex array as pairs (real, imaginary) in a new last dim, and other arrays unchanged."""
+    """Convert a complex array to pairs (real, imaginary) along a new last dim. Return other arrays unchanged."""
     return np.stack([array.real, array.imag], axis=-1) if np.iscomplexobj(array) else array
 
 

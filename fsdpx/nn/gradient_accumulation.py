@@ -178,7 +178,7 @@ def convert_input(array: Any, takes: str, dtype: Any) -> Any:
 
 
 def as_rows(x: Any) -> Any:
-    """Return an array `(..., n)` as a matrix `(rows, n)`, so that a matrix product needs one BLAS call instead of one
+    """Reshape an array `(..., n)` to a matrix `(rows, n)`, so that a matrix product needs one BLAS call instead of one
     per sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 

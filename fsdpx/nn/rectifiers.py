@@ -38,7 +38,7 @@ class ELU(Layer):
 
     Parameters
     ----------
-    alpha : negative of the limit of the result for x -> -inf; default 1
+    alpha : the result approaches -alpha for large negative x; default 1
     """
 
     acts_on = "element"

@@ -88,8 +88,8 @@ def overload_function(target: Any, **options: Any) -> Callable[[Any], Any]:
 
 
 def resolve_lazy_objects(function: Any) -> Any:
-    """Return a copy of the function in whose globals and closure all stand-ins are replaced with the objects of Numba
-    and llvmlite."""
+    """Return a copy of the function. In the globals and the closure of the copy, all stand-ins are replaced with the
+    objects of Numba and llvmlite."""
     bound_copy = _copies.get(function)
     if bound_copy is not None:
         return bound_copy

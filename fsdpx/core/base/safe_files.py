@@ -93,8 +93,8 @@ def open_file(path: str | os.PathLike[str], max_bytes: int | None = None, ours: 
 
 
 def get_path_of_open_file(file: BinaryIO, path: Path) -> Path:
-    """Return the real path of an open file, with links resolved. If the system does not provide it, resolve `path`,
-    with which the file was opened."""
+    """Return the real path of an open file, with links resolved. If the system does not provide it, resolve `path`, the
+    path with which the file was opened."""
     real_path = Path(f"/proc/self/fd/{file.fileno()}")
     return (real_path if real_path.exists() else path).resolve()
 
@@ -132,7 +132,8 @@ def read_if_trusted(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes | No
 
 
 def describe_read_error(error: Exception, path: str | os.PathLike[str]) -> str:
-    """Return an error message for a file that could not be read. It contains the reason and, exactly once, the path."""
+    """Return an error message for a file that could not be read. It contains the reason, and contains the path exactly
+    once."""
     return str(error) if isinstance(error, Untrusted) else f"{path}: {getattr(error, 'strerror', None) or error}"
 
 

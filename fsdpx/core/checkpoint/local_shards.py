@@ -217,7 +217,7 @@ def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
 
 
 def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """Yield, as (shard, target), the shards that must be read from a checkpoint to fill this rank's codec arrays.
+    """Yield (shard, target) pairs for the shards that must be read from a checkpoint to fill this rank's codec arrays.
     `target` is the array to which the caller must add the shard after reading it, or None if the shard is read directly
     into its final array. Arrays that the checkpoint lacks are set to zero.
 

@@ -213,8 +213,8 @@ def _describe_nearest_folder(path: Path) -> str:
 
 
 def _describe_newest_checkpoint(folder: Path) -> str:
-    """Return a phrase that names the newest checkpoint in a folder and that can be appended to an error message. Return
-    "" if there is no checkpoint, or if the name of the newest one contains no number."""
+    """Return a phrase, to be appended to an error message, that names the newest checkpoint in a folder. Return "" if
+    there is no checkpoint, or if the name of the newest one contains no number."""
     newest_folder = find_newest_checkpoint(folder)
     return (
         ""
@@ -229,8 +229,8 @@ def _join_file_names(folder: Path) -> str:
 
 
 def _describe_file_of_other_format(folder: Path) -> str:
-    """Return a phrase that describes the first file of another known format in a folder and that can be appended to an
-    error message. Return "" if there is no such file."""
+    """Return a phrase, to be appended to an error message, that describes the first file of another known format in a
+    folder. Return "" if there is no such file."""
     for path in sorted(folder.iterdir()):
         if path.is_file():
             with open_regular_file(path) as fd:

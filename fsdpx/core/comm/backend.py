@@ -119,8 +119,8 @@ class Backend(Communicator):
         return GeneratorHandle(iterate_ring_all_reduce(self.start_transfer, self.rank, self.size, call), self.progress)
 
     def _take_next_tag(self) -> int:
-        """Return the next of the tags that are reserved for the library. All ranks get the same tag, because they issue
-        the same collectives in the same order."""
+        """Return the next of the message tags that are reserved for the library. All ranks get the same tag, because
+        they issue the same collectives in the same order."""
         self._tags = (self._tags + 1) % (32767 - USER_TAG_LIMIT)
         return USER_TAG_LIMIT + self._tags
 

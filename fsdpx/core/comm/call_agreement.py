@@ -103,7 +103,7 @@ class CallAgreement:
         ]
 
     def allow_next_comparison(self) -> None:
-        """Let the comparison of the next call begin."""
+        """Allow the comparison of the next call to begin."""
         self.under_way.pop(self.turn, None)
         self.turn += 1
 

@@ -165,9 +165,9 @@ class Communicator(ABC):
     uint8/16/32/64 or bool, in native byte order; MAX and MIN are not defined for complex numbers. float16 and bfloat16
     values are added in float32, in rank order, and the sum is rounded once.
 
-    `what` is the name of the action and the tensor for error messages. `counts` is the number of elements that belong
-    to each rank (default: the balanced partition of `split_evenly`). Arrays that only `root` needs are None on other
-    ranks. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
+    `what` is the name of the action and the tensor for error messages. `counts` lists the number of elements that
+    belong to each rank (default: the balanced partition of `split_evenly`). Arrays that only `root` needs are None on
+    other ranks. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
 
     The optimal algorithms that docstrings mention are those of Patarasu and Yuan (2009) and Chan et al. (2007). A new
     backend inherits from `fsdpx.core.comm.Backend`, and a wrapper around another communicator inherits from

@@ -200,7 +200,9 @@ class Mesh:
 
         Raises
         ------
-        MeshError if the product of the widths cannot be `world_size`"""
+        MeshError
+            if the product of the widths cannot be `world_size`
+        """
         beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
         if self.shard is None and self.replica == 1 and world_size % beside == 0:
             placement = resolve_sharding(strategy, world_size // beside)

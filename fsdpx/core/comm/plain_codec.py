@@ -186,8 +186,8 @@ class _PlainReader:
         return np.frombuffer(bytearray(self.read_next_bytes(count * dtype.itemsize)), dtype).reshape(shape)
 
     def read_class(self) -> type:
-        """Read the name of an fsdpx class, and return the class. Raise ValueError if the class does not only hold
-        values, or if this process has not loaded it."""
+        """Read the name of an fsdpx class, and return the class. Raise ValueError unless it is a class that only holds
+        values and that this process has already loaded."""
         module, _, name = self.read_next_text().partition(":")
         kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
         for part in name.split("."):

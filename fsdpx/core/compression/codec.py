@@ -211,8 +211,8 @@ class Codec(ABC):
 
 
 class NoCompression(Codec):
-    """Codec that sums gradients in their own dtype with one reduce-scatter or one all-reduce. Each of N ranks sends n -
-    n/N of n elements in a reduce-scatter, and twice as many in an all-reduce.
+    """Codec that sums gradients in their own dtype with one reduce-scatter or one all-reduce. For n elements, each of N
+    ranks sends n - n/N elements in a reduce-scatter, and twice as many in an all-reduce.
 
     Parameters
     ----------

@@ -146,8 +146,9 @@ class CodecRules:
         return codecs
 
     def find_rule(self, names: Collection[str]) -> tuple[int, bool]:
-        """Return the number of the first rule that matches a parameter with one of these names, and whether a codec of
-        that rule is not elementwise. The results of such a codec depend on which parameters share a flat buffer."""
+        """Return the number of the first rule that matches a parameter with one of these names, and whether that rule
+        contains a codec that is not elementwise. The results of such a codec depend on which parameters share a flat
+        buffer."""
         rules = enumerate(self.rules)
         number, route = next((i, r) for i, (pattern, r) in rules if any(fnmatchcase(n, pattern) for n in names))
         return number, not all(codec.elementwise for codec in route)

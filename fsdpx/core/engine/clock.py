@@ -29,7 +29,7 @@ class VerbTimings(NamedTuple):
 
     Attributes
     ----------
-    seconds : run time
+    seconds : total run time
     waited : seconds that these actions waited for the results of transfers
     calls : number of actions
     nbytes : bytes that this rank sent, received, wrote to a checkpoint or read from one in these actions

@@ -1,4 +1,4 @@
-"""Options of a training step that users choose."""
+"""The options of a training step that users can set."""
 
 from __future__ import annotations
 

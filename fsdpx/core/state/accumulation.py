@@ -72,7 +72,8 @@ class SequentialAccumulation:
         return "in order"
 
     def count_microbatches(self, wanted: int) -> int:
-        """Return the number of microbatches that each rank runs per step. `wanted` is the number in the options."""
+        """Return the number of microbatches that each rank runs per step. `wanted` is the number that the options
+        request."""
         return wanted
 
     def find_microbatch_bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
@@ -254,14 +255,14 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank along this rank's shard axis, the tree nodes whose sums together make up the sum over that
-        rank's chunks."""
+        """For each rank along this rank's shard axis, the tree nodes whose values add up to the sum over that rank's
+        chunks."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the tree nodes whose sums together make up the sum over that replica's chunks."""
+        """For each replica, the tree nodes whose values add up to the sum over that replica's chunks."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

@@ -90,7 +90,7 @@ class PipelineChoice:
         return home if self.width > 1 else (0,)
 
     def describe_stages_per_rank(self, home: tuple[int, ...]) -> str:
-        """Return a phrase for error messages that tells how many stages each pipeline rank has. Return "" unless the
+        """Return a phrase for error messages that says how many stages each pipeline rank has. Return "" unless the
         schedule itself has chosen more stages than there are pipeline ranks. `home` is the pipeline rank of each
         stage."""
         if self.stages is not None or len(home) <= self.width:

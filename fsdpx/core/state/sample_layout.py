@@ -149,8 +149,8 @@ class Domain(ABC):
     Attributes
     ----------
     dims : number of ranks along each split dimension
-    excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
-        with this kind of domain
+    excluded : name under which core/trainer/option_rules.py lists the options that cannot be combined with this kind of
+        domain
     """
 
     dims: tuple[int, ...]

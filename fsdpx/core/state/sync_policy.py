@@ -24,8 +24,8 @@ class SyncChoice:
 
     Attributes
     ----------
-    excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
-        with this strategy
+    excluded : name under which core/trainer/option_rules.py lists the options that cannot be combined with this
+        strategy
     replicas : whether replicas train independently, so that the ranks of each replica form a group
     optimizers : optimizers that are used in addition to the one that updates parameters in each step
     outer_codec : compression codec for communication between replicas; None: the same as within a replica

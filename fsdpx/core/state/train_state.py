@@ -66,7 +66,7 @@ class LossScaler:
         return replace(self, value=self.value / 2, steps_since_change=0)
 
     def restore_scale(self, value: float, steps_since_change: int) -> LossScaler:
-        """Return this scaler with the value and the step count of a checkpoint. A fixed scale is not changed."""
+        """Return this scaler with the value and the step count from a checkpoint. A fixed scale is not changed."""
         return replace(self, value=value, steps_since_change=steps_since_change) if self.dynamic else self
 
 

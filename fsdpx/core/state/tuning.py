@@ -89,8 +89,8 @@ def write_record(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
 
 
 def describe_cache_location() -> str:
-    """Return a phrase that tells where measurements are cached and that can be appended to a message. Return "" if they
-    cannot be cached."""
+    """Return a phrase, to be appended to a message, that says where measurements are cached. Return "" if they cannot
+    be cached."""
     folder = environment.read_environment().cache
     return "" if folder in _refused else f"; the result is kept in {folder}"
 

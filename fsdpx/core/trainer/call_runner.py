@@ -519,8 +519,7 @@ class CallRunnerChoice(ABC):
 
     Attributes
     ----------
-    excluded : the name under which the table in core/trainer/option_rules.py lists the options that cannot be combined
-        with this one
+    excluded : name under which core/trainer/option_rules.py lists the options that cannot be combined with this one
     """
 
     excluded: ClassVar[str] = "nothing"

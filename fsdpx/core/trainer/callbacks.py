@@ -263,7 +263,7 @@ class FitLimits:
         return STEPS if history.steps == self.steps else ""
 
     def describe_end_reason(self, end: str) -> str:
-        """Return a phrase that tells why the run ended, for messages and `FitHistory.reason`."""
+        """Return a phrase that says why the run ended, for messages and `FitHistory.reason`."""
         return {
             STEPS: f"{self.steps} steps done",
             EPOCHS: "all epochs done",

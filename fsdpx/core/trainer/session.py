@@ -525,8 +525,8 @@ class Session:
         )
 
     def _get_current_stage(self, batch: Microbatch | None = None) -> Stage:
-        """Return the pipeline stage of this rank, with the parameters that are currently frozen. If `batch` is not
-        None, gradients of its floating-point inputs are also computed."""
+        """Return the pipeline stage of this rank, given which parameters are currently frozen. If `batch` is not None,
+        gradients of its floating-point inputs are also computed."""
         place, frozen = self.placement, self.state.frozen
         inputs = () if batch is None else batch.inputs
         key = (frozen, frozenset(v for v, x in enumerate(inputs) if not has_integer_dtype(x)))

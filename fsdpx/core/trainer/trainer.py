@@ -471,7 +471,7 @@ class Trainer:
     ) -> None:
         """Write a checkpoint into the folder `path`; all ranks write at the same time (docs: checkpoints). Collective.
 
-        The checkpoint contains `model.safetensors`, a single standard file whose values are bitwise those of
+        The checkpoint contains `model.safetensors`, a single standard file whose values are bitwise equal to those of
         `parameters()`, and everything that `load` needs to resume exactly. An older checkpoint at `path` is kept until
         the new one is complete. Saving needs 8 MiB of extra memory, and with `background` also enough for a copy of
         this rank's share of the state.

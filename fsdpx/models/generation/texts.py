@@ -85,7 +85,7 @@ class Sampling:
         weights = weights[kept]
         sums = np.cumsum(weights)
         draw = uniform(self.seed, "generate", row * ROW_STRIDE + number, row * ROW_STRIDE + number + 1)[0]
-        # the last token with a nonzero weight; because of rounding, the search could go past it
+        # the last token with a nonzero weight; because of rounding, the search below could otherwise return a later one
         last = int(np.flatnonzero(weights)[-1])
         return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 

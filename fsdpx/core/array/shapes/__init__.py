@@ -87,8 +87,8 @@ triu = tril
 
 
 def where(condition: Any, *values: Any) -> ShapeArray:
-    """Return an array whose shape is the one to which the condition and the values are broadcast. Raise TypeError if no
-    values are passed, because the size of the result would then depend on data."""
+    """Return an array with the shape to which the condition and the values are broadcast. Raise TypeError if no values
+    are passed, because the size of the result would then depend on data."""
     if len(values) != 2:
         raise TypeError("where(condition) has a result whose size depends on data: pass both values")
     return call_with_broadcasting(np.where, condition, *values)

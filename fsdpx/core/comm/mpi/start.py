@@ -185,7 +185,7 @@ def is_process_alive(owner: str) -> bool:
     """Return whether the process with the identifier `owner` (see `identify_process`) is still running on this host."""
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
-        return True  # `owner` does not identify a process, so assume that what it stands for is still in use
+        return True  # `owner` does not identify a process; assume that its folder is still in use
     return get_process_start_time(int(process)) == birth if birth else get_process_start_time(int(process)) != ""
 
 
