@@ -33,8 +33,8 @@ class PackedGraphs(NamedTuple):
 
     def assign_parts(self, ranks: int) -> np.ndarray:
         """Assign each graph to one rank, and return the rank of each node, for `Partition.split(parts=)`. To give the
-        ranks similar numbers of nodes, from the largest graph to the smallest, each graph goes to the rank that has the
-        fewest nodes so far (Graham 1969).
+        ranks similar numbers of nodes, graphs are assigned from the largest to the smallest, each to the rank that has
+        the fewest nodes so far (Graham 1969).
 
         Parameters
         ----------

@@ -146,8 +146,8 @@ negligible time."""
 
 
 def iterate_matmul_calls(xp: Any, name: str) -> Iterator[Call]:
-    """Yield calls of the kernels that consist of matrix products, such as convolutions, for each point of the grid of
-    sizes to measure.
+    """Yield calls of the kernels that consist of matrix products, such as convolutions, at each point of the measured
+    grid of sizes.
 
     Convolutions in 16 bits are left out, because they consist of convolutions in float32 and two casts."""
     kind = parse_dtype(name)

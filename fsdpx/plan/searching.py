@@ -456,8 +456,8 @@ class _Search:
     def _find_max_growth_of_dims(
         self, frugal: Sequence[dict[str, Any]], first: int, last: int
     ) -> tuple[int | None, dict[str, Any]]:
-        """Return the largest factor, a power of 2 up to 2**MAX_DOUBLINGS, by which dims [first, last) of the batch can
-        grow so that a step still fits, and the options with which this step fits.
+        """Return the largest factor by which dims [first, last) of the batch can grow so that a step still fits, and
+        the options with which it fits. The factor is a power of 2, at most 2**MAX_DOUBLINGS.
 
         The factor is None if the model rejects larger dims."""
         if self.limit is None:

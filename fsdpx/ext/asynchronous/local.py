@@ -167,9 +167,9 @@ class LocalSGD(SyncChoice):
 
     Every `sync_every` steps, each replica computes its outer gradient: the outer parameters, with which the round
     began, minus its own parameters. Then `outer_optimizer` takes one step on the outer parameters, with the mean of all
-    outer gradients, weighted by how much data each replica has seen, and all replicas continue from the result. For P
-    bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data parallelism
-    sends in every step.
+    outer gradients, weighted by the amount of data that each replica has seen. All replicas continue from the result.
+    For P bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data
+    parallelism sends in every step.
 
     Parameters
     ----------

@@ -103,8 +103,8 @@ class CompressedCodec(Codec):
         return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._has_reduce_counter else {})
 
     def scratch_bytes(self, size: int, width: int) -> int:
-        """Return the size in bytes of the send and receive buffers of a reduction of `size` elements over `width`
-        ranks, in parts of equal size.
+        """Return the size in bytes of the send and receive buffers for reducing `size` elements over `width` ranks, in
+        parts of equal size.
 
         If any part is larger than that, the reduction allocates its own buffers."""
         return 2 * sum(self.packed_bytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.packed_bytes(1, 0)

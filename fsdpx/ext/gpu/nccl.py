@@ -79,9 +79,9 @@ def open_nccl_communicator(request: CommunicatorRequest) -> Communicator:
 class NcclCommunicator(Backend):
     """Communicator of the ranks of `carrier`, an MPI communicator, each with its own GPU.
 
-    A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. For sums of float16 and bfloat16, the rank
-    that owns a part of the result computes it in float32, in rank order, with scratch memory for n elements, because
-    NCCL itself would round at each step."""
+    A wait longer than `timeout` seconds aborts NCCL and raises CommTimeout. NCCL itself would round at each step of a
+    float16 or bfloat16 sum. Therefore, the rank that owns a part of the result computes it in float32, in rank order,
+    with scratch memory for n elements."""
 
     def __init__(self, carrier: Communicator, timeout: float) -> None:
         super().__init__(carrier.rank, carrier.size, carrier.progress)

@@ -66,7 +66,7 @@ class EdgeRoutes(NamedTuple):
 
     Attributes
     ----------
-    sent : for each rank, which of the edges that this rank passed are sent to that rank
+    sent : for each rank, the indices of those edges passed by this rank that are sent to that rank
     taken : for each edge of this rank's graph, its index among all edges that this rank received, in rank order
     """
 

@@ -240,8 +240,8 @@ def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -
     """Choose the folder of a run on rank 0, and return it on all ranks, together with the arguments with which the run
     was last started ({} for a new run). Collective.
 
-    `given` is the path of the folder. If it is None, the folder is a new one, named after the current time, or, with
-    `resume`, the folder of the latest run with this name that has made steps. A restarted job resumes the run that it
+    `given` is the path of the folder. If it is None, a new folder is named after the current time; with `resume`, the
+    folder of the latest run with this name that has made steps is used instead. A restarted job resumes the run that it
     began earlier, if there is one."""
 
     def choose_on_rank0() -> tuple[RunFolder, dict[str, Any]]:
