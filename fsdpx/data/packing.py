@@ -28,7 +28,7 @@ class PackedGraphs(NamedTuple):
 
     @property
     def total_nodes(self) -> int:
-        """Number of nodes of all graphs."""
+        """Total number of nodes of all graphs together."""
         return int(self.offsets[-1])
 
     def assign_parts(self, ranks: int) -> np.ndarray:

@@ -61,7 +61,7 @@ class DeathRecorder:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the background thread, and wait until it has ended."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

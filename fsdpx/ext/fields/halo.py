@@ -99,7 +99,7 @@ class HaloSpec:
 
     @property
     def padding_sides(self) -> tuple[PaddingSide, PaddingSide]:
-        """Padding before and after the field."""
+        """Padding before the field and padding after it, each a mode or the value of the cells there."""
         return self.mode if isinstance(self.mode, tuple) else (self.mode, self.mode)
 
     @property

@@ -375,8 +375,8 @@ def _make_fourier_matrices(start: int, stop: int, n: int, k: int, is_last_dim: b
 
 
 def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
-    """Transform (samples, channels, *cells) to (samples, channels, *modes, 2), one dim at a time, starting with the
-    last dim."""
+    """Transform cells (samples, channels, *cells) to Fourier modes (samples, channels, *modes, 2), one dim at a time,
+    starting with the last dim."""
     y = x[..., None]
     for d in reversed(range(len(tables))):
         y = _multiply_dim_by_matrix(xp, y, 2 + d, tables[d], 2)
@@ -384,7 +384,7 @@ def _transform_to_modes(xp: Any, x: Array, tables: list[Array]) -> Array:
 
 
 def _transform_to_cells(xp: Any, modes: Array, tables: list[Array]) -> Array:
-    """Transform (samples, channels, *modes, 2) to (samples, channels, *cells)."""
+    """Transform Fourier modes (samples, channels, *modes, 2) to cells (samples, channels, *cells)."""
     y = modes
     for d, table in enumerate(tables):
         y = _multiply_dim_by_matrix(xp, y, 2 + d, table, 1 if d == len(tables) - 1 else 2)

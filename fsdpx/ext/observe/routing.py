@@ -139,6 +139,7 @@ def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> li
 
 
 def gather_expert_load(host: CallRunner) -> dict[str, ExpertLoad]:
-    """Gather the expert load of all ranks, for `trainer.inspect.gather_expert_load`. Collective."""
+    """Gather the expert loads of all ranks and return their sums, for `trainer.inspect.gather_expert_load`.
+    Collective."""
     host.agree_on_call("gather_expert_load")
     return sum_expert_load(host.world.all_gather_data(collect_expert_load(host.placement.axes.counters.tallies)))

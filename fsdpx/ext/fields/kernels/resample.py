@@ -39,7 +39,7 @@ class CellMatrix(NamedTuple):
 
     @property
     def output_count(self) -> int:
-        """Number of outputs."""
+        """Number of output cells, one for each row of the matrix."""
         return len(self.starts) - 1
 
     def list_terms(self) -> list[tuple[np.ndarray, np.ndarray]]:
