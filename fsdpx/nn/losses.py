@@ -145,7 +145,7 @@ class Loss(ABC):
         return LossSum([(1.0, self), (1.0, other)]) if isinstance(other, Loss) else NotImplemented
 
     def __radd__(self, other: float) -> "Loss":
-        """Return the loss itself for 0, with which `sum` begins."""
+        """Return the loss itself if `other` is 0, the value with which `sum` begins."""
         return self if isinstance(other, Real) and other == 0 else NotImplemented
 
     def __mul__(self, factor: float) -> "Loss":

@@ -393,7 +393,7 @@ class ColumnParallel:
     """Tensor-plan mark that replaces a Linear with a `ColumnParallelLinear`. The output stays sharded along the
     features until a layer with the mark RowParallel sums over the features.
 
-    A mark without options has the options that the built-in plan of the enclosing layer defines for this Linear.
+    A mark without options takes the options that the built-in plan of the enclosing layer defines for this Linear.
 
     Parameters
     ----------

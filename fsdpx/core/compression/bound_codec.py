@@ -55,7 +55,7 @@ class BoundCodec(NamedTuple):
 
     def _error_norms_context(self, grad: Any) -> AbstractContextManager[None]:
         """Return a context manager that sets `error_norms` around a call of the codec. It does nothing for GPU arrays,
-        because measuring them would mean waiting for the device."""
+        because computing the norms would require waiting for the device."""
         error = self.memory.get("error")
         return (
             self._record_error_norms(grad, error)

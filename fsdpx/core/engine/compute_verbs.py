@@ -194,7 +194,7 @@ def forward_unit_without_saving(run: ProgramRun, action: Action, taken: Values, 
 
 def forward_unit_checkpointed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Run the forward pass of a unit (group of layers) and save only its inputs (activation checkpointing), as a dict
-    from activation number to array."""
+    that maps activation numbers to arrays."""
     outputs, _ = _run_forward(run, action, taken, read, added, keep=False)
     if run.get_microbatch(action) is None:
         return (*outputs, None, *added)

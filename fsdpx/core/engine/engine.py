@@ -1,5 +1,5 @@
 """The engine of one rank: the loop that runs programs. Before an action, it waits for pending transfers that the action
-needs; between actions, it advances transfers. It also measures time, and names the action in errors.
+needs; between actions, it advances transfers. It also measures time, and names the action in error messages.
 
 A solver may call a model thousands of times. For programs that predict a few samples on one rank, `DirectPrediction`
 therefore runs only the layers, without the overhead of a program."""

@@ -267,9 +267,9 @@ def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, re
 
 
 def _all_gather_tied_gradients(tie: TieGroup, comm: Communicator, totals: Values, every: Any, what: str) -> list[Any]:
-    """All-gather the gradients of all copies of a tied parameter, and return them in the order of `tie.pages`.
-    `totals` holds the gradients of this rank's copies, `every` is memory for the gradients of all copies, and `what`
-    names the transfer in errors."""
+    """All-gather the gradients of all copies of a tied parameter, and return them in the order of `tie.pages`. `totals`
+    holds the gradients of this rank's copies, `every` is memory for the gradients of all copies, and `what` names the
+    transfer in error messages."""
     n, held = totals[0].size, tie.page_counts_by_rank
     first = n * sum(held[: comm.rank])
     own_part = every[first : first + n * held[comm.rank]]

@@ -26,7 +26,7 @@ class StageMessage(NamedTuple):
     size : number of elements
     peer : the other pipeline rank
     tag : message tag, unique between the two ranks
-    what : name of the message, for errors
+    what : name of the message, for error messages
     """
 
     edge: Edge

@@ -73,7 +73,7 @@ def _require_valid_slots(program: Program) -> None:
 
 def _require_same_collective_order(first: Program, other: Program, rank: int) -> None:
     """Raise ProgramError unless both programs issue the same collectives in the same order. Their compute actions may
-    differ. `rank` is the rank of the program `other`, for the error."""
+    differ. `rank` is the rank of the program `other`, for the error message."""
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:

@@ -57,8 +57,8 @@ def require_valid_chunks(chunks: int | None, microbatches: int | None) -> None:
 
 
 class SequentialAccumulation:
-    """Adds gradients in the order in which they arrive: those of microbatches in the order in which the microbatches
-    run, and those of ranks in whatever order the collective adds them."""
+    """Adds gradients in the order in which they arrive: microbatches in the order in which they run, and ranks in
+    whatever order the collective uses."""
 
     bitwise = False
     """True if results must not depend on the number of ranks or on how pages (flat parameter buffers) are sharded."""

@@ -83,7 +83,7 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
-        """Open this rank's storage, with space for those arrays that are offloaded. `rows` are the rank's ledger rows.
+        """Open this rank's storage, with space for the arrays that are offloaded. `rows` are the rank's ledger rows.
         Collective."""
 
 

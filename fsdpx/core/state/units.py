@@ -263,8 +263,8 @@ def _count_local_elements(spec: ParameterSpec, spread: ModelSpread) -> int:
 
 
 def _split_shared_and_copied_ties(model: LayerList, spread: ModelSpread) -> tuple[dict[str, str], dict[str, str]]:
-    """Return two dicts from alias to canonical name of a tied parameter: one for aliases that use the parameter's own
-    page, and one for aliases that get a copy of the parameter."""
+    """Return two dicts that map aliases of tied parameters to canonical names: one for aliases that use the parameter's
+    own page, and one for aliases that get a copy of the parameter."""
     user = {join_path(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}

@@ -97,8 +97,8 @@ def agree_on_choices(world: Communicator, choices: Mapping[str, Any]) -> None:
     Parameters
     ----------
     world : communicator of all ranks
-    choices : maps the name of each choice, as shown in errors, to the choice; names and order are the same on every
-        rank
+    choices : maps the name of each choice, as shown in error messages, to the choice; names and order are the same on
+        every rank
     """
     everyone = world.all_gather_data([_choice_to_text(choice) for choice in choices.values()])
     for rank, texts in enumerate(everyone):

@@ -72,7 +72,7 @@ class CallRecord(NamedTuple):
 
 def all_gather_call_numbers(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     """Gather four integers (`row`) from each rank, and return them as an int64 array of shape (ranks, 4). `what` names
-    the transfer in errors. Collective: one all-gather of 32 bytes per rank; a single rank sends nothing."""
+    the transfer in error messages. Collective: one all-gather of 32 bytes per rank; a single rank sends nothing."""
     if not comm.has_peers:
         return np.array([row], np.int64)
     table = np.zeros((comm.size, WIDTH), np.int64)

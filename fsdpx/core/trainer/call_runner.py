@@ -235,7 +235,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         effect : effect of the call: STEP, READS_STATE, REPLACES_STATE, KEEPS_FOR_LATER or ON_EVERY_RANK
-        name : name of the call, compared between ranks and shown in errors
+        name : name of the call, compared between ranks and shown in error messages
         function : function that makes the call on this rank
         given, options : arguments of `function`
 
@@ -284,7 +284,7 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        call : name of the call, for errors
+        call : name of the call, for error messages
         function : function without arguments
 
         Raises
@@ -299,7 +299,7 @@ class CallRunner(ABC):
         Parameters
         ----------
         values : 1-d array, float64 or int64, of the same size and dtype on every rank
-        call : name of the call, for errors
+        call : name of the call, for error messages
 
         Returns
         -------
@@ -338,7 +338,7 @@ class CallRunner(ABC):
 
         Parameters
         ----------
-        call : name of the call, for the error
+        call : name of the call, for the error message
         """
         if self.closed:
             raise ConfigError(f"{call}: this trainer is closed")

@@ -34,7 +34,7 @@ def init(
     one. Collective.
 
     `with fsdpx.init() as comm:` closes the communicator at the end, as `finalize` does; if the block raises an error,
-    all ranks of the job are ended instead.
+    the job is aborted instead.
 
     With FSDPX_CHECK=1, ranks compare their calls before each collective begins.
 

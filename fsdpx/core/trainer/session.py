@@ -222,7 +222,7 @@ class Session:
         ----------
         set_parameters : function that sets the temporary parameters, and returns a function that restores the
             parameters of this rank
-        what : name of the temporary parameters, for errors
+        what : name of the temporary parameters, for error messages
         """
         self.agree_on_call(f"with {what}")
         put_back = set_parameters()

@@ -29,7 +29,7 @@ class BlasThreads(NamedTuple):
 
 
 class _PoolState:
-    """State of this module.
+    """The state of this module, which all threads share.
 
     Attributes
     ----------
