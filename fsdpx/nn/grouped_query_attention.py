@@ -82,8 +82,8 @@ class GroupedQueryAttention(AttentionContainer, Composite):
 
 
 class AttentionBlock(Composite):
-    """Transformer block: x + attn(norm1(x)), then x + mlp(norm2(x)). Input and output have the shape
-    `(samples, time, d_model)`. The block is one FSDP unit.
+    """Transformer block: x + attn(norm1(x)), then x + mlp(norm2(x)). Input and output have the shape `(samples, time,
+    d_model)`. The block is one FSDP unit: its parameters are all-gathered together.
 
     Parameters
     ----------

@@ -209,7 +209,8 @@ class MLP(Container):
 class TransformerBlock(Container):
     """Pre-norm transformer block of GPT-2 (Radford et al. 2019): x + attn(norm1(x)), then x + mlp(norm2(x)).
 
-    Input and output have the shape `(samples, time, d_model)`. The block is one FSDP unit.
+    Input and output have the shape `(samples, time, d_model)`. The block is one FSDP unit: its parameters are
+    all-gathered together.
 
     Parameters
     ----------

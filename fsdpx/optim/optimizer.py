@@ -45,7 +45,7 @@ class SlotFormat:
     dtype: str | None = None
 
     def get_dtype(self, shard: Any) -> Any:
-        """Return the dtype of the slot, given the dtype of the parameter shard.
+        """Return the dtype of the slot (state array), given the dtype of the parameter shard.
 
         Parameters
         ----------

@@ -103,7 +103,8 @@ class ShardPeers:
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """For each parameter that is split over several ranks, the segment that one of these ranks holds."""
+        """For each parameter that is split over several ranks, the segment (part of the parameter) that one of these
+        ranks holds."""
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -145,7 +146,8 @@ class ShardSegments:
         return self.items[-1].stop if self.items else 0
 
     def with_missed_updates(self, missed: Mapping[str, int]) -> "ShardSegments":
-        """Return these segments, each with the number of updates that its parameter missed while frozen.
+        """Return these segments (parts of parameters), each with the number of updates that its parameter missed while
+        frozen.
 
         Parameters
         ----------
@@ -197,7 +199,7 @@ class ShardSegments:
         return self._get_or_make_spans(_merge_spans, groups)
 
     def spans_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
-        """Return the hyperparameters of each segment.
+        """Return the hyperparameters of each segment (part of a parameter).
 
         Parameters
         ----------
@@ -321,7 +323,7 @@ class ShardSegments:
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
         """Return sums over full parameters, given partial sums on each rank. Each column contains a list of partial
-        sums for each of this rank's segments; the result contains one sum per column and segment.
+        sums for each of this rank's segments (parts of parameters); the result contains one sum per column and segment.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
         rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of

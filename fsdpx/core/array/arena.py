@@ -186,8 +186,8 @@ class Arena:
     Parameters
     ----------
     xp : array module that allocates the buffers (NumPy, CuPy, or shape-only arrays)
-    memory : memory shared with other ranks, in which the slab is allocated if there is enough space. If `memory` is
-        given, all ranks must use slab plans of equal size
+    memory : memory shared with other ranks, in which the slab (memory for short-lived buffers) is allocated if there is
+        enough space. If `memory` is given, all ranks must use slab plans of equal size
     """
 
     def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
@@ -247,8 +247,8 @@ class Arena:
             self.generation += 1
 
     def grow_slab(self, plan: SlabPlan) -> None:
-        """Reallocate the slab if it is too small for `plan`. Call this only between steps, when no buffer of the slab
-        is in use. Collective if the memory is shared."""
+        """Reallocate the slab (memory for short-lived buffers) if it is too small for `plan`. Call this only between
+        steps, when none of these buffers is in use. Collective if the memory is shared."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
             self._free_slab()
@@ -263,7 +263,8 @@ class Arena:
             self.generation += 1
 
     def _free_slab(self) -> None:
-        """Free the memory of the slab, before a larger one is allocated or when the arena is closed."""
+        """Free the slab (memory for short-lived buffers), before a larger one is allocated or when the arena is
+        closed."""
         old, self.slab = self.slab, None
         if self.slab_shared and self.memory is not None:
             self.blocks[:] = [block for block in self.blocks if block is not old]
@@ -280,8 +281,8 @@ class Arena:
             self.memory.free_shared(self.blocks.pop())
 
     def view_slab(self, offset: int, size: int, dtype: Any) -> Any:
-        """Return a view of `size` elements that begins at byte `offset` of the slab. Calls with the same arguments
-        return the same array object."""
+        """Return a view of `size` elements that begins at byte `offset` of the slab (memory for short-lived buffers).
+        Calls with the same arguments return the same array object."""
         key = (offset, size, np.dtype(dtype))
         if key not in self.views:
             self.views[key] = self._slice_slab(offset, size, dtype)

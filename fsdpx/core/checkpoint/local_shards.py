@@ -176,7 +176,8 @@ class CodecMemoryName(NamedTuple):
     memory : the codec's name for the array
     rank_number : index of the rank among all ranks that have such an array; if all ranks along the axis have the same
         array, they form one group, and this is the index of the group among all groups
-    tensor : name of the parameter, or name of the page if the array does not have one element per parameter element
+    tensor : name of the parameter, or of the page (flat parameter buffer) if the array does not have one element per
+        parameter element
     """
 
     axis: str
@@ -205,8 +206,8 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps keys of ledger rows to
-    arrays that are used in place of those in the ledger."""
+    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps keys of rows of the
+    ledger (table of a rank's arrays) to arrays that are used in place of those in the ledger."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
@@ -256,7 +257,8 @@ def _iterate_codec_rows(state: TrainState, instead: Mapping[LedgerKey, Any]) -> 
 
 @dataclass(frozen=True)
 class CodecMemory:
-    """A ledger array that a compression codec keeps between steps, such as an error-feedback residual."""
+    """An array of the ledger (table of a rank's arrays) that a compression codec keeps between steps, such as an
+    error-feedback residual."""
 
     placement: Placement
     row: LedgerRow

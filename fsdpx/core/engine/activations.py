@@ -35,7 +35,8 @@ def is_activation_slot(slot: Slot) -> bool:
 
 
 def get_arena_storage_ids(arena: Arena) -> set[int]:
-    """Return the ids of the arrays that own the arena's memory. The ledger already counts this memory."""
+    """Return the ids of the arrays that own the memory of the arena (allocator of large buffers). The ledger (table of
+    a rank's arrays) already counts this memory."""
     return {id(find_storage(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
@@ -44,7 +45,7 @@ class ActivationMeter:
     Inputs of the batch count as long as a value refers to them; targets and temporary arrays of layers do not count.
 
     A view counts as its base array, and each base array counts once. Parameters that a layer saves for backward are not
-    counted, because the ledger counts them.
+    counted, because the ledger (table of a rank's arrays) counts them.
 
     Attributes
     ----------
@@ -64,7 +65,8 @@ class ActivationMeter:
         return dict(self._held)
 
     def exclude_arena(self, arena: Arena) -> None:
-        """Exclude the memory of this arena from the count. Call this before running a program that uses the arena."""
+        """Exclude the memory of this arena (allocator of large buffers) from the count. Call this before running a
+        program that uses the arena."""
         state = (arena.generation, len(arena.kept))
         if self._planned[0] != state:
             self._planned = state, get_arena_storage_ids(arena)
@@ -113,8 +115,8 @@ def iterate_storage_ids_and_sizes(value: Any) -> Iterable[tuple[int, int]]:
 
 
 class HeapRecorder(Observer):
-    """Observer that records the memory of a dry run, action by action. The *heap* is all memory outside the arena:
-    activations, and gradient shards that each update frees.
+    """Observer that records the memory of a dry run, action by action. The *heap* is all memory outside the arena
+    (allocator of large buffers): activations, and gradient shards that each update frees.
 
     Attributes
     ----------

@@ -43,9 +43,9 @@ def run_unit_forward(
     constant: Container[int] = (),
     released: Sequence[Sequence[int]] = (),
 ) -> list[Any]:
-    """Run the forward pass of the nodes (layer calls) of a unit on `values`, a dict that maps activation numbers to
-    arrays, and add the nodes' outputs to this dict. If `keep` is true, return what each node saves for backward;
-    otherwise return None for each node.
+    """Run the forward pass of the nodes (layer calls) of a unit (group of layers) on `values`, a dict that maps
+    activation numbers to arrays, and add the nodes' outputs to this dict. If `keep` is true, return what each node
+    saves for backward; otherwise return None for each node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
     for each node, the numbers of the activations that are removed from `values` once it has run, so that the next
@@ -74,8 +74,8 @@ def run_unit_backward(
     dvalues: dict[int, Any],
     constant: Container[int],
 ) -> None:
-    """Run the backward pass of the nodes (layer calls) of a unit, last node first. This computes the gradients of both
-    inputs and parameters.
+    """Run the backward pass of the nodes (layer calls) of a unit (group of layers), last node first. This computes the
+    gradients of both inputs and parameters.
 
     `dvalues` maps the number of an activation to its gradient; gradients of inputs are added to this dict. Activations
     in `constant` need no gradient."""
@@ -161,7 +161,8 @@ def _require_same_dtype(node: Node, dx: Any, dy: Any) -> None:
 def _accumulate_input_gradients(
     inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]
 ) -> None:
-    """Add a node's input gradients to the gradients that other nodes have computed for the same activations."""
+    """Add the input gradients of a node (layer call) to the gradients that other nodes have computed for the same
+    activations."""
     # fast path: a single input to which no other node has contributed a gradient yet
     if len(inputs) == 1 and inputs[0] not in dvalues:
         if dx is not None and inputs[0] not in constant:
@@ -235,7 +236,7 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
 
 
 def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Run both halves of the backward pass node by node, so that arrays saved for parameter gradients are freed
+    """Run both halves of the backward pass layer by layer, so that arrays saved for parameter gradients are freed
     early."""
     u, batch, views = get_action_target(action), run.get_microbatch(action), run.views
     unit, pages = run.placement.stage.units[u], _list_trainable_pages(run, u)

@@ -201,7 +201,8 @@ def start_all_gather_page(run: ProgramRun, action: Action, taken: Values, read: 
 
 
 def release_slots(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Free the values that the action takes from its slots: gathered parameters, or arrays loaded from storage."""
+    """Free the values that the action takes from its slots (named values): gathered parameters, or arrays loaded from
+    storage."""
     return ()
 
 
@@ -522,8 +523,8 @@ class Executable:
 
 
 def describe_action_target(placement: Placement, action: Action, kind: str) -> str:
-    """Return a phrase that names the unit, page or message on which an action works. For an action without such a
-    target, name the program by its `kind`, such as "step"."""
+    """Return a phrase that names the unit (group of layers), page (flat parameter buffer) or message on which an action
+    works. For an action without such a target, name the program by its `kind`, such as "step"."""
     description, number = VERBS[action.op].about, action.unit
     if number is None or not description:
         return f"the {kind} program"

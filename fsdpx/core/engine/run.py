@@ -228,7 +228,7 @@ class Workspace:
 
     def get_full_parameter_buffer(self, page: int) -> Any:
         """Return the memory for the gathered parameters of a page (flat parameter buffer): memory that is kept between
-        steps, or a part of the slab."""
+        steps, or a part of the slab (memory for short-lived buffers)."""
         kept = self._full[page]
         if kept is not None:
             return kept
@@ -242,7 +242,7 @@ class Workspace:
 
     def create_gradient(self, page: int, views: BufferViews) -> Gradient:
         """Return an empty accumulator for the unsharded gradient of a page (flat parameter buffer), in memory that is
-        kept between steps or in the slab."""
+        kept between steps or in the slab (memory for short-lived buffers)."""
         place, row = self.placement, self._grads[page]
         if row.is_kept:
             buffer = self.state.ledger.arrays[row.key]
@@ -317,7 +317,7 @@ class ProgramRun:
     placement : the fixed data of this rank
     feed : inputs of this run
     units : the units (groups of layers) of the model, possibly wrapped by observers
-    ties : each `TieGroup`, by the index of its first page
+    ties : each `TieGroup`, by the index of its first page (flat parameter buffer)
     step, scaler : number of updates before this run, and the loss scale when it began
     missed : for each parameter name, the number of updates that the parameter missed while it was frozen
     track_transfer : function that registers a transfer that no action waits for, with the action that started it; the

@@ -16,8 +16,8 @@ __all__ = ["agree_on_slab_plan", "count_scratch_bytes", "find_buffer_lifetimes",
 
 
 def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
-    """Return the slab size, and the offset of each use of each buffer. The uses of a buffer are numbered in the order
-    in which they start."""
+    """Return the size of the slab (memory for short-lived buffers), and the offset of each use of each buffer. The uses
+    of a buffer are numbered in the order in which they start."""
     births: Counter[Hashable] = Counter()
     named = []
     for life in find_buffer_lifetimes(state, program):
@@ -27,16 +27,17 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
 
 
 def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Return the slab plan of this rank, given the plan `own` that it has made alone. If slabs are in shared memory,
-    ranks allocate them together; then this call is collective, and the returned plan has the largest slab size of any
-    rank."""
+    """Return this rank's plan of the slab (memory for short-lived buffers), given the plan `own` that it has made
+    alone. If slabs are in shared memory, ranks allocate them together; then this call is collective, and the returned
+    plan has the largest slab size of any rank."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))
 
 
 def find_buffer_lifetimes(state: TrainState, program: Program) -> list[BufferLifetime]:
-    """Return the lifetime of each slab buffer of a program and its size on this rank, in the order of first use."""
+    """Return the lifetime of each short-lived buffer of a program and its size on this rank, in the order of first
+    use."""
     sized = ((life, _count_slot_bytes(state, life.slot)) for life in find_lifetimes(program))
     return [BufferLifetime(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 

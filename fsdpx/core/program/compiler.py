@@ -157,7 +157,8 @@ class Program:
     ----------
     kind : a key of `PROGRAM_KINDS`
     actions : actions in the order in which they run
-    stage : the part of the model to which the numbers of units, pages and values refer
+    stage : the part of the model to which the numbers of units (groups of layers), pages (flat parameter buffers) and
+        values refer
     microbatches : number of microbatches that the program runs; 0 for a program that computes nothing
     begins, ends : slots (named buffers) that are filled before the program, or after it
     results : slots that are filled at the end and that the caller reads

@@ -30,7 +30,8 @@ def order_sequentially(microbatches: int) -> tuple[Action, ...]:
 
 
 def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
-    """Expand actions of pipeline stages to actions of their units, and insert the sends and receives between stages.
+    """Expand actions of pipeline stages to actions of their units (groups of layers), and insert the sends and receives
+    between stages.
 
     The receives of an action are posted before the preceding action, so that the messages arrive while that action
     runs. The outputs of a stage are sent as soon as they are computed.
@@ -125,8 +126,8 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
 
 
 def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
-    """Return the pages (flat parameter buffers) whose slots of kind `kind` an action uses. `words` are entries of the
-    table `VERBS`, such as "full:pages"."""
+    """Return the pages (flat parameter buffers) whose slots (named buffers) of kind `kind` an action uses. `words` are
+    entries of the table `VERBS`, such as "full:pages"."""
     slots = (
         slot for word in words if word.startswith(f"{kind}:") for slot in resolve_slot_word(word, action, stage, 1)
     )

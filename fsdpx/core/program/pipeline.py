@@ -241,7 +241,7 @@ def find_constant_values(
 
     Parameters
     ----------
-    rows : (parameters or pages, values read, values computed) of each unit, in execution order
+    rows : (parameters or pages, values read, values computed) of each unit (group of layers), in execution order
     trained : parameters or pages that are trained
     data : values without a gradient, such as model inputs
     """

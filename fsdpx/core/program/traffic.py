@@ -136,9 +136,9 @@ def find_lifetimes(program: Program) -> list[SlotLifetime]:
     """Return the lifetimes of all temporary buffers of a program, sorted by start. These are the buffers that the
     program both fills and empties, and scratch memory.
 
-    Consecutive slots that use the same buffer share a lifetime. For example, the lifetime of the gradient buffer grad3
-    continues with sum3. A buffer may have several lifetimes. Scratch memory that is held for a later action lives until
-    that action or, if there is none, until the last action of the program.
+    Consecutive slots (named values) that use the same buffer share a lifetime. For example, the lifetime of the
+    gradient buffer grad3 continues with sum3. A buffer may have several lifetimes. Scratch memory that is held for a
+    later action lives until that action or, if there is none, until the last action of the program.
 
     Parameters
     ----------

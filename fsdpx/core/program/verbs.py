@@ -92,7 +92,7 @@ class Slot(NamedTuple):
     Attributes
     ----------
     kind : a key of `SLOTS`
-    at : number of the page, unit or value
+    at : number of the page (flat parameter buffer), unit (group of layers) or value (activation)
     mb : number of the microbatch
     """
 
@@ -171,8 +171,8 @@ class VerbTransfer:
     ----------
     axis : mesh axis; "peers" stands for the ranks that hold or compute parts of the same parameter, along any axes
     call : name of the collective, or "send" or "recv"
-    amount : what is sent: the `full` page or a `shard` of it, a few `numbers`, the value of an `edge`, or `parts` of
-        matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`
+    amount : what is sent: the `full` page (flat parameter buffer) or a `shard` of it, a few `numbers`, the value of an
+        `edge`, or `parts` of matrices that ranks combine. Extensions have other amounts, see `TrafficSizes.amounts`
     format : type of the data, which determines the bytes per element: "param", "grad", "tie" (gradients of tied
         parameters), "value" (a value sent between stages), "update" (data of the optimizer) or "control" (a few
         numbers, not counted)

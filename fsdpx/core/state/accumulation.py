@@ -128,9 +128,9 @@ class SequentialAccumulation:
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:
-        """Return how many bytes of temporary memory are needed to reduce the gradient of a page. `kind` is the purpose
-        of the memory: "carry" for the codec of a reduce-scatter, "trade" for partial sums in a reduce-scatter, and
-        "join" for an all-reduce over replicas."""
+        """Return how many bytes of temporary memory are needed to reduce the gradient of a page (flat parameter
+        buffer). `kind` is the purpose of the memory: "carry" for the codec of a reduce-scatter, "trade" for partial
+        sums in a reduce-scatter, and "join" for an all-reduce over replicas."""
         if kind == "trade":
             return 0
         shard, replica = self.axes.shard.size, self.axes.replica.size
@@ -141,9 +141,9 @@ class SequentialAccumulation:
     def predict_transfers(
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
-        """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the reduce-scatter of a
-        page's gradient, and one for its all-reduce over replicas. `own` is the number of elements that this rank sums
-        in the all-reduce."""
+        """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the reduce-scatter of the
+        gradient of a page (flat parameter buffer), and one for its all-reduce over replicas. `own` is the number of
+        elements that this rank sums in the all-reduce."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
             route.shard.predict_transfers(page.counts, shard.rank, itemsize),
@@ -255,14 +255,15 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank along this rank's shard axis, the tree nodes whose values add up to the sum over that rank's
-        chunks."""
+        """For each rank along this rank's shard axis, the nodes of the binary tree whose values add up to the sum over
+        that rank's chunks (parts of the batch)."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the tree nodes whose values add up to the sum over that replica's chunks."""
+        """For each replica, the nodes of the binary tree whose values add up to the sum over that replica's chunks
+        (parts of the batch)."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

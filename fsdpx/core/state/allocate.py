@@ -128,8 +128,8 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
-    """Return this rank's ledger rows, one for each array. Arrays in shared memory are allocated here already.
-    Collective."""
+    """Return this rank's rows of the ledger (table of its arrays), one for each array. Arrays in shared memory are
+    allocated here already. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:

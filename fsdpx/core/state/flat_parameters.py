@@ -121,8 +121,8 @@ class Page:
         sources: Mapping[str, str] | None = None,
         rule: int = 0,
     ) -> Page:
-        """Make a page with the parameters in `shapes`, a list of (name, shape) pairs, stored in this order. `sources`
-        maps the name of a tied copy to the name of the parameter that it copies."""
+        """Make a page (flat parameter buffer) with the parameters in `shapes`, a list of (name, shape) pairs, stored in
+        this order. `sources` maps the name of a tied copy to the name of the parameter that it copies."""
         sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
@@ -134,20 +134,20 @@ class Page:
 
     def view_parameters_by_name(self, flat: Any) -> dict[str, Any]:
         """Return a dict that maps each parameter name to a view of `flat` with the parameter's shape. `flat` must hold
-        all elements of the page."""
+        all elements of the page (flat parameter buffer)."""
         return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def iterate_fields_in_range(self, flat: Any, elements: ElementRange) -> Iterator[tuple[PageField, int, Any]]:
-        """Yield (field, start, view) for each parameter that overlaps a range of elements of the page. `start` is the
-        index of the overlap's first element within the parameter, and `view` is the overlap as a view of `flat`. `flat`
-        must hold the elements of the range."""
+        """Yield (field, start, view) for each parameter that overlaps a range of elements of the page (flat parameter
+        buffer). `start` is the index of the overlap's first element within the parameter, and `view` is the overlap as
+        a view of `flat`. `flat` must hold the elements of the range."""
         for piece in self.find_field_overlaps(elements):
             field = self.fields[piece.have]
             yield field, piece.start - field.offset, flat[piece.start - elements.start : piece.stop - elements.start]
 
     def find_field_overlaps(self, shard: ElementRange) -> list[OverlapPiece]:
-        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page. The attribute `have` of each
-        piece is the index of its parameter in `fields`."""
+        """Return one `OverlapPiece` for each parameter that overlaps a shard of this page (flat parameter buffer). The
+        attribute `have` of each piece is the index of its parameter in `fields`."""
         return find_overlaps([ElementRange(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def list_tensor_shapes_in_range(self, elements: ElementRange) -> list[tuple[int, ...]]:

@@ -92,7 +92,7 @@ class Footprint:
 
 
 def count_arena_and_window_bytes(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
-    """Return the planned number of resident bytes of a rank's arena and of its shared memory.
+    """Return the planned number of resident bytes of a rank's arena (large buffers) and of its shared memory.
 
     To sum gradients, each rank reads its shard from the shared memory of the other ranks. The memory that it reads
     becomes resident in its own process too, so it is counted as well."""

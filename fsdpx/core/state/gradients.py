@@ -74,7 +74,8 @@ class PairwiseSumStack(Generic[T]):
         self.entries: list[tuple[TreeNode, T]] = []
 
     def push_node(self, node: TreeNode, value: T) -> None:
-        """Push the value of a tree node. Nodes must be pushed in the order of their chunks, without gaps."""
+        """Push the value of a node of the binary tree. Nodes must be pushed in the order of their chunks (parts of the
+        batch), without gaps."""
         self.entries.append((self._find_highest_equal_ancestor(node), value))
         while len(self.entries) > 1 and self._has_siblings_on_top():
             (left, a), (_, b) = self.entries[-2:]
@@ -87,8 +88,8 @@ class PairwiseSumStack(Generic[T]):
         return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
 
     def _find_highest_equal_ancestor(self, node: TreeNode) -> TreeNode:
-        """Return the highest tree node that is a sum over the same chunks as `node`. A left child has the same chunks
-        as its parent if its right sibling would begin after the last chunk."""
+        """Return the highest node of the binary tree that is a sum over the same chunks (parts of the batch) as `node`.
+        A left child has the same chunks as its parent if its right sibling would begin after the last chunk."""
         top = get_root_node(self.chunks).level
         while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
             node = TreeNode(node.level + 1, node.index // 2)
@@ -188,17 +189,17 @@ class ChunkGradients:
     is_blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
-        """Start without gradients. `chunks` are the chunks that this rank computes, and `total` is the number of
-        chunks in the global batch. `held` lists, for each rank along the shard axis, the tree nodes whose sums that
-        rank has after the backward pass."""
+        """Start without gradients. `chunks` are the chunks (parts of the batch) that this rank computes, and `total` is
+        the number of chunks in the global batch. `held` lists, for each rank along the shard axis, the tree nodes whose
+        sums that rank has after the backward pass."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
         self.stack: PairwiseSumStack[Any] = PairwiseSumStack(total, self._add_partial_sums)
         self.current: tuple[int, Any] | None = None
 
     def get_microbatch_buffer(self, microbatch: int) -> Any:
-        """Return the buffer for the gradient of the chunk that is microbatch number `microbatch` of this rank. If the
-        chunk is a new one, first add the gradient of the previous chunk to the tree."""
+        """Return the buffer for the gradient of the chunk (part of the batch) that is microbatch number `microbatch` of
+        this rank. If the chunk is a new one, first add the gradient of the previous chunk to the tree."""
         if self.current is None or self.current[0] != microbatch:
             self._push_current_chunk()
             self.current = (microbatch, self.free.pop())
@@ -246,7 +247,7 @@ class PartialSums:
     ----------
     entries : pairs (tree node, values)
     scratch : temporary memory that is still unused
-    total : number of chunks in the global batch
+    total : number of chunks (parts) of the global batch
     """
 
     entries: list[tuple[TreeNode, Any]]
@@ -256,9 +257,9 @@ class PartialSums:
     def all_reduce_over_replicas(
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
-        """Write the sum over the replica axis to `out`, and return `out`. `groups` lists, for each replica, the tree
-        nodes whose sums it has. `what` names the transfers in error messages. Return only when the transfers are
-        complete, because the memory of the partial sums is then reused. Collective."""
+        """Write the sum over the replica axis to `out`, and return `out`. `groups` lists, for each replica, the nodes
+        of the binary tree whose sums it has. `what` names the transfers in error messages. Return only when the
+        transfers are complete, because the memory of the partial sums is then reused. Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out

@@ -94,7 +94,7 @@ by the update."""
 
 
 class LedgerKey(NamedTuple):
-    """The identity of a ledger row.
+    """The identity of a row of the ledger (table of a rank's arrays).
 
     Attributes
     ----------
@@ -244,13 +244,15 @@ class Ledger:
 
 
 def list_ledger_rows(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield one ledger row for each array of this rank. `windows` is True if the ranks of a host share memory.
-    `sharers` is the number of ranks that share one copy of their full parameters, or 0 if none do."""
+    """Yield one row of the ledger (table of a rank's arrays) for each array of this rank. `windows` is True if the
+    ranks of a host share memory. `sharers` is the number of ranks that share one copy of their full parameters, or 0 if
+    none do."""
     return map(placement.options.storage.assign_row_level, _list_rows_without_offload(placement, windows, sharers))
 
 
 def _list_rows_without_offload(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
-    """Yield one ledger row for each array of this rank, as if no array were offloaded."""
+    """Yield one row of the ledger (table of a rank's arrays) for each array of this rank, as if no array were
+    offloaded."""
     formats, owner = placement.formats, placement.sync_policy.owner
     for page in placement.pages.values():
         yield from _list_parameter_rows(placement, page, sharers)

@@ -338,7 +338,8 @@ class Placement:
 
     @cached_property
     def _codec_routes(self) -> dict[int, CodecRoute]:
-        """The result of `get_codec_route` for each page, bound to the shapes of the page's tensors, by page number."""
+        """The result of `get_codec_route` for each page (flat parameter buffer), bound to the shapes of the page's
+        tensors, by page number."""
         routes = {}
         for p, page in self.pages.items():
             whole, own_shapes = (

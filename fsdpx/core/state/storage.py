@@ -28,7 +28,7 @@ class StateStorage:
     busy_seconds: float | None = None
 
     def fill_slots_with_placeholders(self, state: Any) -> None:
-        """Put placeholders for offloaded arrays into the slots of a new `TrainState`."""
+        """Put placeholders for offloaded arrays into the slots (named values) of a new `TrainState`."""
 
     def reset_counters(self) -> None:
         """Set the transfer counters to zero."""
@@ -79,12 +79,13 @@ class StorageLevelChoice(ABC):
 
     @abstractmethod
     def assign_row_level(self, row: Any) -> Any:
-        """Return the ledger row `row`, with another storage level if this option offloads the array."""
+        """Return the row `row` of the ledger (table of a rank's arrays), with another storage level if this option
+        offloads the array."""
 
     @abstractmethod
     def open_storage(self, placement: Any, rows: Sequence[Any]) -> StateStorage:
-        """Open this rank's storage, with space for the arrays that are offloaded. `rows` are the rank's ledger rows.
-        Collective."""
+        """Open this rank's storage, with space for the arrays that are offloaded. `rows` are the rows of the rank's
+        ledger (table of its arrays). Collective."""
 
 
 @dataclass(frozen=True)

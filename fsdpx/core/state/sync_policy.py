@@ -128,7 +128,8 @@ class SyncPolicy:
         return iter(())
 
     def list_policy_ledger_rows(self, page: ShardedPage) -> Iterator[Any]:
-        """Yield a ledger row for each array that this policy needs for a trained page (flat parameter buffer)."""
+        """Yield a row of the ledger (table of a rank's arrays) for each array that this policy needs for a trained page
+        (flat parameter buffer)."""
         return iter(())
 
     def list_saved_name_prefixes(self, replicas: int | None) -> list[str]:

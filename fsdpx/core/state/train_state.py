@@ -91,13 +91,14 @@ class TieGroup:
 
     @property
     def gather_order(self) -> list[int]:
-        """Indices into `pages`, sorted by the pages' pipeline ranks. An all-gather returns the pages' gradients in this
-        order."""
+        """Indices into `pages` (flat parameter buffers), sorted by the pages' pipeline ranks. An all-gather returns the
+        pages' gradients in this order."""
         return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
 
     @property
     def page_counts_by_rank(self) -> list[int]:
-        """The number of this group's pages on each pipeline rank that has any, in rank order."""
+        """The number of this group's pages (flat parameter buffers) on each pipeline rank that has any, in rank
+        order."""
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def count_gathered_elements(self, page_elements: int) -> int:

@@ -73,7 +73,7 @@ class ModelSpread:
         return bisect_right(self.starts, node) - 1
 
     def rank_of(self, node: int) -> int:
-        """Return the pipeline rank that runs node number `node` of the model."""
+        """Return the pipeline rank that runs node (layer call) number `node` of the model."""
         return self.home[self.stage_of(node)]
 
     def local_shape_of(self, spec: ParameterSpec) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class Unit:
 
     @cached_property
     def released_values(self) -> list[list[int]]:
-        """For each node, the numbers of the activations for which this node is the last one in the unit that uses them.
+        """For each node (layer call) of the unit, the numbers of the activations that no later node of the unit uses.
         Outputs of the unit are not included."""
         return list_released_values(self.nodes, self.outputs)
 
@@ -114,8 +114,8 @@ class Unit:
 
 
 def list_released_values(nodes: Iterable[Node], needed: Container[int]) -> list[list[int]]:
-    """Return, for each node, the numbers of the activations that no later node uses, so that they can be released after
-    it. Activations in `needed` are not included."""
+    """Return, for each node (layer call), the numbers of the activations that no later node uses, so that they can be
+    released after it. Activations in `needed` are not included."""
     last = {v: n for n, node in enumerate(nodes) for v in (*node.inputs, node.output)}
     released: list[list[int]] = [[] for _ in range(max(last.values(), default=-1) + 1)]
     for v, n in last.items():
@@ -228,9 +228,9 @@ def lay_out_model(
         trainable, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page,
         number of its reduction rule, whether it must be separate from sharded parameters).
 
-        A tied parameter that several units use gets its own page. That page is gathered for each of these units, and
-        its full gradient is kept from the first of them to the last. The gradients of other parameters in the page
-        would have to be kept just as long."""
+        A tied parameter that several units (groups of layers) use gets its own page (flat buffer). That page is
+        gathered for each of these units, and its full gradient is kept from the first of them to the last. The
+        gradients of other parameters in the page would have to be kept just as long."""
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -309,14 +309,14 @@ def _make_specs_with_frozen(model: LayerList, frozen: Sequence[str]) -> dict[str
 
 
 def _list_node_parameters(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
-    """Return, for each node, the canonical names of its parameters."""
+    """Return, for each node (layer call), the canonical names of its parameters."""
     names = ([join_path(node.path, local) for local in node.layer.specs()] for node in nodes)
     return [[aliases.get(name, name) for name in some] for some in names]
 
 
 def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str, ParameterSpec]) -> list[list[str]]:
-    """For each node, return the names of its parameters that no earlier node uses. Running statistics are not
-    included."""
+    """For each node (layer call), return the names of its parameters that no earlier node uses. Running statistics are
+    not included."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -328,8 +328,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes, numbered from `start`. A group is complete when its `weights` add up to `limit`. Nodes
-    that are left over at the end are added to the last group."""
+    """Group consecutive nodes (layer calls), numbered from `start`. A group is complete when its `weights` add up to
+    `limit`. Nodes that are left over at the end are added to the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
@@ -347,8 +347,8 @@ def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _find_last_readers(model: LayerList) -> dict[int, int]:
-    """Return a dict that maps each activation number to the index of the last node that reads the activation. For
-    outputs of the model, this is the number of nodes, as if they were read after the last node."""
+    """Return a dict that maps each activation number to the index of the last node (layer call) that reads the
+    activation. For outputs of the model, this is the number of nodes, as if they were read after the last node."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -439,7 +439,8 @@ def _parse_stage_mapping(
 
 
 def _is_in_layer(node: Node, pattern: str) -> bool:
-    """Return whether a pattern matches the path of a node's layer, or the path of a layer that contains this layer."""
+    """Return whether a pattern matches the path of the layer that a node calls, or the path of a layer that contains
+    this layer."""
     return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
 
 
@@ -450,8 +451,8 @@ def split_into_stages(
     costs: LayerCosts | None,
     why: str,
 ) -> tuple[int, ...]:
-    """Split a model into `count` pipeline stages, and return the index of the first node of each stage. Error messages
-    give `why` as the reason for this number of stages.
+    """Split a model into `count` pipeline stages, and return the index of the first node (layer call) of each stage.
+    Error messages give `why` as the reason for this number of stages.
 
     `stages` holds the path of the first layer of each stage, or the number of layers in each stage. If it is None,
     stages are chosen so that their costs are balanced. `costs` maps path patterns to costs of layers. The cost of a

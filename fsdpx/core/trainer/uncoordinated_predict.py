@@ -161,7 +161,7 @@ class UncoordinatedPrediction:
 
     def _write_error_to_all_ranks(self, window: Window, differing: Sequence[int]) -> None:
         """Write an error about the ranks in `differing`, whose batches differ from the previous ones, into the window
-        of every rank. This makes all ranks stop."""
+        (shared memory) of every rank. This makes all ranks stop."""
         begun = fails = self._count
         for rank in self._others:
             with window.open_locked_part(rank, 0, HEAD) as head:
@@ -219,8 +219,8 @@ def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str,
 
 
 def _pack_error(kind: str, text: str) -> bytes:
-    """Encode the class name and text of an error as JSON bytes that fit into the window; truncate the text if it is too
-    long."""
+    """Encode the class name and text of an error as JSON bytes that fit into the window (shared memory); truncate the
+    text if it is too long."""
     while len(data := json.dumps([kind, text]).encode()) > TEXT - 8:
         text = text[: len(text) - max(1, (len(data) - TEXT + 8) // 6)]
     return data

@@ -245,7 +245,7 @@ class NodeCommunicator(Backend):
     ) -> Handle:
         """Start an all-gather into a buffer that all ranks share: each rank writes its piece, and then the ranks only
         have to synchronize. `into` is the address of the buffer. `source` is the address of this rank's piece, or None
-        if the piece is not in a window."""
+        if the piece is not in a window (shared memory)."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, start = pieces.get_piece(recv, self.rank), pieces.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)

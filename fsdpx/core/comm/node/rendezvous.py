@@ -136,9 +136,9 @@ class NodeGroup:
         self._number = 0
 
     def reserve_collective_number(self, call: object = "a call") -> int:
-        """Return a number for a new collective, after waiting until the slot for its records may be overwritten. The
-        number is reserved as soon as a call is issued, so that all ranks use the same number for a collective, even if
-        they synchronize later."""
+        """Return a number for a new collective, after waiting until the shared memory for its records may be
+        overwritten. The number is reserved as soon as a call is issued, so that all ranks use the same number for a
+        collective, even if they synchronize later."""
         self._number = number = self._number + 1
         slot, latest = number % BOARD_SLOTS, self.latest
         if latest[slot] is not None:
@@ -152,8 +152,8 @@ class NodeGroup:
             raise CommTimeout(f"{self.latest[slot]}: {BOARD_SLOTS} meetings later, not all ranks have taken part")
 
     def _is_slot_free(self, slot: int) -> bool:
-        """Return whether the collective in a slot of the board no longer needs its records, so that a later one may
-        overwrite them."""
+        """Return whether the collective in a slot of the board (shared records) no longer needs its records, so that a
+        later one may overwrite them."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
@@ -219,8 +219,9 @@ class HostLanes:
         self.turn = self._tickets = 0
 
     def all_gather_over_hosts_then_in_host(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Gather the pieces of this rank's lane from the other hosts. Then copy the pieces of the other lanes from the
-        ranks of this host. In this way, the ranks of a host share the network traffic."""
+        """Gather the pieces of this rank's lane (the ranks with the same index on their hosts) from the other hosts.
+        Then copy the pieces of the other lanes from the ranks of this host. In this way, the ranks of a host share the
+        network traffic."""
         group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         recv, pieces = call.arrays[1], call.partitions[0]
         yield turn
@@ -235,7 +236,8 @@ class HostLanes:
         yield group.start_collective(number, address, call, read_pieces)
 
     def all_gather_into_host_buffers(self, call: Call) -> Iterator[Handle]:
-        """Gather into one buffer per host. Each rank of the host receives the pieces of its own lane."""
+        """Gather into one buffer per host. Each rank of the host receives the pieces of its own lane (the ranks with
+        the same index on their hosts)."""
         group, turn = self.host_group, self._reserve_lane_turn()
         first, second = group.reserve_collective_number(), group.reserve_collective_number()
         send, recv = call.arrays
@@ -247,8 +249,9 @@ class HostLanes:
         yield group.start_barrier(second, call)
 
     def reduce_scatter_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum the pieces of this rank's lane, first over the ranks of this host and then over the hosts. With L ranks
-        per host, an array of n bytes needs n/L bytes of scratch memory."""
+        """Sum the pieces of this rank's lane (the ranks with the same index on their hosts), first over the ranks of
+        this host and then over the hosts. With L ranks per host, an array of n bytes needs n/L bytes of scratch
+        memory."""
         group, turn, number = self.host_group, self._reserve_lane_turn(), self.host_group.reserve_collective_number()
         (send, recv), (pieces,) = call.arrays, call.partitions
         sums = make_partition_from_counts(tuple(pieces.counts[rank] for rank in self.lane))
@@ -303,7 +306,8 @@ class HostLanes:
     def _start_lane_reduction(
         self, call: Call, arrays: tuple[Array, ...], partitions: tuple[FlatPartition, ...]
     ) -> Handle:
-        """Start the reduction of the hosts' partial sums over this rank's lane."""
+        """Start the reduction of the hosts' partial sums over this rank's lane (the ranks with the same index on their
+        hosts)."""
         self.turn += 1
         return self.across.start_transfer(
             Call(call.verb, arrays, _get_partial_op(call.op), what=call.what, partitions=partitions)

@@ -189,8 +189,8 @@ class NodeMemory:
         self._window_count = 0
 
     def allocate_window(self, nbytes: int) -> int | None:
-        """Create a window with `nbytes` bytes for this rank, and return its id. Ranks may request different sizes. If a
-        host has too little shared memory, return None on all ranks. Collective over the world."""
+        """Create a window (shared memory) with `nbytes` bytes for this rank, and return its id. Ranks may request
+        different sizes. If a host has too little shared memory, return None on all ranks. Collective over the world."""
         wanted = sum(self.here.all_gather_data(nbytes))
         if not all(self.world.all_gather_data(wanted <= count_free_shared_bytes())):
             return None
@@ -201,8 +201,8 @@ class NodeMemory:
         return number
 
     def unmap_window(self, array: Array) -> None:
-        """Free this rank's mapping of the window that contains `array`, without communication. No view of the window
-        may be in use."""
+        """Free this rank's mapping of the window (shared memory) that contains `array`, without communication. No view
+        of the window may be in use."""
         address = self.find_address(array)
         assert address is not None, "only what was allocated is released"
         window = self.windows.pop(address.window)
@@ -214,7 +214,8 @@ class NodeMemory:
         window.free_memory()
 
     def free_abandoned_windows(self) -> None:
-        """Free the windows of arrays whose owner has been garbage-collected, unless they have already been freed."""
+        """Free the windows (shared memory) of arrays whose owner has been garbage-collected, unless they have already
+        been freed."""
         with suppress(IndexError):  # `pop` raises it when the list is empty; another thread may take entries as well
             while True:
                 array = self.abandoned.pop()
@@ -261,7 +262,7 @@ class NodeMemory:
         return cached_view
 
     def close(self) -> None:
-        """Free all windows of this rank."""
+        """Free all windows (shared memory) of this rank."""
         while self.windows:  # not `for`, because garbage collection may free other windows during the loop
             self.windows.popitem()[1].free_memory()
         self._owners.clear()
@@ -329,7 +330,7 @@ class CollectiveBoard:
     def post_record(self, number: int, words: memoryview | None = None) -> int:
         """Announce that this rank's data for collective number `number` may be read. `words` is the address of the data
         (`WindowAddress.word_view`), if it has one. Return the byte offset of the record in each rank's part of the
-        board."""
+        board (shared memory)."""
         offset = number % BOARD_SLOTS * self._record
         own_record = self._own_record_words
         if words is not None:
@@ -350,8 +351,8 @@ class CollectiveBoard:
         return self._words[rank][offset : offset + count].tolist()
 
     def view_payload(self, rank: int, number: int) -> Array:
-        """Return a view of the payload of a record, for small data that is exchanged on the board itself. The payload
-        must be written before `post_record` is called, and may be read once the record has been posted."""
+        """Return a view of the payload of a shared record, for small data that is exchanged in the record itself. The
+        payload must be written before `post_record` is called, and may be read once the record has been posted."""
         offset = 8 * (self._get_record_offset(number) + RECORD_HEAD_WORDS)
         return self._bytes[rank][offset : offset + 8 * (self._record - RECORD_HEAD_WORDS)]
 
