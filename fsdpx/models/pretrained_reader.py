@@ -173,7 +173,7 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     without an index.
 
     This function reads only the headers of the files, with one exception: if the configuration ties the head to the
-    embedding but the files contain a head, it also reads and compares both, and a head that differs from the embedding
+    embedding but the files contain a head, it also reads and compares the two. A head that differs from the embedding
     becomes a separate parameter. When `distribute` creates the shards, each rank reads the elements that it holds and
     converts them to the dtype of its parameters. `fsdpx.models.save_pretrained` writes such a folder.
 

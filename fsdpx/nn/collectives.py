@@ -74,8 +74,8 @@ def mark_separate(xp: Any, comm: AxisRanks, x: Array) -> Array:
 
 
 def all_reduce_sum(xp: Any, comm: AxisRanks, x: Array, *, fresh: bool = False, what: str = "") -> Array:
-    """Return the sum of `x` over the ranks, on every rank. With `fresh`, the sum may overwrite `x`. `what` names the
-    call in error messages. Collective."""
+    """Return the sum of `x` over the ranks, on every rank. If `fresh` is true, the sum may overwrite `x`. `what` names
+    the call in error messages. Collective."""
     return start_all_reduce_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 

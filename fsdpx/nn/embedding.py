@@ -223,8 +223,8 @@ class VocabParallelEmbedding(Layer):
     """`Embedding` sharded by rows over the tensor axis. Each rank gets the full input, looks up the rows that it
     holds, and uses zeros in place of all other rows. The results are summed over the ranks.
 
-    The forward pass all-reduces the result, and the backward pass communicates nothing. With `sequence`, the forward
-    pass reduce-scatters the result, and the backward pass all-gathers its gradient.
+    The forward pass all-reduces the result, and the backward pass communicates nothing. If `sequence` is true, the
+    forward pass reduce-scatters the result, and the backward pass all-gathers its gradient.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ def _localize_index(env: LayerContext, index: Array, total: int) -> tuple[Array,
 
 def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int, sequence: bool) -> Array:
     """Look up the rows with indices `x` in a table of `total` rows that is sharded over the ranks; `weight` is this
-    rank's shard. With `sequence`, the result is sharded along dim 1. Collective."""
+    rank's shard. If `sequence` is true, the result is sharded along dim 1. Collective."""
     comm = env.mesh.tensor
     if comm.size == 1:
         return weight[x]
@@ -392,7 +392,7 @@ def _look_up_sharded_rows(env: LayerContext, weight: Array, x: Array, total: int
 
 def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array, total: int, sequence: bool) -> None:
     """Add the gradient of this rank's shard of the table to `gw`. `dy` is the gradient of the result of
-    `_look_up_sharded_rows`. Collective if `sequence`."""
+    `_look_up_sharded_rows`. Collective if `sequence` is true."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
         dy = collectives.all_gather_dim(xp, comm, dy, 1, x.shape[1], what=make_call_label(env, "embedding gradient"))

@@ -192,8 +192,8 @@ class ShardedLinear(Layer):
     options that define its sharding.
 
     The two subclasses form a pair, as in Megatron-LM (Shoeybi et al. 2019): between a ColumnParallelLinear and the
-    following RowParallelLinear, activations are sharded along the features, and nothing is communicated. With
-    `sequence`, activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the
+    following RowParallelLinear, activations are sharded along the features, and nothing is communicated. If `sequence`
+    is true, activations outside the pair are sharded along dim 1 (Korthikanti et al. 2022). Each rank sends the
     following numbers of bytes, where n is the size in bytes of the full activation outside the pair, and N the number
     of ranks on the tensor axis:
 
@@ -264,13 +264,14 @@ class ColumnParallelLinear(ShardedLinear):
         return {name: replace(spec, cut=self._cut) for name, spec in self._linear.specs().items()}
 
     def forward_without_bias(self, env: LayerContext, p: Params, x: Array) -> Array:
-        """Return `x @ weight.T`, without the bias, for this rank's shard of the features. Collective if `sequence`.
+        """Return `x @ weight.T`, without the bias, for this rank's shard of the features. Collective if `sequence` is
+        true.
 
         Parameters
         ----------
         env : array namespace and mesh
         p : this rank's shards of the parameters
-        x : input, (samples, ..., in_features), with only this rank's positions if `sequence`
+        x : input, (samples, ..., in_features), with only this rank's positions if `sequence` is true
 
         Returns
         -------
@@ -314,7 +315,7 @@ class ColumnParallelLinear(ShardedLinear):
         _add_gradients(env, g, dy, self._all_gather_input(env, x) if "weight" in g else x)
 
     def _all_gather_input(self, env: LayerContext, x: Array) -> Array:
-        """Return the input with the full sequence along dim 1. Collective if `sequence`."""
+        """Return the input with the full sequence along dim 1. Collective if `sequence` is true."""
         require_last_dim(self, x, self.in_features)
         if not self.sequence:
             return x
@@ -389,7 +390,7 @@ class RowParallelLinear(ShardedLinear):
         self.backward_params(env, g, (*saved, self._all_gather_gradient(env, dy), dy))
 
     def _all_gather_gradient(self, env: LayerContext, dy: Array) -> Array:
-        """Return the gradient of the result with the full sequence along dim 1. Collective if `sequence`."""
+        """Return the gradient of the result with the full sequence along dim 1. Collective if `sequence` is true."""
         if not self.sequence:
             return dy
         return collectives.all_gather_dim(

@@ -109,8 +109,8 @@ def linearize(model: Layer, at: str = "", units: bool = False) -> LayerList:
     """Return the leaf layers of `model` in execution order. A container is replaced with its children, unless its class
     sets `unit`. A model that is a single layer becomes one node with the path "".
 
-    All paths begin with `at`, the path of `model`. With `units`, even containers that set `unit` are replaced with
-    their children."""
+    All paths begin with `at`, the path of `model`. If `units` is true, even containers that set `unit` are replaced
+    with their children."""
     inputs = list_input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}

@@ -284,8 +284,8 @@ def compute_masked_difference(
     """Return y - target, the target, and the weights of the elements as an array that can be broadcast to y. The
     weights are None if all of them are 1.
 
-    Where the weight is 0, the first two results are set to 0, even if they were NaN. With `skipna`, elements whose
-    target is NaN get weight 0."""
+    Where the weight is 0, the first two results are set to 0, even if they were NaN. If `skipna` is true, elements
+    whose target is NaN get weight 0."""
     xp = env.xp
     y, target = (a.astype(accumulation_dtype(y.dtype), copy=False) for a in (y, target))
     w = None if weights is None else weights.reshape_to_broadcast(env, y)

@@ -143,7 +143,7 @@ def _as_shape_tuple(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]
 
 
 def make_affine_specs(shape: tuple[int, ...], bias: bool = True) -> dict[str, ParameterSpec]:
-    """Return the parameter specs of a norm's weight (ones) and, if `bias`, of its bias (zeros)."""
+    """Return the parameter specs of a norm's weight (ones) and, if `bias` is true, of its bias (zeros)."""
     return {"weight": ParameterSpec(shape, ones, norm=True)} | (
         {"bias": ParameterSpec(shape, zeros, norm=True)} if bias else {}
     )

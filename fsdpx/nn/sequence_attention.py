@@ -76,9 +76,9 @@ class RingAttention:
     keeps its queries.
 
     An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
-    or scores of the full sequence, so each rank needs O(time / N) memory. With `causal`, a rank skips the blocks after
-    its own, so rank 0 waits while the last rank computes. Dropout masks are not saved: the backward pass generates the
-    same random numbers again. The next block is received while the current block is processed."""
+    or scores of the full sequence, so each rank needs O(time / N) memory. In causal attention, a rank skips the blocks
+    after its own, so rank 0 waits while the last rank computes. Dropout masks are not saved: the backward pass
+    generates the same random numbers again. The next block is received while the current block is processed."""
 
     def __init__(self, heads: AttentionHeads) -> None:
         self.heads = heads

@@ -99,7 +99,7 @@ class Elementwise(ABC):
         segments: ShardSegments,
         scale: float = 1.0,
     ) -> None:
-        """Update a shard in place. See `Optimizer.update`."""
+        """Update a parameter shard in place. See `Optimizer.update`."""
         require_matching_shard(self, p, g, slots, step, segments)
         for run in segments.hyperparameter_spans(self.groups):
             span = slice(run.start, run.stop)

@@ -175,9 +175,9 @@ def _require_owner_and_mode(
 def parse_json(data: bytes) -> Any:
     """Parse JSON text, in time linear in its length.
 
-    Raise ValueError if it is not valid JSON, if an object has duplicate names, if lists and objects are nested more
-    than 64 levels deep, if an integer has more than 64 digits, or if a string cannot be encoded, for example because it
-    contains half of a surrogate pair.
+    Raise ValueError if the text is not valid JSON, if an object has duplicate names, if lists and objects are nested
+    more than 64 levels deep, if an integer has more than 64 digits, or if a string cannot be encoded, for example
+    because it contains half of a surrogate pair.
     """
     text = data.decode()
     try:

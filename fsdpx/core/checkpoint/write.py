@@ -232,8 +232,8 @@ def write_shards(folder: Path, layout: FileLayout, pieces: Iterable[TensorPiece]
     disk. Return this rank's contribution to the CRC-32 of each tensor as a uint64 array, in the order of
     `layout.iterate_tensors()`.
 
-    This needs extra memory for two blocks. While this thread computes the CRC of a block, a second thread writes that
-    block and a third one flushes earlier blocks."""
+    Writing needs extra memory for two blocks. While this thread computes the CRC of a block, a second thread writes
+    that block and a third one flushes earlier blocks."""
     if not folder.exists():
         raise CheckpointError(
             f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"

@@ -221,7 +221,7 @@ class EarlierCallsStage(AgreementStage):
 
 
 class AgreementByAllReduce(AgreementStage):
-    """A handle that compares calls with an all-reduce. They are equal if the maximum of their hashes equals the
+    """A handle that compares calls with an all-reduce. The calls are equal if the maximum of their hashes equals the
     minimum."""
 
     def __init__(self, agreement: CallAgreement, number: int, call: CallSignature) -> None:

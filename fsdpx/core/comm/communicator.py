@@ -256,8 +256,8 @@ class Communicator(ABC):
         """Reduce `send` over the ranks, and store each rank's piece of the result in its `recv`. Collective.
 
         With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. 16-bit
-        arrays need n bytes of scratch memory; other arrays need none. With `wire`, no scratch memory is needed if all
-        `counts` are equal; otherwise, its size is that of `send` in the dtype `wire`.
+        arrays need n bytes of scratch memory; other arrays need none. If `wire` is given, no scratch memory is needed
+        if all `counts` are equal; otherwise, its size is that of `send` in the dtype `wire`.
 
         Parameters
         ----------
@@ -269,8 +269,8 @@ class Communicator(ABC):
             partition)
         what : name of the action and the tensor, for error messages
         wire : 16-bit float dtype in which the inputs of a SUM are sent, if they are float32 or float64 arrays (default:
-            their own dtype). They are rounded to this dtype, sent, and added in rank order in the dtype of `send`. The
-            content of `send` is undefined after the call
+            their own dtype). The inputs are rounded to this dtype, sent, and added in rank order in the dtype of
+            `send`. The content of `send` is undefined after the call
 
         Returns
         -------

@@ -55,7 +55,7 @@ def synchronize_devices(arrays: Iterable[Array]) -> None:
 def is_sent_in_chunks(call: Call) -> bool:
     """Return whether the GPU arrays of a call are sent as messages in chunks. The result is the same on all ranks.
 
-    This is the case if an array is larger than one chunk, or if the sizes of arrays may differ between ranks."""
+    Chunks are used if an array is larger than one chunk, or if the sizes of arrays may differ between ranks."""
     return not CALL_SPECS[call.verb].same_size or any(
         array.nbytes > CHUNK_BYTES for array in call.arrays if array is not None
     )

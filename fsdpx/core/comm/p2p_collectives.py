@@ -289,8 +289,9 @@ def _widen_in_place(xp: Any, x: Array, out: Array) -> None:
 def _iterate_doubling_runs(size: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) for consecutive runs of elements. Each run is as long as all earlier elements together.
 
-    If the elements of one array are half as large as those of the other, and both arrays begin at the same address, a
-    run in the array of small elements ends where the same run in the other array begins, so the two never overlap."""
+    Suppose that two arrays begin at the same address, and that the elements of one are half as large as those of the
+    other. A run in the array of small elements then ends where the same run in the other array begins, so the two never
+    overlap."""
     start = FIRST_RUN_ELEMENTS
     while start < size:
         yield start, min(2 * start, size)

@@ -243,9 +243,10 @@ def _make_reduction(run: ProgramRun, action: Action, axis: str, first: bool, mem
 
 
 def all_reduce_tied_gradients(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Sum the gradients of tied parameters, and store the sum in all copies on this rank. With n elements per copy on
-    this rank, T tensor ranks and k copies, of which c are on this rank, a rank sends 2 n (T - 1)/T elements over the
-    tensor axis and n (k - c) elements to other ranks that have copies."""
+    """Sum the gradients of tied parameters, and store the sum in all copies on this rank. Let n be the number of
+    elements per copy on this rank, T the number of tensor ranks, and k the number of copies, of which c are on this
+    rank. A rank then sends 2 n (T - 1)/T elements over the tensor axis, and n (k - c) elements to other ranks that have
+    copies."""
     p, description = get_action_target(action), format_action_label(run, action)
     tie_group = run.ties[p]
     if tie_group.partial:

@@ -206,7 +206,7 @@ class Workspace:
 
     @cached_property
     def stage_messages(self) -> StageMessages:
-        """The planned messages between pipeline stages."""
+        """The messages between pipeline stages that are planned for this program."""
         return StageMessages(self.placement, self.program.microbatches)
 
     def grow_slab_for_run(self) -> None:
@@ -278,9 +278,9 @@ Values = tuple[Any, ...]
 
 
 class LayerContextCache:
-    """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). They are
-    made once. Later, only their position in training (step and sample) changes and, if sequences may be sharded, the
-    sequence length."""
+    """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). The
+    contexts are made once. Later, only their position in training (step and sample) changes and, if sequences may be
+    sharded, the sequence length."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment

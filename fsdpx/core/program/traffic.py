@@ -70,7 +70,7 @@ def count_traffic(program: Program, sizes: TrafficSizes) -> dict[tuple[str, str]
     """Count the calls and the bytes that a rank sends in one run of a program, for each mesh axis and collective.
     Reads from and writes to offloaded memory are included.
 
-    For a page of n elements, o of which this rank owns on the axis, an all-gather or reduce-scatter counts as n - o
+    If this rank owns o of the n elements of a page on the axis, an all-gather or reduce-scatter counts as n - o
     elements, and an all-reduce counts as 2 (n - o). Control messages of a few bytes and the communication inside layers
     along the tensor axis are not counted.
 

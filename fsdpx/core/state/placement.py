@@ -261,7 +261,7 @@ class Placement:
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """How the gradients of microbatches and ranks are summed."""
+        """The object that decides how the gradients of microbatches and ranks are summed."""
         return make_accumulation(self.options.reproducible_chunks, self.axes)
 
     @cached_property
@@ -276,7 +276,7 @@ class Placement:
 
     @cached_property
     def sync_policy(self) -> SyncPolicy:
-        """How and when ranks synchronize."""
+        """The policy that decides how and when ranks synchronize."""
         return self.options.sync_choice.make_policy(self)
 
     @property

@@ -90,7 +90,7 @@ class StorageLevelChoice(ABC):
 
 @dataclass(frozen=True)
 class Memory(StorageLevelChoice):
-    """The default option: everything is kept in memory."""
+    """The default for the option `offload`: everything is kept in memory."""
 
     def require_something_to_store(self, optimizer: Any, average: Any) -> None:
         return

@@ -58,7 +58,7 @@ class SyncChoice:
         return ""
 
     def make_policy(self, placement: Any) -> SyncPolicy:
-        """Make the synchronization policy for a placement."""
+        """Return the synchronization policy that carries out this choice for a placement."""
         return SyncPolicy(placement)
 
 

@@ -358,9 +358,9 @@ class Session:
         """Return the number of microbatches for a batch, and store it. `rows` holds the number of samples of each data
         rank.
 
-        This is the smaller of two numbers: the configured number, and the largest number of samples on any data rank.
-        The latter is first rounded up to a multiple of the number of pipeline ranks. Additional microbatches would be
-        empty."""
+        The number of microbatches is the smaller of two numbers: the configured number, and the largest number of
+        samples on any data rank. The latter is first rounded up to a multiple of the number of pipeline ranks.
+        Additional microbatches would be empty."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]
@@ -398,8 +398,8 @@ class Session:
         return shape[2]
 
     def freeze(self, patterns: Sequence[str], undo: bool = False) -> None:
-        """Freeze the parameters that match the patterns or, with `undo`, unfreeze them. Collective: ranks compare the
-        patterns."""
+        """Freeze the parameters that match the patterns, or unfreeze them if `undo` is true. Collective: ranks compare
+        the patterns."""
         call = "unfreeze" if undo else "freeze"
         if self.state.gradient_source:
             raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
@@ -410,7 +410,7 @@ class Session:
         (self.state.freezing.unfreeze if undo else self.state.freezing.freeze)(names)
 
     def run_program(self, kind: str, feed: StepInputs, local: bool = False) -> dict[Slot, Any]:
-        """Run a program and return its results, keyed by slot (name of a value in the program). With `local`,
+        """Run a program and return its results, keyed by slot (name of a value in the program). If `local` is true,
         gradients are not reduced over ranks."""
         try:
             executable = self._get_or_prepare_executable(kind, feed, local)
@@ -497,8 +497,8 @@ class Session:
         self, kind: str, microbatches: int, local: bool = False, fresh: bool = False
     ) -> ProgramRequest:
         """Return the compiler's input for a program of this kind: the placement's options, and which values earlier
-        programs left in the store. With `fresh`, the store is assumed to be empty. With `local`, gradients are not
-        reduced over ranks."""
+        programs left in the store. If `fresh` is true, the store is assumed to be empty. If `local` is true, gradients
+        are not reduced over ranks."""
         place, policy = self.placement, self.placement.sync_policy
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.list_indices_of_filled_slots
         steps = kind in ("step", "accumulate", "local")

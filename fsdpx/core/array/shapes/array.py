@@ -256,7 +256,7 @@ class ShapeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
-        """Count the memory traffic of writing all elements."""
+        """Count the memory traffic of writing all elements, without storing `value`."""
         record_traffic(self, kernel="copy")
 
     def item(self) -> Any:

@@ -140,7 +140,7 @@ class WindowAddress(NamedTuple):
 
     @property
     def word_view(self) -> memoryview:
-        """This address as three 64-bit words."""
+        """This address as three 64-bit words (window, owner, offset)."""
         return np.array(self, np.int64).data
 
 

@@ -22,7 +22,7 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
     """Return a compiled function `loop(matrices, first, last, start, stop, values, sums)` for the rows from `first` to
     `last` and the columns from `start` to `stop` of matrices.
 
-    With `writes`, the formula computes each element of the last matrix from the elements of the other matrices.
+    If `writes` is true, the formula computes each element of the last matrix from the elements of the other matrices.
     Otherwise it computes several terms for each element, and the sum of term k over the rows of column j is written to
     sums[k][j - start]. values[k][j - start] is value k of column j. Results are bitwise equal for any `start` and
     `stop`."""
@@ -163,8 +163,9 @@ def _emit_gradient(builder: Any, cells: list[Any], values: list[Any]) -> list[An
 
 
 sum_block = make_column_loop(lambda builder, cells, values: cells, False)
-"""sums[0] = the sum of x."""
+"""Column loop that sets sums[0] to the sum of x."""
 sum_block_squares = make_column_loop(_emit_square, False)
-"""sums[0] = the sum of (x - values[0])^2."""
+"""Column loop that sets sums[0] to the sum of (x - values[0])^2."""
 sum_block_gradients = make_column_loop(_emit_gradient, False)
-"""sums[0] and sums[1] = the sums of dy, and of dy (x - values[0]) values[1], where the matrices are x and dy."""
+"""Column loop over the matrices x and dy. It sets sums[0] to the sum of dy, and sums[1] to the sum of dy (x -
+values[0]) values[1]."""

@@ -186,7 +186,7 @@ def find_row_max(x):
 
 @jit(fastmath=REORDER)
 def sum_row(x):
-    """Return sum(x)."""
+    """Return the sum of the elements of x."""
     result = accumulation_zero(x)
     for j in range(x.size):
         result += to_float(x[j])
@@ -205,7 +205,7 @@ def sum_square_distances(x, centre):
 
 @jit(fastmath=REORDER)
 def dot_product(a, b):
-    """Return sum(a b)."""
+    """Return the dot product of two 1-D arrays, sum(a * b)."""
     result = accumulation_zero(a)
     for j in range(a.size):
         result += to_float(a[j]) * to_float(b[j])
