@@ -203,7 +203,7 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.child(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # dh is a new array, so the kernel may change it in place
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # `down` reads a, for which h was a placeholder until a was recomputed
+        return dh, (a, *kept[1:])  # `down` needs a, the recomputed array for which the placeholder h stood
 
 
 class TransformerBlock(Container):

@@ -174,7 +174,7 @@ class WindowMemory(Protocol):
         ...
 
     def free_shared_later(self, arrays: list[Any]) -> None:
-        """Free arrays from `allocate_shared` after their arena has been garbage-collected: at once if that is safe,
+        """Free arrays from `allocate_shared` after their arena has been garbage-collected: immediately if that is safe,
         otherwise later. This method must not communicate, because garbage collection happens on this rank only, in any
         thread and at any time."""
         ...

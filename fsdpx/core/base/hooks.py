@@ -104,8 +104,8 @@ _visit: ContextVar[list[Any] | None] = ContextVar("fsdpx_visit", default=None)
 
 
 def register_hooks(*hooks: Hook) -> None:
-    """Add hooks that are installed as long as there is an owner of the hooks. If there already is one, install them at
-    once."""
+    """Add hooks that are installed as long as there is an owner of the hooks. If there already is one, install them
+    immediately."""
     with _lock:
         _hooks.extend(hooks)
         if _holders:

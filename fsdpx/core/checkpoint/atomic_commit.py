@@ -133,7 +133,7 @@ def error_to_text(error: BaseException) -> str:
 
 try:
     import fcntl
-except ImportError:  # Windows has no fcntl, so it is not detected there if two jobs save to the same path
+except ImportError:  # Windows has no fcntl, so two jobs that save to the same path are not detected there
     fcntl = None  # type: ignore[assignment]
 
 

@@ -119,8 +119,8 @@ class CallAgreement:
         return True
 
     def start_after_agreement(self, call: CallSignature, begin: Callable[[], Handle]) -> Handle:
-        """Return a handle at once, without waiting. When all ranks have reached this call, `begin` is called to start
-        the transfer. The handle is complete when that transfer is complete."""
+        """Return a handle immediately, without waiting. When all ranks have reached this call, `begin` is called to
+        start the transfer. The handle is complete when that transfer is complete."""
         number = self._take_next_number()
 
         def issue_in_turn() -> Iterator[Handle]:
@@ -212,7 +212,7 @@ class EarlierCallsStage(AgreementStage):
 
     def poll_agreement(self) -> bool | None:
         agreement, seen = self.agreement, -1
-        while seen < agreement.turn < self.number:  # advance earlier calls, because nobody else may wait for them
+        while seen < agreement.turn < self.number:  # advance earlier calls, because possibly nobody else waits for them
             seen = agreement.turn
             if (first := agreement.under_way.get(seen)) is not None:
                 with suppress(DesyncError):  # the error is raised again when the caller waits for call number `seen`

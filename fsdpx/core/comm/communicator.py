@@ -159,11 +159,11 @@ EVEN_COUNTS: AllCounts = (None,)
 class Communicator(ABC):
     """An ordered group of ranks that exchange flat arrays.
 
-    Every operation returns a `Handle` at once, and allocates scratch memory only if its docstring says so. All ranks of
-    the communicator must issue the same collectives in the same order, with the same dtypes and element counts. Arrays
-    must be one-dimensional and contiguous. Their dtype must be float64/32/16, bfloat16, complex64/128, int8/16/32/64,
-    uint8/16/32/64 or bool, in native byte order; MAX and MIN are not defined for complex numbers. float16 and bfloat16
-    values are added in float32, in rank order, and the sum is rounded once.
+    Every operation returns a `Handle` immediately, and allocates scratch memory only if its docstring says so. All
+    ranks of the communicator must issue the same collectives in the same order, with the same dtypes and element
+    counts. Arrays must be one-dimensional and contiguous. Their dtype must be float64/32/16, bfloat16, complex64/128,
+    int8/16/32/64, uint8/16/32/64 or bool, in native byte order; MAX and MIN are not defined for complex numbers.
+    float16 and bfloat16 values are added in float32, in rank order, and the sum is rounded once.
 
     `what` is the name of the action and the tensor for error messages. `counts` lists the number of elements that
     belong to each rank (default: the balanced partition of `split_evenly`). Arrays that only `root` needs are None on

@@ -449,8 +449,8 @@ def spawn(
     order.
 
     The first exception on any rank ends the other ranks, and is raised again here with a note that names the rank. If a
-    rank returns while others are waiting for it in a call, DesyncError is raised at once. It names the ranks that have
-    returned and those that are waiting. Inside `fn`, the functional API (`fsdpx.all_reduce` and others) uses the
+    rank returns while others are waiting for it in a call, DesyncError is raised immediately. It names the ranks that
+    have returned and those that are waiting. Inside `fn`, the functional API (`fsdpx.all_reduce` and others) uses the
     communicator of the rank that calls it.
 
     Parameters

@@ -124,7 +124,7 @@ class SequentialAccumulation:
         """Start an in-place all-reduce of a gradient shard over the replica axis."""
         handle = reduction.carrier.start_all_reduce(part)
         if reduction.carrier.scratch.size:
-            handle.wait()  # wait already here, because the scratch memory is reused as soon as this function returns
+            handle.wait()  # wait here, because the scratch memory is reused as soon as this function returns
         return TimedTransfer(handle, lambda: part)
 
     def count_scratch_bytes(self, kind: str, route: CodecRoute, page: ShardedPage, itemsize: int) -> int:

@@ -101,7 +101,7 @@ def _warn_on_rank0_of_little_shared_memory(placement: Placement, what: str) -> N
 
 
 BLOCK_ELEMENTS = 1 << 20
-"""Maximum number of parameter elements that are initialized at once. It is limited because initialization needs
+"""Maximum number of parameter elements that are initialized at a time. It is limited because initialization needs
 temporary arrays that are larger than these elements."""
 
 
@@ -129,7 +129,7 @@ def allocate_state(placement: Placement, initial: bool = True) -> TrainState:
 
 def _list_rows_and_allocate_shared(placement: Placement, arena: Arena) -> list[LedgerRow]:
     """Return this rank's rows of the ledger (table of its arrays), one for each array. Arrays in shared memory are
-    allocated here already. Collective."""
+    allocated by this function. Collective."""
     sharers = agree_on_sharer_count(placement, arena)
     rows = list(list_ledger_rows(placement, arena.memory is not None, sharers))
     if sharers:

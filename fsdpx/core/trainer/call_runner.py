@@ -385,8 +385,8 @@ class CallRunner(ABC):
         self.session.agree_on_call(call)
 
     def wait_for_last_step(self) -> None:
-        """In asynchronous training, wait until all ranks have finished their last step; otherwise return at once. `fit`
-        ends with this wait, and collective calls begin with it. It does not wait for dead ranks."""
+        """In asynchronous training, wait until all ranks have finished their last step; otherwise return immediately.
+        `fit` ends with this wait, and collective calls begin with it. It does not wait for dead ranks."""
         self.require_open("wait_for_last_step")
         self.session.wait_for_last_step()
 

@@ -79,9 +79,9 @@ class UncoordinatedPrediction:
         self._agreed_kind, self._inputs = batch_kind if self._has_windows else None, inputs
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
-        """Return True if this rank may start its prediction at once, and False if all ranks must first compare their
-        batches. If ranks no longer match (this rank's batch differs while other ranks have started, or another rank has
-        reported an error), raise the error that all ranks raise."""
+        """Return True if this rank may start its prediction immediately, and False if all ranks must first compare
+        their batches. If ranks no longer match (this rank's batch differs while other ranks have started, or another
+        rank has reported an error), raise the error that all ranks raise."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:

@@ -168,7 +168,7 @@ def _convert_prompt(who: str, prompt: Any, vocab: int, context: int) -> list[int
 def find_window_start(length: int, context: int) -> int:
     """Return the index of the first token to keep in the model's context, for a text of `length` tokens.
 
-    When the context is full, its older half is dropped at once, so that cached keys and values can be reused for most
+    When the context is full, its entire older half is dropped, so that cached keys and values can be reused for most
     new tokens."""
     half = max(context // 2, 1)
     return 0 if length <= context else -(-(length - context) // half) * half

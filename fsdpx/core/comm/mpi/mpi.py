@@ -286,7 +286,7 @@ class MpiCommunicator(MessageBackend):
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
     def start_transfer(self, call: Call) -> Handle:
-        """Start a call. If MPI raises an exception at once, convert it to a CommError, as is done for errors of
+        """Start a call. If MPI raises an exception immediately, convert it to a CommError, as is done for errors of
         requests."""
         try:
             if self.takes_gpus or not has_gpu_array(call.arrays):

@@ -3,8 +3,8 @@ copied.
 
 Inside a host, a reduction reads each rank's array only once, and an all-gather into a buffer that all ranks share only
 has to synchronize the ranks. Between hosts, each rank of a host transfers a different slice, so that all network links
-are used at once. All other calls are passed to a message backend (MPI or Gloo), which is called the carrier. Calls with
-arrays outside of windows are also passed to it, unless the arrays have only a few bytes."""
+are used at the same time. All other calls are passed to a message backend (MPI or Gloo), which is called the carrier.
+Calls with arrays outside of windows are also passed to it, unless the arrays have only a few bytes."""
 
 from __future__ import annotations
 
@@ -147,8 +147,9 @@ class NodeCommunicator(Backend):
         self.memory.unmap_window(array)
 
     def free_shared_later(self, arrays: list[Array]) -> None:
-        """Free shared arrays whose owner has been garbage-collected, without communication. They are freed at once or,
-        if a pending transfer may still be using them, at the next allocation. Any thread may call this at any time."""
+        """Free shared arrays whose owner has been garbage-collected, without communication. They are freed immediately
+        or, if a pending transfer may still be using them, at the next allocation. Any thread may call this at any
+        time."""
         self.memory.abandoned += arrays
         self._free_abandoned_arrays()
 

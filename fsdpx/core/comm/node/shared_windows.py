@@ -216,7 +216,8 @@ class NodeMemory:
     def free_abandoned_windows(self) -> None:
         """Free the windows (shared memory) of arrays whose owner has been garbage-collected, unless they have already
         been freed."""
-        with suppress(IndexError):  # `pop` raises it when the list is empty; another thread may take entries as well
+        # `pop` raises it if the list is empty, for example because another thread took the last entry
+        with suppress(IndexError):
             while True:
                 array = self.abandoned.pop()
                 if self.find_address(array) is not None:
