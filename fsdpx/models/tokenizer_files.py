@@ -26,7 +26,7 @@ MAX_TOKENIZER_BYTES = 200_000_000
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read a file in a model's folder that contains a JSON object.
 
-    Raises FileNotFoundError if the file does not exist. Raises ConfigError if it is not a regular file, is larger than
+    Raise FileNotFoundError if the file does not exist. Raise ConfigError if it is not a regular file, is larger than
     `max_bytes`, or does not contain a JSON object."""
     try:
         found = read_json(path, max_bytes, ours=False)

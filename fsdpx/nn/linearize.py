@@ -259,8 +259,8 @@ def output_shapes(
     """Return the outputs of a model on this rank as shape-only arrays, given one shape-only array per input.
 
     `dtype` is the dtype of the parameters. `axes` is the connected mesh of this rank, for models that are sharded over
-    a tensor axis; None means one rank. Raises ShapeError if an input of a layer does not fit; the message contains the
-    path of the layer, its inputs and their sources, and the shape that it needs. Raises ConfigError, with the path of
+    a tensor axis; None means one rank. Raise ShapeError if an input of a layer does not fit; the message contains the
+    path of the layer, its inputs and their sources, and the shape that it needs. Raise ConfigError, with the path of
     the layer, if a layer calls numpy directly or returns a dtype in which the model does not compute."""
     values = value_shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]

@@ -182,8 +182,8 @@ def parallelize(
     """Return `model` and `loss`, sharded for a tensor axis. Parameters keep their names, full shapes and initial
     values.
 
-    Nothing is communicated, and the result is the same on every rank. Raises ConfigError, with the path of the layer,
-    if a layer cannot be sharded.
+    Nothing is communicated, and the result is the same on every rank. Raise ConfigError, with the path of the layer, if
+    a layer cannot be sharded.
 
     Parameters
     ----------

@@ -162,7 +162,7 @@ EXCLUSIONS: list[ExcludedPair] = [
 
 def require_compatible_options(choice: str, chosen: ChoiceContext, prefix: str = "") -> None:
     """Raise ConfigError if the user has set an option that cannot be combined with `choice`. The error begins with
-    `prefix`, names the first such option in the table, and is the same on all ranks."""
+    `prefix`, names the first such option in `EXCLUSIONS`, and is the same on all ranks."""
     for row in EXCLUSIONS:
         if row.choice == choice and (conflict := row.found(chosen)):
             raise ConfigError(f"{prefix}{conflict}{row.why}; {row.remedy}")

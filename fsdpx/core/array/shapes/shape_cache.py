@@ -114,7 +114,7 @@ def make_rebuild_plan(
 
     An array that is in `arrays` is described by its index there. Any other array is described by its shape, its dtype,
     and the index of the memory that it shares (its root) in `roots`. New roots are appended to `roots`. Values of the
-    types `constants`, numbers and text are kept as they are. Raises TypeError for other values.
+    types `constants`, numbers and text are kept as they are. Raise TypeError for other values.
     """
     if isinstance(value, ShapeArray):
         same = next((n for n, a in enumerate(arrays) if a is value), None)
