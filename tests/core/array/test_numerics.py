@@ -123,7 +123,8 @@ def test_nan_is_seen(mode, sign):
         bits = {"float32": (0x7FFFFFFF, 0x7FC007A2), "float64": (0x7FFFFFFFFFFFFFFF, 0x7FF80000000007A2)}[kind]
         others = np.copysign(np.repeat(np.array(bits, f"u{x.itemsize}").view(kind), 40), sign)
         for name in ("sigmoid", "silu", "gelu", "elu", "softplus"):
-            assert np.isnan(call(name, others)).all(), name
+            with np.errstate(invalid="ignore"):  # NumPy 1.24's expm1 warns of a NaN that it is given
+                assert np.isnan(call(name, others)).all(), name
 
 
 def test_rows_are_added_without_losing_digits():
