@@ -52,6 +52,27 @@ def make_channel_norm(nn: Any) -> Any:
     return ChannelLayerNorm(32, eps=1e-6)
 
 
+def make_convnext(nn: Any) -> Any:
+    """Return a block of ConvNeXt, for PyTorch as its authors write it."""
+    if hasattr(nn, "ConvNeXtBlock"):
+        return nn.ConvNeXtBlock(32)
+    import torch
+
+    class Block(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.dwconv, self.norm = nn.Conv2d(32, 32, 7, padding=3, groups=32), nn.LayerNorm(32, eps=1e-6)
+            self.pwconv1, self.pwconv2 = nn.Linear(32, 128), nn.Linear(128, 32)
+            self.gamma = nn.Parameter(torch.full((32,), 1e-6))
+
+        def forward(self, x: Any) -> Any:
+            y = self.norm(self.dwconv(x).permute(0, 2, 3, 1))
+            y = self.gamma * self.pwconv2(nn.functional.gelu(self.pwconv1(y)))
+            return x + y.permute(0, 3, 1, 2)
+
+    return Block()
+
+
 def make_chain(nn: Any, channels: tuple[int, ...], stride: int) -> Any:
     """Return 2-D convolutions of 3 x 3 cells with GELU between them."""
     layers = []
@@ -83,6 +104,7 @@ ROWS = (
     Row("InstanceNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "InstanceNorm")(32), False),
     Row("BatchNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "BatchNorm")(32)),
     Row("ChannelLayerNorm", IMAGES, 4, make_channel_norm),
+    Row("ConvNeXtBlock", IMAGES, 2, make_convnext),
     Row("ReLU", IMAGES, 4, lambda nn: nn.ReLU(), False),
     Row("LeakyReLU", IMAGES, 4, lambda nn: nn.LeakyReLU(), False),
     Row("ELU", IMAGES, 4, lambda nn: nn.ELU(), False),

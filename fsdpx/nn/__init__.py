@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fsdpx.ext.fields.channel_dropout import Dropout1d as Dropout1d, Dropout2d as Dropout2d, Dropout3d as Dropout3d
     from fsdpx.ext.fields.channel_norm import ChannelLayerNorm as ChannelLayerNorm
     from fsdpx.ext.fields.conv import Conv1d as Conv1d, Conv2d as Conv2d, Conv3d as Conv3d
+    from fsdpx.ext.fields.convnext import ConvNeXtBlock as ConvNeXtBlock
     from fsdpx.ext.meshes.aggregate import (
         Aggregate as Aggregate, EdgeFeatures as EdgeFeatures, GatherNodes as GatherNodes,
     )  # fmt: skip

@@ -25,8 +25,17 @@ from fsdpx.nn.activation import GELU
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, add_sum_into, batched_matmul_in_dtype, claim_gradient
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.init import normal, ones
-from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, format_constructor, require_positive
+from fsdpx.nn.init import Constant, normal
+from fsdpx.nn.layer import (
+    Array,
+    Layer,
+    LayerContext,
+    ParameterSpec,
+    Params,
+    format_constructor,
+    require_finite,
+    require_positive,
+)
 from fsdpx.nn.shape import Add
 from fsdpx.nn.shard_specs import FieldPartition, shard_bounds
 
@@ -234,22 +243,24 @@ def _flatten_cells(x: Array) -> Array:
 
 class ChannelScale(Layer):
     """Multiplies each channel of (samples, channels, *cells) by a learned factor. The factors are the parameter `weight
-    (1, channels, 1, ...)`, and are initially 1.
+    (1, channels, 1, ...)`.
 
     Parameters
     ----------
     channels : size of dim 1
     dims : number of cell dims
+    initial : initial value of the factors; default 1
     """
 
     fields = True
 
-    def __init__(self, channels: int, dims: int) -> None:
+    def __init__(self, channels: int, dims: int, initial: float = 1.0) -> None:
         require_positive(self, channels=channels, dims=dims)
-        self.channels, self.dims = channels, dims
+        require_finite(self, initial=initial)
+        self.channels, self.dims, self.initial = channels, dims, float(initial)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return {"weight": ParameterSpec((1, self.channels, *(1,) * self.dims), ones)}
+        return {"weight": ParameterSpec((1, self.channels, *(1,) * self.dims), Constant(self.initial))}
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         require_field_shape(self, x, self.dims, self.channels)

@@ -14,8 +14,9 @@ from fsdpx import spawn
 from fsdpx.core.array.random import Random
 from fsdpx.core.comm import Communicator
 from fsdpx.core.comm.mesh import Mesh, connect_axes, make_single_rank_axes
+from fsdpx.ext.fields.over_parts import partition_model
 from fsdpx.ext.fields.sample_groups import make_sample_groups
-from fsdpx.nn import Layer, LayerContext, Loss
+from fsdpx.nn import Container, Layer, LayerContext, Loss
 from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 Cuts = Sequence[Sequence[int]]
@@ -120,15 +121,18 @@ def run_alone(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: Any) -> Ran:
 
 def run_over(layer: Layer, p: dict[str, np.ndarray], x: Any, dy: np.ndarray, dims: Any, parts: FieldPartition) -> Ran:
     """The same on ranks that have `parts` of x; gradients of parameters are summed over them."""
-    portion = layer.shard_over_ranks(ShardingContext("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1))
-    assert isinstance(portion.kind, FieldPartition)
-    outputs = portion.kind
+    if isinstance(layer, Container):
+        mine, outputs = partition_model(layer, parts)
+    else:
+        portion = layer.shard_over_ranks(ShardingContext("layer", [parts] * (len(x) if isinstance(x, tuple) else 1), 1))
+        assert isinstance(portion.kind, FieldPartition)
+        mine, outputs = portion.layer, portion.kind
 
     def one(comm: Communicator) -> Ran:
         env, place = env_of(comm, dims), place_of(comm.rank, dims)
-        y, saved = portion.layer.forward(env, p, each(lambda a: part(a, parts.cuts, place), x))
+        y, saved = mine.forward(env, p, each(lambda a: part(a, parts.cuts, place), x))
         g = {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
-        dx = portion.layer.backward(env, p, g, saved, part(dy, outputs.cuts, place))
+        dx = mine.backward(env, p, g, saved, part(dy, outputs.cuts, place))
         return Ran(y, np.concatenate(dx) if isinstance(dx, tuple) else dx, g, outputs)
 
     found = spawn(one, int(np.prod(dims)))

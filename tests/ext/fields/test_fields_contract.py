@@ -32,6 +32,8 @@ CASES = {
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: rows(3, 4, 5)),
     "InstanceNorm": (lambda: nn.InstanceNorm(3, affine=True), lambda: rows(3, 3, 4, 2)),
     "ChannelLayerNorm": (lambda: nn.ChannelLayerNorm(4, 1e-3), lambda: rows(3, 4, 5, 2)),
+    "ConvNeXtBlock": (lambda: nn.ConvNeXtBlock(4, 2, 3, 2, 0.5, "circular"), lambda: rows(3, 4, 5, 6)),
+    "ConvNeXtBlockOfLines": (lambda: nn.ConvNeXtBlock(4, 1, 5, 3, None), lambda: rows(3, 4, 7)),
     "PixelShuffle": (lambda: nn.PixelShuffle(2), lambda: rows(3, 8, 2, 3)),
     "PixelShuffleOfLines": (lambda: nn.PixelShuffle(3), lambda: rows(3, 6, 4)),
     "PixelUnshuffle": (lambda: nn.PixelUnshuffle(2), lambda: rows(3, 2, 4, 2, 6)),

@@ -23,6 +23,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...]]] = {
     "elu": (nn.ELU, (2, 9)),
     "softplus": (nn.Softplus, (2, 9)),
     "norm": (lambda: nn.ChannelLayerNorm(3), (3, 7, 5)),
+    "convnext": (lambda: nn.ConvNeXtBlock(3, layer_scale=0.5, padding=("reflect", "circular")), (3, 7, 8)),
+    "convnext of lines": (lambda: nn.ConvNeXtBlock(4, 1, 5, 2, None), (4, 9)),
+    "convnext of volumes": (lambda: nn.ConvNeXtBlock(4, 3, 3, 2, 0.5), (4, 3, 5, 4)),
     "shuffle": (lambda: nn.PixelShuffle(2), (8, 5, 3)),
     "shuffle of lines": (lambda: nn.PixelShuffle(3), (6, 7)),
     "unshuffle": (lambda: nn.PixelUnshuffle(3), (2, 9, 12)),
@@ -58,7 +61,8 @@ def test_layers_over_parts_are_those_of_the_whole(name: str) -> None:
 
 def network() -> nn.Layer:
     return nn.Sequential(
-        nn.Conv2d(2, 8, 3, padding=1), nn.ChannelLayerNorm(8), nn.LeakyReLU(), nn.PixelUnshuffle(2), nn.Dropout2d(0.2),
+        nn.Conv2d(2, 8, 3, padding=1), nn.ConvNeXtBlock(8, layer_scale=0.1),
+        nn.ChannelLayerNorm(8), nn.LeakyReLU(), nn.PixelUnshuffle(2), nn.Dropout2d(0.2),
         nn.Conv2d(32, 8, 1), nn.ELU(), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3, padding=1), nn.Softplus(),
     )  # fmt: skip
 
@@ -111,8 +115,28 @@ def torch_norm(torch: Any) -> Any:
     return LayerNorm2d(3, eps=1e-6)
 
 
+def torch_convnext(torch: Any) -> Any:
+    """Return the block of ConvNeXt's authors, with convolutions of one cell instead of Linear."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dwconv = torch.nn.Conv2d(3, 3, 7, padding=3, groups=3)
+            self.norm = torch.nn.LayerNorm(3, eps=1e-6)
+            self.pwconv1, self.pwconv2 = torch.nn.Conv2d(3, 12, 1), torch.nn.Conv2d(12, 3, 1)
+            self.gamma = torch.nn.Module()
+            self.gamma.weight = torch.nn.Parameter(torch.full((1, 3, 1, 1), 0.5))
+
+        def forward(self, x: Any) -> Any:
+            y = self.norm(self.dwconv(x).movedim(1, -1)).movedim(-1, 1)
+            return x + self.gamma.weight * self.pwconv2(torch.nn.functional.gelu(self.pwconv1(y)))
+
+    return Block()
+
+
 THEIRS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Layer], tuple[int, ...]]] = {
     "norm": (torch_norm, lambda: nn.ChannelLayerNorm(3), (3, 4, 5)),
+    "convnext": (torch_convnext, lambda: nn.ConvNeXtBlock(3, layer_scale=0.5), (3, 5, 8)),
     "shuffle": (lambda torch: torch.nn.PixelShuffle(3), lambda: nn.PixelShuffle(3), (18, 4, 5)),
     "unshuffle": (lambda torch: torch.nn.PixelUnshuffle(3), lambda: nn.PixelUnshuffle(3), (2, 6, 9)),
 }
@@ -144,6 +168,8 @@ def test_layers_are_those_of_pytorch(name: str) -> None:
     [
         (lambda: nn.PixelShuffle(0), ConfigError, "PixelShuffle: upscale_factor must be a whole number >= 1, got 0"),
         (lambda: nn.Dropout2d(2), ConfigError, "Dropout2d: p must be between 0 and 1, got 2"),
+        (lambda: nn.ConvNeXtBlock(4, 2, 4), ConfigError, "ConvNeXtBlock: kernel_size must be odd, got 4"),
+        (lambda: nn.ConvNeXtBlock(4, 4), ConfigError, "ConvNeXtBlock: dims=4: a field has 1 to 3 dims of cells"),
         (lambda: nn.Softplus(0.0), ConfigError, "Softplus: beta must be above 0, got 0.0"),
         (lambda: run(nn.PixelShuffle(2), 3, 4, 4), ShapeError, r"with a multiple of 4 channels .* got \(2, 3, 4, 4\)"),
         (lambda: run(nn.PixelUnshuffle(2), 3, 4, 5), ShapeError, "the field has 5 cells along dim 3, .* multiple of 2"),
