@@ -226,7 +226,7 @@ class Attention(PerHead):
             raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
 
     def _get_segments(self, env: LayerContext, x: tuple[Array, ...]) -> Array | None:
-        """Return the input with the segment ids of packed documents, in the dtype that the kernel takes. Return None
+        """Return the fourth input, the segment ids of packed documents, in the dtype that the kernel takes. Return None
         if the layer has no such input."""
         return x[3].astype(env.xp.int64, copy=False) if self.segments else None
 

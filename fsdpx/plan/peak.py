@@ -273,8 +273,8 @@ def list_memory_lowering_changes(
 ) -> list[OptionChange]:
     """Try changing one option at a time, and return the changes that lower the memory peak, sorted by the new peak.
 
-    `current` are the current options, and `rows` is the number of samples per rank. `predict_peak` takes the changed
-    options, and returns the peak in bytes and the step time."""
+    `current` contains the options to start from, and `rows` is the number of samples per rank. `predict_peak` takes
+    the changed options and returns the memory peak in bytes and the step time."""
     least, found = predict_peak({})[0], []
     for options in _iterate_option_changes(current, rows):
         try:

@@ -135,8 +135,8 @@ def _make_intrinsic(value: LazyIntrinsic) -> Any:
 
 
 def _may_use_lazy_names(value: Any) -> bool:
-    """Return whether `value` is a function in which stand-ins must be replaced. Functions of NumPy, Numba and llvmlite
-    contain no stand-ins."""
+    """Return whether `value` is a function that could use lazy names (placeholders that stand for Numba objects until
+    Numba is loaded). Functions of NumPy, Numba and llvmlite never use them."""
     return isinstance(value, FunctionType) and not value.__module__.startswith(("numpy", "numba", "llvmlite"))
 
 

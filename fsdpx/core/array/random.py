@@ -71,8 +71,8 @@ def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
 
 @dataclass
 class TrainingMoment:
-    """The current step, and the index in the global batch of the microbatch's first sample. All layers share one such
-    object. It is changed in place, so that all layers see the current values."""
+    """The current step (`step`), and the global batch index of the first sample of the microbatch (`row`). All layers
+    share one such object, which is updated in place, so they all see the current values."""
 
     step: int = 0
     row: int = 0

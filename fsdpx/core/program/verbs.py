@@ -55,7 +55,7 @@ def parse_actions(text: str) -> tuple[Action, ...]:
 
     Parameters
     ----------
-    text : operations in capitals, each followed by its unit number and ".microbatch" if it has them
+    text : one word per action: the operation in capitals, then the unit number and ".microbatch" where they apply
 
     Returns
     -------

@@ -54,7 +54,7 @@ class CompressedCodec(Codec):
     def packed_bytes(self, size: int, step: int = MAX_REDUCES) -> int:
         """Return the size in bytes of a compressed part of `size` elements. It is a multiple of `SIZE_MULTIPLE_BYTES`.
 
-        `step` is the number of the reduction. If the size depends on `step`, it is largest in the first reduction."""
+        `step` is the index of the reduction. If the size depends on `step`, it is largest in the first reduction."""
 
     @abstractmethod
     def pack_part(
@@ -67,7 +67,7 @@ class CompressedCodec(Codec):
         x : flat, float32 or float64; its contents may be overwritten
         wire : buffer of `packed_bytes(x.size)` bytes
         residual : receives the packing error of `x`, and may be `x` itself; None if the error is not kept
-        step : number of the reduction, at most `MAX_REDUCES`; `unpack_part` gets the same number
+        step : index of the reduction, at most `MAX_REDUCES`; `unpack_part` gets the same number
         numbers : random stream for this part in this reduction
         """
 
@@ -173,9 +173,10 @@ class CompressedCodec(Codec):
     def pack_all_parts(
         self, rank: int, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, step: int
     ) -> None:
-        """Compress the gradient of `rank`, part by part. Part i has counts[i] elements and goes into wires[i].
+        """Compress the gradient of `rank`, part by part. The result for part i, which has counts[i]
+        elements, is written into the send buffer wires[i].
 
-        Overwrites `grad`. `step` is the number of the reduction."""
+        Overwrites `grad`. `step` is the index of this reduction."""
         xp, error = namespace_of(grad), memory.get("error")
         whole = self.add_error_feedback(grad, memory, step)
         kept = [None] * len(counts) if error is None else split_by_counts(error, counts)

@@ -118,7 +118,7 @@ class SplitSamples(ABC):
         for i, (shape, kind) in enumerate(zip(shapes, self.output_kinds, strict=True)):
             if isinstance(kind, FieldPartition):
                 wanted, local = self.compute_part_shapes(tuple(shape), kind)
-                if tuple(shape) != wanted:  # else, a loss would compare parts of different shapes
+                if tuple(shape) != wanted:  # without this check, a loss would compare parts of different shapes
                     raise ShapeError(
                         f"output {i} of the model is {tuple(shape)} for the whole {self.whole}, and must be {wanted}: "
                         "a layer changes the number of cells or rows without saying so"

@@ -22,8 +22,10 @@ FIRST_REPORT_SECONDS = 60.0
 
 
 def is_wait_overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
-    """Return whether a new report on long waits is due. This is so if the longest current wait began after the last
-    report (at time `last`) and at least FIRST_REPORT_SECONDS ago."""
+    """Return whether a new report on long waits is due.
+
+    It is due if the longest current wait began after the last report (at time `last`) and has already taken
+    FIRST_REPORT_SECONDS."""
     begun = min((flight.since for flight in flights if flight.since and flight.exit_status is None), default=math.inf)
     return last < begun <= now - FIRST_REPORT_SECONDS
 

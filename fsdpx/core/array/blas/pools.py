@@ -85,7 +85,7 @@ class limit_threads:  # noqa: N801
             _state.inside -= 1
             while _state.changed and not _state.inside:
                 pool, now, before = _state.changed.pop()
-                # keep the number if the user's program has set another one in the meantime
+                # keep a number of threads that the user's program has set in the meantime
                 if pool.get() == now:
                     pool.set(before)
 

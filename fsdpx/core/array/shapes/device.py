@@ -15,8 +15,8 @@ __all__ = ["SHAPES"]
 
 
 class ShapeDevice(Device):
-    """The device of shape-only arrays. If a result would depend on the values of arrays, it returns what a successful
-    step would return."""
+    """Device of shape-only arrays, without values. Where a method would look at values (for example, to check that
+    they are finite), it answers as if all went well."""
 
     name, holds_data = "shape", False
 

@@ -23,7 +23,7 @@ __all__ = [
 
 WORD = ir.IntType(64)
 LINE_BYTES = 64  # size of a cache line, and of the LLVM vectors used here
-LINES_PER_STEP = 4  # number of cache lines that are added per loop iteration
+LINES_PER_STEP = 4  # number of cache lines of numbers that one loop iteration sums over the ranks
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
 """Indices of words in a row: number of ranks on the host, this rank's index among them, number of elements to add,

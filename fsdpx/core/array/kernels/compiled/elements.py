@@ -59,7 +59,7 @@ def to_float(x: Any) -> Any:
 
 
 def round_to_dtype_of(array: Any, x: Any) -> Any:
-    """Convert a computed number x to an element of `array`, rounded once."""
+    """Round the number x to the dtype of `array` in a single rounding, without an intermediate dtype."""
     raise NotImplementedError("for compiled code")
 
 

@@ -164,7 +164,7 @@ def avg_pool_backward(
 
 
 def _make_window_table(strides: WindowStrides) -> np.ndarray:
-    """Return the kernel size, stride, dilation and first cell along each dim, as an array (3 dims, 4)."""
+    """Return an array of shape (3, 4) with a row for each dim: kernel size, stride, dilation and first cell."""
     rows = [*zip(*strides[:4], strict=True)]
     return np.array([(1, 1, 1, 0)] * (3 - len(rows)) + rows)
 
