@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from fsdpx.launch.options import LaunchConfig as LaunchConfig
     from fsdpx.ext.coupling.bridge import Bridge as Bridge
     from fsdpx.ext.fields.grid import Grid as Grid
-    from fsdpx.ext.meshes.levels import MeshLevel as MeshLevel
+    from fsdpx.ext.meshes.mesh_level import MeshLevel as MeshLevel
     from fsdpx.ext.meshes.partition import Partition as Partition
     from fsdpx.ext.elastic.config import ElasticConfig as ElasticConfig
     from fsdpx.ext.offload.choice import OffloadConfig as OffloadConfig

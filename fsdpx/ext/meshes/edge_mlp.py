@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from fsdpx.core.array import kernels
 from fsdpx.ext.meshes.ghosts import start_appending_ghosts, start_appending_ghosts_backward
@@ -22,7 +24,38 @@ from fsdpx.nn.norm import LayerNorm
 __all__ = ["EdgeLinear", "EdgeMLP", "NodeMLP", "RecomputedMLP"]
 
 
-class EdgeLinear(GraphLayer):
+class _SplitWeight:
+    """Base class for linear layers of several inputs, each of which is multiplied by its own columns of `weight`."""
+
+    columns: tuple[int, ...]
+    """The number of features of each input, in the order of their columns."""
+    out_features: int
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        init = uniform(1.0 / math.sqrt(sum(self.columns)))
+        return {
+            "weight": ParameterSpec((self.out_features, sum(self.columns)), init),
+            "bias": ParameterSpec((self.out_features,), init),
+        }
+
+    def split_weight(self, weight: Array) -> list[Array]:
+        """Return a view of the weight's columns for each input."""
+        ends = np.cumsum(self.columns).tolist()
+        return [weight[:, end - count : end] for end, count in zip(ends, self.columns, strict=True)]
+
+    def add_gradients(self, env: LayerContext, g: Params, dy: Array, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Add the gradients of weight and bias. `pairs` has, for each input, the gradient of its product with the
+        weight, and the input; `dy` is the gradient of the result."""
+        if (into := claim_gradient(g, "weight")) is not None:
+            weight, add = into
+            for (slope, x), out in zip(pairs, self.split_weight(weight), strict=True):
+                found = matmul_in_dtype(env.xp, as_rows(slope).T, as_rows(x))
+                out[...] = out + found if add else found
+        if (into := claim_gradient(g, "bias")) is not None:
+            kernels.sum_rows(env.xp, as_rows(dy), *into)
+
+
+class EdgeLinear(_SplitWeight, GraphLayer):
     """Linear layer that is applied to the concatenated features of each edge and its two nodes: nodes (samples, nodes,
     node_features) and edges (samples, edges, edge_features) -> (samples, edges, out_features).
 
@@ -45,21 +78,14 @@ class EdgeLinear(GraphLayer):
     def __init__(self, node_features: int, edge_features: int, out_features: int) -> None:
         require_positive(self, node_features=node_features, edge_features=edge_features, out_features=out_features)
         self.node_features, self.edge_features, self.out_features = node_features, edge_features, out_features
-
-    def specs(self) -> dict[str, ParameterSpec]:
-        width = self.edge_features + 2 * self.node_features
-        init = uniform(1.0 / math.sqrt(width))
-        return {
-            "weight": ParameterSpec((self.out_features, width), init),
-            "bias": ParameterSpec((self.out_features,), init),
-        }
+        self.columns = (edge_features, node_features, node_features)
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
         nodes, edges = x
         graph = self.graph
         require_node_features(self, nodes, graph.row_count if self.has_ghosts else graph.nodes, self.node_features)
         require_node_features(self, edges, graph.edges, self.edge_features)
-        of_senders = linear_forward(env.xp, as_rows(nodes), self._split_weight(p["weight"])[1], None)
+        of_senders = linear_forward(env.xp, as_rows(nodes), self.split_weight(p["weight"])[1], None)
         of_senders = of_senders.reshape(*nodes.shape[:2], self.out_features)
         if self.has_ghosts:
             return self._add_products(env, *self._multiply_own(env, p, nodes, edges), of_senders), x
@@ -71,7 +97,7 @@ class EdgeLinear(GraphLayer):
         """Return the products of the weight with the edge features and with the features of this rank's nodes as
         receivers."""
         graph, samples, out = self.graph, edges.shape[0], self.out_features
-        of_edge, _, of_receiver = self._split_weight(p["weight"])
+        of_edge, _, of_receiver = self.split_weight(p["weight"])
         y = linear_forward(env.xp, as_rows(edges), of_edge, p["bias"]).reshape(samples, graph.edges, out)
         own = linear_forward(env.xp, as_rows(nodes[:, : graph.nodes]), of_receiver, None)
         return y, own.reshape(samples, graph.nodes, out)
@@ -88,7 +114,7 @@ class EdgeLinear(GraphLayer):
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         graph, xp = self.graph, env.xp
         nodes, edges = saved
-        of_edge, of_sender, of_receiver = self._split_weight(p["weight"])
+        of_edge, of_sender, of_receiver = self.split_weight(p["weight"])
         dsenders = graph.sum_at_senders(env, dy)
         finish = None if self.has_ghosts else start_appending_ghosts_backward(env, graph, dsenders)
         dreceivers = graph.sum_at_receivers(env, dy)
@@ -102,21 +128,8 @@ class EdgeLinear(GraphLayer):
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         nodes, edges, dsenders, dreceivers, dy = kept
-        xp, rows = env.xp, as_rows(dy)
-        if (into := claim_gradient(g, "weight")) is not None:
-            weight, add = into
-            own = nodes[:, : self.graph.nodes]
-            pairs = zip((dy, dsenders, dreceivers), (edges, nodes, own), self._split_weight(weight), strict=True)
-            for slope, x, out in pairs:
-                found = matmul_in_dtype(xp, as_rows(slope).T, as_rows(x))
-                out[...] = out + found if add else found
-        if (into := claim_gradient(g, "bias")) is not None:
-            kernels.sum_rows(xp, rows, *into)
-
-    def _split_weight(self, weight: Array) -> tuple[Array, Array, Array]:
-        """Return views of the weight's columns for edge, sender and receiver features."""
-        e, n = self.edge_features, self.node_features
-        return weight[:, :e], weight[:, e : e + n], weight[:, e + n :]
+        pairs = (dy, edges), (dsenders, nodes), (dreceivers, nodes[:, : self.graph.nodes])
+        self.add_gradients(env, g, dy, pairs)
 
 
 class RecomputedMLP(Composite):
@@ -175,7 +188,7 @@ class RecomputedMLP(Composite):
             setattr(self, str(i), layer)
         self._count = len(layers)
 
-    def _chain(self, *x: Any) -> Any:
+    def compose(self, *x: Any) -> Any:
         value = getattr(self, "0")(*x)
         for i in range(1, self._count):
             value = getattr(self, str(i))(value)
@@ -197,6 +210,8 @@ class EdgeMLP(RecomputedMLP):
         saves less; default False
     """
 
+    reads = ("nodes", "edges")
+
     def __init__(
         self, node_features: int, edge_features: int, out_features: int, hidden: int, hidden_layers: int = 2, *,
         activation: str = "relu", norm: bool = True, recompute_hidden: bool = False,
@@ -206,11 +221,8 @@ class EdgeMLP(RecomputedMLP):
         first = EdgeLinear(node_features, edge_features, hidden)
         self._add_layers(first, hidden, out_features, hidden_layers, activation, norm)
 
-    def compose(self, nodes: Any, edges: Any) -> Any:
-        return self._chain(nodes, edges)
 
-
-class PairLinear(Layer):
+class PairLinear(_SplitWeight, Layer):
     """Computes y = weight [a, b] + bias from two inputs a and b (samples, ..., features) without concatenating them."""
 
     acts_on = "position"
@@ -219,36 +231,21 @@ class PairLinear(Layer):
 
     def __init__(self, a_features: int, b_features: int, out_features: int) -> None:
         self.a_features, self.b_features, self.out_features = a_features, b_features, out_features
-
-    def specs(self) -> dict[str, ParameterSpec]:
-        width = self.a_features + self.b_features
-        init = uniform(1.0 / math.sqrt(width))
-        return {
-            "weight": ParameterSpec((self.out_features, width), init),
-            "bias": ParameterSpec((self.out_features,), init),
-        }
+        self.columns = (a_features, b_features)
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
-        (a, b), n = x, self.a_features
-        y = linear_forward(env.xp, as_rows(a), p["weight"][:, :n], p["bias"])
-        y = kernels.add(env.xp, y, linear_forward(env.xp, as_rows(b), p["weight"][:, n:], None))
+        (a, b), (of_a, of_b) = x, self.split_weight(p["weight"])
+        y = linear_forward(env.xp, as_rows(a), of_a, p["bias"])
+        y = kernels.add(env.xp, y, linear_forward(env.xp, as_rows(b), of_b, None))
         return y.reshape(*a.shape[:-1], self.out_features), x
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
-        (a, b), n, rows = saved, self.a_features, as_rows(dy)
-        da = matmul_in_dtype(env.xp, rows, p["weight"][:, :n]).reshape(a.shape)
-        return (da, matmul_in_dtype(env.xp, rows, p["weight"][:, n:]).reshape(b.shape)), (a, b, dy)
+        slopes = [matmul_in_dtype(env.xp, as_rows(dy), weight) for weight in self.split_weight(p["weight"])]
+        return tuple(dx.reshape(x.shape) for dx, x in zip(slopes, saved, strict=True)), (*saved, dy)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
-        (a, b, dy), n, xp = kept, self.a_features, env.xp
-        rows = as_rows(dy)
-        if (into := claim_gradient(g, "weight")) is not None:
-            weight, add = into
-            for x, out in ((a, weight[:, :n]), (b, weight[:, n:])):
-                found = matmul_in_dtype(xp, rows.T, as_rows(x))
-                out[...] = out + found if add else found
-        if (into := claim_gradient(g, "bias")) is not None:
-            kernels.sum_rows(xp, rows, *into)
+        a, b, dy = kept
+        self.add_gradients(env, g, dy, ((dy, a), (dy, b)))
 
 
 class NodeMLP(RecomputedMLP):
@@ -261,6 +258,8 @@ class NodeMLP(RecomputedMLP):
     hidden, hidden_layers, activation, norm, recompute_hidden : as in `EdgeMLP`
     """
 
+    reads = ("received", "nodes")
+
     def __init__(
         self, received: int, features: int, out_features: int, hidden: int, hidden_layers: int = 2, *,
         activation: str = "relu", norm: bool = True, recompute_hidden: bool = False,
@@ -269,6 +268,3 @@ class NodeMLP(RecomputedMLP):
         self.recompute_hidden = bool(recompute_hidden)
         first = PairLinear(received, features, hidden)
         self._add_layers(first, hidden, out_features, hidden_layers, activation, norm)
-
-    def compose(self, received: Any, nodes: Any) -> Any:
-        return self._chain(received, nodes)

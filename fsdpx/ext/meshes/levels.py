@@ -1,27 +1,20 @@
-"""Coarser meshes of the same domain, and layers that move values between two meshes."""
+"""Layers that move values between a mesh and a coarser one."""
 
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
-from fsdpx.ext.meshes.arguments import parse_integers, parse_on_each_rank
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
-from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays
-from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes, require_node_features
+from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, require_node_features
 from fsdpx.ext.meshes.over_mesh import TakesRows
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, ShardedLayer
 from fsdpx.nn.shard_specs import Kind, ShardingContext
 
-__all__ = ["MeshLevel", "Prolong", "Restrict"]
-
-
-MAX_DRY_LINKS = 8
-"""Maximum number of maps between the two meshes that are cached for dry runs."""
+__all__ = ["LevelLink", "LinkedMeshes", "Prolong", "Restrict"]
 
 
 class LevelLink(NamedTuple):
@@ -39,74 +32,26 @@ class LevelLink(NamedTuple):
     coarse: MeshPartition
 
 
-class MeshLevel:
-    """Links a mesh to a coarser one: each node of the finer mesh belongs to one node of the coarser mesh. Collective.
+class LinkedMeshes(Protocol):
+    """Protocol with the attributes of a `MeshLevel` that layers use.
 
-    `nn.Restrict` and `nn.Prolong` move values between the two meshes; layers between them work on the coarse mesh. A
-    node and the coarse node to which it belongs may be on different ranks.
-
-    Parameters
+    Attributes
     ----------
-    fine : the finer `Partition`, which is the trainer's `domain` or the coarse mesh of another level
-    coarse : the coarser `Partition`, on the same ranks; its nodes have their own global numbers
-    numbers : for each node of `fine` that this rank owns, the global number of the node of `coarse` to which it belongs
-
-    Raises
-    ------
-    ConfigError : on all ranks, if the meshes are on different ranks, or if any of `numbers` is not the number of a node
-        of `coarse`
+    fine, coarse : the two meshes, which error messages name
+    shares : 1 / (number of fine nodes that belong to the coarse node), for each coarse node of this rank
     """
 
-    def __init__(self, fine: Any, coarse: Any, numbers: Any) -> None:
-        comm, size = fine.comm, fine.dims[0]
-        rank, other = fine.rank, coarse.rank
+    fine: Any
+    coarse: Any
+    shares: np.ndarray
 
-        def parse() -> np.ndarray:
-            if (coarse.dims[0], other) != (size, rank):
-                raise ConfigError(f"{coarse} and {fine} must have the same ranks in the same order")
-            found = parse_integers("numbers", numbers, 1)
-            if found.size != fine.graph.nodes or found.max(initial=-1) >= coarse.total_nodes:
-                raise ConfigError(
-                    f"numbers: give {fine.graph.nodes} numbers of nodes below {coarse.total_nodes}, got {found.size}, "
-                    f"of which the largest is {found.max(initial=-1)}"
-                )
-            return found
-
-        given = parse_on_each_rank(comm, parse)
-        self.fine, self.coarse = fine, coarse
-        link = _build_link(comm, rank, size, coarse, fine, given)
-        self.shares = 1.0 / np.maximum(_exchange_counts(comm, size, link), 1)
-        self._sizes = [PartSizes(*sizes) for sizes in all_gather_plain_data(comm, tuple(link.sizes))]
-        self._links = [LevelLink(link, fine.partition, coarse.partition)]
-
-    def __repr__(self) -> str:
-        return f"MeshLevel({self.fine}, {self.coarse})"
-
-    def find_link(self, kind: Kind) -> LevelLink:
-        """Return the map between the two meshes for node values that are distributed as `kind`, a partition of one of
-        the meshes. In a dry run, the map has only sizes. If `kind` belongs to neither mesh, return this rank's map.
-
-        Communicates nothing."""
-        known = next((link for link in self._links if kind in (link.fine, link.coarse)), None)
-        if known is not None or not isinstance(kind, MeshPartition) or kind.graph.numbers.size:
-            return known or self._links[0]
-        if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
-            return self._links[0]
-        if kind.is_on_one_rank:
-            (coarse,), sizes = self.coarse.joined_partition, PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
-        else:
-            ranks = range(len(self._sizes))
-            rank = next((r for r in ranks if self._sizes[r].edges == kind.graph.nodes), 0)
-            coarse, sizes = self.coarse.as_rank(rank).partition, self._sizes[rank]
-        made = LevelLink(LocalGraph.with_sizes_only(sizes, 0), kind, coarse)
-        self._links = [self._links[0], *self._links[1:][-MAX_DRY_LINKS:], made]
-        return made
+    def find_link(self, kind: Kind) -> LevelLink: ...
 
 
 class _BetweenLevels(Layer, TakesRows):
     """Base class for the layers that move values between the meshes of a level."""
 
-    level: MeshLevel
+    level: LinkedMeshes
     reads_fine: bool
     kernel_names = ("segment_sum",)
     link: LocalGraph | None = None
@@ -146,13 +91,13 @@ class Restrict(_BetweenLevels):
 
     Parameters
     ----------
-    level : the two meshes
+    level : the `MeshLevel` of the two meshes
     how : "mean" (default) or "sum"
     """
 
     reads_fine = True
 
-    def __init__(self, level: MeshLevel, how: str = "mean") -> None:
+    def __init__(self, level: LinkedMeshes, how: str = "mean") -> None:
         if how not in ("mean", "sum"):
             raise ConfigError(f'Restrict: how={how!r}: choose "mean" or "sum"')
         self.level, self.how = level, how
@@ -176,12 +121,12 @@ class Prolong(_BetweenLevels):
 
     Parameters
     ----------
-    level : the two meshes
+    level : the `MeshLevel` of the two meshes
     """
 
     reads_fine = False
 
-    def __init__(self, level: MeshLevel) -> None:
+    def __init__(self, level: LinkedMeshes) -> None:
         self.level = level
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
@@ -189,38 +134,3 @@ class Prolong(_BetweenLevels):
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return self._sum_to_coarse(env, dy), ()
-
-
-def _build_link(comm: Any, rank: int, size: int, coarse: Any, fine: Any, numbers: np.ndarray) -> LocalGraph:
-    """Return a graph whose nodes are the coarse nodes, with one edge per fine node of this rank, as in
-    `LevelLink.graph`. Collective.
-
-    The function first builds a graph of both coarse and fine nodes, numbered in this order, with edges from coarse to
-    fine nodes. It then removes the fine nodes, because they are not senders of any edge."""
-    above = coarse.total_nodes
-    away = np.setdiff1d(numbers, coarse.numbers)
-    rows = np.concatenate([coarse.numbers, above + fine.numbers, away])
-    own, many = coarse.graph.nodes, fine.graph.nodes
-    order = np.argsort(rows, kind="stable")
-    ends = np.stack([order[np.searchsorted(rows, numbers, sorter=order)], own + np.arange(many)])
-    given = GraphArguments(rows, np.arange(rows.size) < own + many, ends, undirected=False)
-    graph = build_local_graph(comm, rank, size, given).graph
-    senders = np.where(graph.senders < own, graph.senders, graph.senders - many)
-    offsets, none = np.concatenate([graph.sender_offsets[:own], graph.sender_offsets[own + many :]]), ends[0, :0]
-    kept = np.concatenate([graph.numbers[:own], graph.numbers[own + many :]])
-    return LocalGraph(
-        own, graph.ghosts, many, kept, senders, none, none, graph.sender_order, offsets, none, np.zeros((many, 0)),
-        graph.sends, graph.receives,
-    )  # fmt: skip
-
-
-def _exchange_counts(comm: Any, size: int, link: LocalGraph) -> np.ndarray:
-    """Return, as (nodes,), the number of fine nodes that belong to each coarse node of this rank. Collective."""
-    here = np.diff(link.sender_offsets)
-    pieces = [here[:0, None]] * size
-    for rank, first, stop in link.receives:
-        pieces[rank] = here[link.nodes + first : link.nodes + stop, None]
-    found, counts = exchange_arrays(comm, pieces), here[: link.nodes].copy()
-    for rank, rows in link.sends:
-        counts[rows] += found[rank][:, 0]
-    return counts

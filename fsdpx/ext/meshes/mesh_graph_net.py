@@ -18,13 +18,10 @@ __all__ = ["MeshGraphNet"]
 class FeatureMLP(RecomputedMLP):
     """MLP that is applied along the last dim, with the same layers as `EdgeMLP`."""
 
-    def __init__(
-        self, features: int, out: int, hidden: int, hidden_layers: int, activation: str, norm: bool
-    ) -> None:  # fmt: skip
-        self._add_layers(Linear(features, hidden), hidden, out, hidden_layers, activation, norm)
+    reads = ("x",)
 
-    def compose(self, x: Any) -> Any:
-        return self._chain(x)
+    def __init__(self, features: int, out: int, hidden: int, hidden_layers: int, activation: str, norm: bool) -> None:
+        self._add_layers(Linear(features, hidden), hidden, out, hidden_layers, activation, norm)
 
 
 class MeshGraphNet(Composite):

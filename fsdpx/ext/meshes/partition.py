@@ -81,22 +81,14 @@ class Partition(Domain):
 
     Raises
     ------
-    ConfigError : on all ranks, if arguments have wrong shapes, a node has several owners or none, the coordinates of a
-        ghost differ from those that its owner passes, or edges seem to be missing
+    ConfigError : on all ranks, also by the other constructors, if arguments have wrong shapes, a node has several
+        owners or none, the coordinates of a ghost differ from those that its owner passes, or edges seem to be missing
     """
 
     def __init__(
-        self,
-        comm: Any,
-        *,
-        owned: int,
-        ghosts: Any = (),
-        owners: Any = None,
-        edges: Any,
-        positions: Any = None,
-        edge_features: Any = None,
-        undirected: bool | None = None,
-    ) -> None:
+        self, comm: Any, *, owned: int, ghosts: Any = (), owners: Any = None, edges: Any, positions: Any = None,
+        edge_features: Any = None, undirected: bool | None = None,
+    ) -> None:  # fmt: skip
         comm = _open(comm)
         rank, _ = get_rank_and_size(comm)
         count = parse_on_each_rank(comm, lambda: parse_count("owned", owned, "owned nodes"))
@@ -117,16 +109,9 @@ class Partition(Domain):
 
     @classmethod
     def from_numbers(
-        cls,
-        comm: Any,
-        numbers: Any,
-        owned_mask: Any = None,
-        *,
-        edges: Any,
-        positions: Any = None,
-        edge_features: Any = None,
-        undirected: bool | None = None,
-    ) -> Partition:
+        cls, comm: Any, numbers: Any, owned_mask: Any = None, *, edges: Any, positions: Any = None,
+        edge_features: Any = None, undirected: bool | None = None,
+    ) -> Partition:  # fmt: skip
         """Return the partition of a mesh whose owned nodes and ghosts may be in any order on each rank. Collective.
 
         Parameters
@@ -135,35 +120,19 @@ class Partition(Domain):
         numbers : global number of the node in each row; the nodes of the mesh are numbered 0, 1, ... without gaps
         owned_mask : whether this rank owns the node of each row. Default: each node belongs to the lowest rank that has
             it, which suits codes whose ranks own elements and share nodes
-
-        Returns
-        -------
-        Partition
-
-        Raises
-        ------
-        ConfigError : as for `Partition`
         """
 
         def parse() -> GraphArguments:
             found = parse_integers("numbers", numbers, 1)
             return parse_graph(found, parse_mask(owned_mask, found.size), edges, positions, edge_features, undirected)
 
-        made = cls.__new__(cls)
-        made._build(_open(comm), parse)
-        return made
+        return cls._make(_open(comm), parse)
 
     @classmethod
     def from_cells(
-        cls,
-        comm: Any,
-        cells: Any,
-        numbers: Any = None,
-        owned_mask: Any = None,
-        *,
-        pairs: Sequence[tuple[int, int]] | None = None,
-        positions: Any = None,
-    ) -> Partition:
+        cls, comm: Any, cells: Any, numbers: Any = None, owned_mask: Any = None, *,
+        pairs: Sequence[tuple[int, int]] | None = None, positions: Any = None,
+    ) -> Partition:  # fmt: skip
         """Return the partition of a mesh, given the cells that each rank has. Edges in both directions join the nodes
         of a cell; an edge that several cells or ranks share counts once. Collective.
 
@@ -177,14 +146,6 @@ class Partition(Domain):
         owned_mask : as in `from_numbers`
         pairs : which nodes of a cell are joined, such as ((0, 1), (1, 2), (2, 3), (3, 0)) for quadrilaterals whose
             nodes are listed in order around the cell. Default: all pairs, as in triangles and tetrahedra
-
-        Returns
-        -------
-        Partition
-
-        Raises
-        ------
-        ConfigError : as for `Partition`
         """
 
         def parse() -> GraphArguments:
@@ -197,9 +158,7 @@ class Partition(Domain):
             mask, edges = parse_mask(owned_mask, found.size), list_edges_of_cells(rows, pairs)
             return parse_graph(found, mask, edges, positions, None, True)
 
-        made = cls.__new__(cls)
-        made._build(_open(comm), parse)
-        return made
+        return cls._make(_open(comm), parse)
 
     @classmethod
     def from_dolfinx(
@@ -219,13 +178,9 @@ class Partition(Domain):
         pairs : which dofs of a cell are joined, as indices into a row of `V.dofmap.list`. Default: all pairs
         positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the dofs
 
-        Returns
-        -------
-        Partition
-
         Raises
         ------
-        ConfigError : if no two cells of the space share a dof, and as for `Partition`
+        ConfigError : if no two cells of the space share a dof
         """
         return cls._from_solver(V.mesh.comm, lambda: read_dolfinx_space(V, pairs, positions))
 
@@ -246,13 +201,9 @@ class Partition(Domain):
         positions : as in `Partition`, such as scaled coordinates. Default: the coordinates of the vertices, or the
             centroids of the cells
 
-        Returns
-        -------
-        Partition
-
         Raises
         ------
-        ConfigError : if the mesh lacks edges and facets (is not interpolated), and as for `Partition`
+        ConfigError : if the mesh lacks edges and facets (is not interpolated)
         """
         return cls._from_solver(dm.comm, lambda: read_dmplex(dm, nodes, positions))
 
@@ -269,23 +220,13 @@ class Partition(Domain):
             owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
             if positions.shape[:1] == (rows,):
                 positions = positions[mesh.owned]
-        made = cls.__new__(cls)
-        made._build(comm, lambda: parse_graph(numbers, owned, edges, positions, None, True), rows)
-        return made
+        return cls._make(comm, lambda: parse_graph(numbers, owned, edges, positions, None, True), rows)
 
     @classmethod
     def split(
-        cls,
-        comm: Any,
-        edges: Any,
-        nodes: int,
-        *,
-        parts: Any = None,
-        method: str = "coordinates",
-        positions: Any = None,
-        edge_features: Any = None,
-        undirected: bool | None = None,
-    ) -> Partition:
+        cls, comm: Any, edges: Any, nodes: int, *, parts: Any = None, method: str = "coordinates",
+        positions: Any = None, edge_features: Any = None, undirected: bool | None = None,
+    ) -> Partition:  # fmt: skip
         """Partition a graph that every rank has in full. Collective.
 
         `take_local` returns the rows of this rank's nodes, in the order of their global numbers.
@@ -301,13 +242,9 @@ class Partition(Domain):
         positions : coordinates (nodes, dims) of all nodes, used as in `Partition`
         edge_features : features (edges, features) of all edges; default: none
 
-        Returns
-        -------
-        Partition
-
         Raises
         ------
-        ConfigError : as for `Partition`, and if ranks pass different graphs
+        ConfigError : if ranks pass different graphs
         """
         graph = nodes, edges, parts, method, positions, edge_features, undirected
         return cls._split(comm, lambda: graph)
@@ -329,13 +266,9 @@ class Partition(Domain):
         positions : as in `split`, such as scaled coordinates. Default: the coordinates of the points, without those
             that are the same for all points
 
-        Returns
-        -------
-        Partition
-
         Raises
         ------
-        ConfigError : as for `split`, and if cells of one block differ in their numbers of points
+        ConfigError : if ranks pass different meshes, or cells of one block differ in their numbers of points
         """
 
         def read() -> WholeGraph:
@@ -363,8 +296,7 @@ class Partition(Domain):
             positions=None if given.positions is None else given.positions[rows],
             edge_features=None if given.edge_features is None else given.edge_features[wanted],
         )
-        made = cls.__new__(cls)
-        made._build(comm, lambda: local)
+        made = cls._make(comm, lambda: local)
         if not given.undirected:
             taken, made._passed_edges = np.flatnonzero(wanted), given.edges.shape[1]
             made._routes = made._routes._replace(sent=[taken[rows] for rows in made._routes.sent])
@@ -375,18 +307,9 @@ class Partition(Domain):
 
     @classmethod
     def from_graph(
-        cls,
-        edges: Any,
-        nodes: int,
-        ranks: int,
-        rank: int = 0,
-        *,
-        parts: Any = None,
-        method: str = "coordinates",
-        positions: Any = None,
-        edge_features: Any = None,
-        undirected: bool | None = None,
-    ) -> Partition:
+        cls, edges: Any, nodes: int, ranks: int, rank: int = 0, *, parts: Any = None, method: str = "coordinates",
+        positions: Any = None, edge_features: Any = None, undirected: bool | None = None,
+    ) -> Partition:  # fmt: skip
         """Return the partition of a graph over hypothetical ranks, for `fsdpx.plan` and `fsdpx.dry_run(domain=)`.
         Communicates nothing.
 
@@ -396,14 +319,6 @@ class Partition(Domain):
         ranks : number of ranks
         rank : the rank whose part is described; default 0
 
-        Returns
-        -------
-        Partition
-            in which only the sizes of the parts are known
-
-        Raises
-        ------
-        ConfigError : as for `split`
         """
         count = parse_count("ranks", ranks, "ranks")
         if count < 1:
@@ -430,10 +345,6 @@ class Partition(Domain):
         rank : the rank whose part is described; default 0
         edge_features : number of features of each edge; default 0
 
-        Returns
-        -------
-        Partition
-
         Raises
         ------
         ConfigError : if `nodes`, `edges` and `ghosts` are empty or differ in length
@@ -448,6 +359,12 @@ class Partition(Domain):
             for r, (n, e, g) in enumerate(zip(*columns, strict=True))
         ]
         return cls._with_sizes_only(sizes, rank % ranks, parse_count("edge_features", edge_features, "edge features"))
+
+    @classmethod
+    def _make(cls, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> Partition:
+        made = cls.__new__(cls)
+        made._build(comm, parse, rows)
+        return made
 
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish the construction of the partition from this rank's arguments, which `parse` returns.
@@ -546,43 +463,12 @@ class Partition(Domain):
     def shard_model(
         self, model: Layer, parts: Sequence[FieldPartition] | None = None
     ) -> tuple[Layer, tuple[Kind, ...]]:
-        """Return the model that each rank runs on its part of the mesh, and how each output is distributed over the
-        ranks. Communicates nothing.
-
-        Parameters
-        ----------
-        model : model of the whole mesh
-        parts : a sequence of one element, which describes how all inputs with values of nodes are distributed; default
-            None: as in this partition
-
-        Returns
-        -------
-        tuple of (Layer, tuple)
-            the tuple has a `FieldPartition` for each output with values of nodes, and `Replicated()` for scalars, which
-            every rank holds in full
-
-        Raises
-        ------
-        ConfigError : if a layer cannot run on a part of a mesh, or an output is neither values of nodes nor scalars
-        """
         nodes = self.partition if parts is None else parts[0]
         assert isinstance(nodes, MeshPartition)
         made = nodes.partition_model(model)
         return made.model, made.outputs
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
-        """Return an object that describes how the inputs and outputs of `model` are distributed over the ranks.
-        Communicates nothing.
-
-        Parameters
-        ----------
-        model : model of the whole mesh
-        axes : this rank's communicators, one for each axis of the device mesh
-
-        Returns
-        -------
-        NodeSamples
-        """
         made = self.partition.partition_model(model)
         require_local_arrays(made.model, lambda parts: (self.graph.nodes,))
         return NodeSamples(self, made.inputs, made.outputs, axes)
@@ -597,11 +483,9 @@ class Partition(Domain):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a plan reports: the rank with the most edges, and the rank that sends the
-        most rows. If these are the same rank, it is listed once."""
-        ranks = range(len(self._parts))
-        largest = max(ranks, key=lambda r: (self._parts[r].edges, self._parts[r].nodes))
-        return tuple(dict.fromkeys((largest, max(ranks, key=lambda r: self._parts[r].exchanged))))
+        parts = self._parts
+        computes_most = max(range(len(parts)), key=lambda r: (parts[r].edges, parts[r].nodes))
+        return tuple(dict.fromkeys((computes_most, max(range(len(parts)), key=lambda r: parts[r].exchanged))))
 
     def as_rank(self, rank: int) -> Partition:
         """Return this partition as another rank would see it, for dry runs. Only the sizes of that rank's part are
