@@ -15,7 +15,10 @@ from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.local_graph import LocalGraph, PartSizes
 
-__all__ = ["BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays", "raise_first_error"]
+__all__ = [
+    "BuiltGraph", "GraphArguments", "build_local_graph", "exchange_arrays", "exchange_wanted_rows", "find_rows",
+    "raise_first_error",
+]  # fmt: skip
 
 NEARLY_ALL = 0.1
 """Fraction of edges without a reverse edge below which the graph is assumed to be undirected."""
@@ -98,34 +101,25 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     numbers = given.numbers[rows]
     total = sum(all_gather_plain_data(comm, int(rows.size)))
     edges, routes = _send_edges_to_receivers(comm, size, given, owners)
-    order = np.argsort(numbers, kind="stable")
     if given.undirected is None:
         _require_directed_or_complete(comm, size, edges, total)
-    receivers = order[np.searchsorted(numbers, edges.receivers, sorter=order)]
+    receivers = find_rows(numbers, edges.receivers)
     sorting = np.lexsort((edges.repeats, edges.senders, receivers))
     edges, receivers = edges.take(sorting), receivers[sorting]
     routes = routes._replace(taken=routes.taken[sorting])
     away = edges.owners != rank
     ghosts = np.unique(np.stack([edges.owners[away], edges.senders[away]]), axis=1)
     senders = np.empty(receivers.size, np.int64)
-    senders[~away] = order[np.searchsorted(numbers, edges.senders[~away], sorter=order)]
-    by_number = np.argsort(ghosts[1], kind="stable")
-    found = np.searchsorted(ghosts[1], edges.senders[away], sorter=by_number)
-    senders[away] = rows.size + by_number[found]
+    senders[~away] = find_rows(numbers, edges.senders[~away])
+    senders[away] = rows.size + find_rows(ghosts[1], edges.senders[away])
     ends = np.searchsorted(ghosts[0], np.arange(size + 1))
     receives = tuple((r, int(ends[r]), int(ends[r + 1])) for r in range(size) if ends[r + 1] > ends[r])
-    asked = exchange_arrays(comm, [ghosts[1, ends[r] : ends[r + 1], None] for r in range(size)])
-    sends = tuple(
-        (r, order[np.searchsorted(numbers, wanted[:, 0], sorter=order)])
-        for r, wanted in enumerate(asked)
-        if len(wanted)
-    )
+    lent = exchange_wanted_rows(comm, numbers, np.split(ghosts[1], ends[1:-1]))
+    sends = tuple((r, wanted) for r, wanted in enumerate(lent) if wanted.size)
     features = edges.features
     if given.positions is not None:
         positions = given.positions if len(given.positions) == rows.size else given.positions[rows]
-        mine = dict(sends)
-        others = exchange_arrays(comm, [positions[mine[r]] if r in mine else positions[:0] for r in range(size)])
-        everyone = np.concatenate([positions, *others])
+        everyone = np.concatenate([positions, *exchange_arrays(comm, [positions[wanted] for wanted in lent])])
         apart = everyone[senders] - everyone[receivers]
         features = np.concatenate([features, apart, np.linalg.norm(apart, axis=1, keepdims=True)], axis=1)
     by_sender = np.argsort(senders, kind="stable")
@@ -159,6 +153,19 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
     sizes = [len(piece) * width for piece in pieces], [n * width for n in rows]
     comm.all_to_all(sent, flat, *sizes, what="a partition of a mesh").wait()
     return np.split(flat.reshape(sum(rows), width), np.cumsum(rows)[:-1])
+
+
+def find_rows(numbers: Table, wanted: Table) -> Table:
+    """Return the index in `numbers` of each of the numbers `wanted`, each of which must occur there once."""
+    order = np.argsort(numbers, kind="stable")
+    return order[np.searchsorted(numbers, wanted, sorter=order)]
+
+
+def exchange_wanted_rows(comm: Any, numbers: Table, wanted: Sequence[Table]) -> list[Table]:
+    """Ask each rank r for the nodes with the global numbers wanted[r], which it owns. Return, for each rank, the rows
+    of the nodes for which it asks this rank, whose own nodes have the global numbers `numbers`."""
+    asked = exchange_arrays(comm, [one[:, None] for one in wanted])
+    return np.split(find_rows(numbers, np.concatenate(asked)[:, 0]), np.cumsum([len(one) for one in asked])[:-1])
 
 
 def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
@@ -229,24 +236,21 @@ def _find_wrong_owner(given: GraphArguments, owners: Table) -> str:
 def _require_equal_positions(comm: Any, rank: int, size: int, given: GraphArguments, owners: Table) -> None:
     """Raise ConfigError if the coordinates that any rank passes for a node differ from those that the node's owner
     passes."""
-    positions, numbers, mine = given.positions, given.numbers, np.flatnonzero(owners == rank)
+    positions, numbers, mine, text = given.positions, given.numbers, np.flatnonzero(owners == rank), ""
     assert positions is not None
     has_ghosts = len(positions) == numbers.size
     shown = [np.flatnonzero(owners == r) if has_ghosts and r != rank else mine[:0] for r in range(size)]
-    asked = exchange_arrays(comm, [numbers[rows, None] for rows in shown])
-    theirs = exchange_arrays(comm, [positions[rows] for rows in shown])
-    own, own_numbers, text = positions[mine] if has_ghosts else positions, numbers[mine], ""
-    order = np.argsort(own_numbers, kind="stable")
+    wanted = exchange_wanted_rows(comm, numbers[mine], [numbers[rows] for rows in shown])
+    theirs = np.concatenate(exchange_arrays(comm, [positions[rows] for rows in shown]))
+    here = (positions[mine] if has_ghosts else positions)[np.concatenate(wanted)]
     span = max(all_gather_plain_data(comm, float(np.abs(positions).max(initial=0.0)))) or 1.0
-    for r, (wanted, found) in enumerate(zip(asked, theirs, strict=True)):
-        here = own[order[np.searchsorted(own_numbers, wanted[:, 0], sorter=order)]]
-        wrong = np.flatnonzero(np.abs(here - found).max(axis=1, initial=0.0) > TOLERANCE * span)
-        if wrong.size and not text:
-            at = wrong[0]
-            text = (
-                f"node {wanted[at, 0]} is at {here[at].tolist()} on rank {rank}, which owns it, and at "
-                f"{found[at].tolist()} on rank {r}: give positions in the order of the numbers"
-            )
+    wrong = np.flatnonzero(np.abs(here - theirs).max(axis=1, initial=0.0) > TOLERANCE * span)
+    if wrong.size:
+        at, source = wrong[0], np.repeat(np.arange(size), [rows.size for rows in wanted])
+        text = (
+            f"node {numbers[mine][np.concatenate(wanted)[at]]} is at {here[at].tolist()} on rank {rank}, which owns "
+            f"it, and at {theirs[at].tolist()} on rank {source[at]}: give positions in the order of the numbers"
+        )
     raise_first_error(comm, text, names_rank=False)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.arguments import parse_integers, parse_on_each_rank
-from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays
+from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays, find_rows
 from fsdpx.ext.meshes.levels import LevelLink
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
 from fsdpx.ext.meshes.partition import Partition
@@ -95,8 +95,7 @@ def _build_link(comm: Any, rank: int, size: int, coarse: Partition, fine: Partit
     away = np.setdiff1d(numbers, coarse.numbers)
     rows = np.concatenate([coarse.numbers, above + fine.numbers, away])
     own, many = coarse.graph.nodes, fine.graph.nodes
-    order = np.argsort(rows, kind="stable")
-    ends = np.stack([order[np.searchsorted(rows, numbers, sorter=order)], own + np.arange(many)])
+    ends = np.stack([find_rows(rows, numbers), own + np.arange(many)])
     given = GraphArguments(rows, np.arange(rows.size) < own + many, ends, undirected=False)
     graph = build_local_graph(comm, rank, size, given).graph
     senders = np.where(graph.senders < own, graph.senders, graph.senders - many)

@@ -32,7 +32,13 @@ from fsdpx.ext.meshes.arguments import (
     require_same_graph,
     to_array,
 )
-from fsdpx.ext.meshes.graph_building import BuiltGraph, GraphArguments, build_local_graph, exchange_arrays
+from fsdpx.ext.meshes.graph_building import (
+    BuiltGraph,
+    GraphArguments,
+    build_local_graph,
+    exchange_arrays,
+    exchange_wanted_rows,
+)
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
 from fsdpx.ext.meshes.node_samples import NodeSamples
 from fsdpx.ext.meshes.solver_meshes import (
@@ -378,11 +384,8 @@ class Partition(Domain):
         owners = built.owners[:rows]
         self._owned_rows, self._local_rows = np.flatnonzero(owners == rank), owners.size
         self._ghost_rows = [np.flatnonzero(owners == r) if r != rank else self._owned_rows[:0] for r in range(size)]
-        order = np.argsort(self.numbers, kind="stable")
-        asked = exchange_arrays(comm, [given.numbers[rows, None] for rows in self._ghost_rows])
-        self._lent_rows = [
-            self._owned_rows[order[np.searchsorted(self.numbers, one[:, 0], sorter=order)]] for one in asked
-        ]
+        lent = exchange_wanted_rows(comm, self.numbers, [given.numbers[rows] for rows in self._ghost_rows])
+        self._lent_rows = [self._owned_rows[rows] for rows in lent]
         self._comm, self._free = duplicate_communicator_and_make_finalizer(self, comm)
 
     def _set_part(self, parts: Sequence[PartSizes], rank: int, graph: LocalGraph) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.arguments import parse_integers
-from fsdpx.ext.meshes.graph_building import exchange_arrays
+from fsdpx.ext.meshes.graph_building import exchange_arrays, find_rows
 
 __all__ = [
     "SolverMesh", "exchange_cell_neighbors", "list_edges_of_cells", "read_dmplex", "read_dolfinx_space", "read_meshio",
@@ -160,8 +160,7 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
     ends = np.stack([cells[a], cells[b]], axis=1)
     pairs = np.concatenate(exchange_arrays(comm, [ends[source[a] == r] for r in range(size)])).T
     numbers = np.concatenate([mesh.numbers, np.setdiff1d(pairs[1], mesh.numbers)])
-    order = np.argsort(numbers, kind="stable")
-    return order[np.searchsorted(numbers, pairs, sorter=order)], numbers
+    return find_rows(numbers, pairs), numbers
 
 
 def _list_global_numbers(index_map: Any) -> Table:
