@@ -31,6 +31,12 @@ class PackedGraphs(NamedTuple):
         """Total number of nodes of all graphs together."""
         return int(self.offsets[-1])
 
+    @property
+    def graph_numbers(self) -> np.ndarray:
+        """For each node, the number of its graph, from 0: the nodes of a coarser mesh that has a node for each graph
+        (`fsdpx.MeshLevel`)."""
+        return np.repeat(np.arange(self.offsets.size - 1), np.diff(self.offsets))
+
     def assign_parts(self, ranks: int) -> np.ndarray:
         """Assign each graph to one rank, and return the rank of each node, for `Partition.split(parts=)`. To give the
         ranks similar numbers of nodes, graphs are assigned from the largest to the smallest, each to the rank that has

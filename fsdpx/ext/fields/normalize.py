@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.layer import Array, Layer, LayerContext, Params
+from fsdpx.ext.fields.halo import FieldLayer
+from fsdpx.nn.layer import Array, LayerContext, Params
 
 __all__ = ["Destandardize", "Standardize"]
 
@@ -17,8 +18,9 @@ ROUNDING = 2.0**-50
 """The smallest standard deviation, relative to the mean, that float64 can distinguish from 0."""
 
 
-class Standardize(Layer):
-    """Standardizes each channel of (samples, channels, ...) as (x - mean) / std, computed in float64.
+class Standardize(FieldLayer):
+    """Standardizes each channel of (samples, channels, ...) as (x - mean) / std, computed in float64. On a mesh, it
+    standardizes each feature of (samples, rows, features).
 
     Mean and std can be computed by `fsdpx.data.gather_channel_statistics`.
 
@@ -28,6 +30,7 @@ class Standardize(Layer):
     """
 
     fields = takes_ghosts = True
+    rows_of_mesh = ("nodes", "ghosts", "edges")
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std = (tuple(float(v) for v in np.ravel(values)) for values in (mean, std))
@@ -46,8 +49,10 @@ class Standardize(Layer):
                 )
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        if x.ndim < 2 or x.shape[1] != len(self.mean):
-            raise ShapeError(f"{self!r} wants (samples, {len(self.mean)}, ...), got {tuple(x.shape)}")
+        channels = len(self.mean)
+        if x.ndim < 2 or x.shape[self._find_channels_dim(x)] != channels:
+            wanted = f"{channels}, ..." if self._find_channels_dim(x) == 1 else f"rows, {channels}"
+            raise ShapeError(f"{self!r} wants (samples, {wanted}), got {tuple(x.shape)}")
         mean, std = self._broadcast_statistics(env, x)
         return self._apply_statistics(x, mean, std).astype(x.dtype), ()
 
@@ -58,9 +63,13 @@ class Standardize(Layer):
     def _apply_statistics(self, x: Array, mean: Any, std: Array) -> Array:
         return (x - mean) / std
 
+    def _find_channels_dim(self, x: Array) -> int:
+        return 1 if self.parts is None or self.parts.has_cells else x.ndim - 1
+
     def _broadcast_statistics(self, env: LayerContext, x: Array) -> list[Array]:
         """Return the means and standard deviations in a shape that broadcasts with x."""
-        shape = (1, -1, *(1,) * (x.ndim - 2))
+        shape = [1] * x.ndim
+        shape[self._find_channels_dim(x)] = -1
         return [env.xp.asarray(np.array(values)).reshape(shape) for values in (self.mean, self.std)]
 
 

@@ -124,10 +124,11 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
         features = np.concatenate([features, apart, np.linalg.norm(apart, axis=1, keepdims=True)], axis=1)
     by_sender = np.argsort(senders, kind="stable")
     local = rows.size + ghosts.shape[1]
+    offsets = _find_offsets(receivers, rows.size)
     graph = LocalGraph(
-        rows.size, ghosts.shape[1], receivers.size, np.concatenate([numbers, ghosts[1]]), senders, receivers,
-        _find_offsets(receivers, rows.size), by_sender, _find_offsets(senders[by_sender], local), receivers[by_sender],
-        np.ascontiguousarray(features), sends, receives,
+        rows.size, ghosts.shape[1], receivers.size, np.concatenate([numbers, ghosts[1]]), senders, receivers, offsets,
+        by_sender, _find_offsets(senders[by_sender], local), receivers[by_sender], np.ascontiguousarray(features),
+        sends, receives, max(all_gather_plain_data(comm, int(np.diff(offsets).max(initial=0)))),
     )  # fmt: skip
     parts = tuple(PartSizes(*part) for part in all_gather_plain_data(comm, tuple(graph.sizes)))
     return BuiltGraph(graph, owners, parts, routes)

@@ -65,6 +65,7 @@ class LocalGraph:
     edge_features : features of the edges, the same for all samples, (edges, features) in float64
     sends : (receiving rank, owned rows) of each message with values of nodes that are ghosts on that rank
     receives : (sending rank, first, stop) of each message with values of this rank's ghosts, which are numbered from 0
+    slots : largest number of incoming edges of any node of the whole graph
     """
 
     nodes: int
@@ -80,6 +81,7 @@ class LocalGraph:
     edge_features: np.ndarray
     sends: Sequence[tuple[int, np.ndarray]] = ()
     receives: Sequence[tuple[int, int, int]] = ()
+    slots: int = 0
 
     @classmethod
     def with_sizes_only(cls, part: PartSizes, edge_features: int) -> LocalGraph:
@@ -101,6 +103,13 @@ class LocalGraph:
     def row_count(self) -> int:
         """Total number of owned nodes and ghosts."""
         return self.nodes + self.ghosts
+
+    @cached_property
+    def edge_slots(self) -> np.ndarray:
+        """A number for each edge, which does not depend on the partition: its receiver's global number times `slots`,
+        plus its position among the incoming edges of its receiver."""
+        inside = np.arange(self.receivers.size) - self.offsets[self.receivers]
+        return self.numbers[self.receivers] * self.slots + inside
 
     @cached_property
     def max_in_degree(self) -> int:
@@ -227,10 +236,10 @@ class MeshPartition(FieldPartition):
         return partition_model_of_mesh(model, self)
 
     def get_random_numbers(self, random: Any, shape: tuple[int, ...], lines: Sequence[Any]) -> Any:
-        """Return random numbers for this rank's nodes. They depend only on the global numbers of the nodes, not on the
+        """Return random numbers for this rank's nodes or edges. They depend only on global numbers, not on the
         partition."""
         if self.kind == "edges":
-            raise ConfigError(f"Dropout reads {self}: use it only on values of nodes")
+            return random.get_number_rows(shape, self.graph.edge_slots, self.shape[0] * self.graph.slots)
         return random.get_number_rows(shape, self.graph.numbers[: shape[1]], self.shape[0])
 
 

@@ -87,8 +87,8 @@ class NodeSamples(SplitSamples):
     def compute_part_shapes(
         self, shape: tuple[int, ...], kind: FieldPartition
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        whole, local = self.partition.total_nodes, self.partition.graph.nodes
-        return (shape[0], whole, *shape[2:]), (shape[0], local, *shape[2:])
+        assert isinstance(kind, MeshPartition)
+        return (shape[0], *kind.shape, *shape[2:]), (shape[0], kind.graph.nodes, *shape[2:])
 
     def to_model_inputs(self, arrays: Sequence[Any], names: Sequence[str]) -> Sequence[Any]:
         called = [f"input {name!r}" if len(names) > 1 else "the input" for name in names]
@@ -105,15 +105,16 @@ class NodeSamples(SplitSamples):
         n), or (samples, nodes) for integer labels that the caller passes as (nodes,) or (samples, nodes). Integers with
         two dims are taken as labels if the caller's arrays have a sample dim; sizes alone cannot decide this, because
         there may be as many samples as nodes."""
-        rows, kind = self.partition.row_counts, self.output_kinds[index]
+        kind = self.output_kinds[index]
         if not isinstance(kind, MeshPartition):
             return self.to_model_scalars(array, name, batched)
+        rows = self._get_row_counts(kind)
         with_samples = array.ndim == 2 and (batched or array.shape[0] not in rows)
         if has_integer_dtype(array) and (array.ndim == 1 or with_samples):
             if array.shape[-1] not in rows:
-                raise self._make_shape_error(array, name)
+                raise self._make_shape_error(array, name, kind)
             labels = array if array.ndim == 2 else array[None]
-            return self.partition.take_owned_rows(labels[..., None])[..., 0]
+            return self._take_owned_rows(labels[..., None], kind)[..., 0]
         return self._to_model_layout(array, kind, name)
 
     def to_caller_layout(self, array: Any, batched: bool) -> Any:
@@ -127,6 +128,9 @@ class NodeSamples(SplitSamples):
 
     def get_output_domain(self) -> Domain | tuple[Domain | None, ...]:
         assert isinstance(self.partition, Domain)
+        graphs = {kind.graph for kind in self.output_kinds if isinstance(kind, MeshPartition)}
+        if graphs - {self.partition.graph}:
+            raise ConfigError("output_grid: an output has values of a coarser mesh, the `coarse` of its MeshLevel")
         found = tuple(self.partition if isinstance(kind, MeshPartition) else None for kind in self.output_kinds)
         if found == (None,):
             raise ConfigError("output_grid: the model's outputs are scalars, which every rank holds in full")
@@ -134,15 +138,25 @@ class NodeSamples(SplitSamples):
 
     def _to_model_layout(self, array: Any, kind: MeshPartition, name: str) -> Any:
         whole = array[:, None] if array.ndim == 1 else array
-        rows = (self.partition.graph.edges,) if kind.kind == "edges" else self.partition.row_counts
-        if whole.ndim not in (2, 3) or whole.shape[-2] not in rows:
-            raise self._make_shape_error(array, name, kind.kind)
-        whole = whole if whole.ndim == 3 else whole[None]
-        return whole if kind.kind == "edges" else self.partition.take_owned_rows(whole)
+        if whole.ndim not in (2, 3) or whole.shape[-2] not in self._get_row_counts(kind):
+            raise self._make_shape_error(array, name, kind)
+        return self._take_owned_rows(whole if whole.ndim == 3 else whole[None], kind)
 
-    def _make_shape_error(self, array: Any, name: str, kind: str = "nodes") -> DataError:
-        owned, both = self.partition.row_counts
-        if kind == "edges":
+    def _get_row_counts(self, kind: MeshPartition) -> tuple[int, int]:
+        """Return the numbers of rows that an array may have without and with ghosts. Arrays of edges, and of the nodes
+        of a coarser mesh, have no rows for ghosts."""
+        if kind.graph is self.partition.graph and kind.kind == "nodes":
+            return self.partition.row_counts
+        rows = kind.graph.edges if kind.kind == "edges" else kind.graph.nodes
+        return rows, rows
+
+    def _take_owned_rows(self, array: Any, kind: MeshPartition) -> Any:
+        owned, both = self._get_row_counts(kind)
+        return array if owned == both else self.partition.take_owned_rows(array)
+
+    def _make_shape_error(self, array: Any, name: str, kind: MeshPartition) -> DataError:
+        owned, both = self._get_row_counts(kind)
+        if kind.kind == "edges":
             return DataError(
                 f"{name} has shape {tuple(array.shape)}, but this rank has {self.partition.graph.edges} edges: give "
                 "(edges, features) or (samples, edges, features), as Partition.exchange_edges returns them"

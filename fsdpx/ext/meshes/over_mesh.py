@@ -11,7 +11,7 @@ from fsdpx.ext.fields.over_parts import PartitionedModel, TakesScalars, require_
 from fsdpx.ext.fields.rollout import Rollout
 from fsdpx.nn.container import Container, list_input_names
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params
-from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, bind_partition
+from fsdpx.nn.shard_specs import Kind, Replicated, bind_partition
 from fsdpx.nn.tensor_plan import Redistribution, ShardingWalk
 
 __all__ = ["TakesRows", "partition_model_of_mesh"]
@@ -31,12 +31,12 @@ def partition_model_of_mesh(model: Layer, nodes: Any) -> PartitionedModel:
     """Convert a model of a whole mesh to the model that each rank runs on its part. `nodes` is the `MeshPartition` of
     node values. Communicates nothing.
 
-    Raises ConfigError with the path of the first layer that cannot run on a part, or if an output is neither values of
-    nodes nor scalars."""
+    Outputs may also be values of the nodes of a coarser mesh. Raises ConfigError with the path of the first layer that
+    cannot run on a part, or if an output is neither values of nodes nor scalars."""
     inputs = _find_input_kinds(model, nodes)
     walk = ShardingWalk(1, None, {}, (require_no_mixed_inputs, _plan_ghost_drops))
     made, outputs = walk.shard_layer(model, "", inputs)
-    if any(isinstance(kind, FieldPartition) and kind != nodes for kind in outputs):
+    if any(getattr(kind, "kind", "nodes") != "nodes" for kind in outputs):
         found = ", ".join(map(str, outputs))
         raise ConfigError(f"domain=: {type(model).__name__} gives {found}: outputs must be values of nodes, or scalars")
     return PartitionedModel(made, tuple(inputs), tuple(outputs))

@@ -473,7 +473,7 @@ class Partition(Domain):
 
     def make_sample_layout(self, model: Layer, axes: MeshAxes) -> NodeSamples:
         made = self.partition.partition_model(model)
-        require_local_arrays(made.model, lambda parts: (self.graph.nodes,))
+        require_local_arrays(made.model, lambda parts: (getattr(parts, "graph", self.graph).nodes,))
         return NodeSamples(self, made.inputs, made.outputs, axes)
 
     def all_gather_sample_groups(self, mesh: Mesh, world: Communicator) -> SampleGroups:
@@ -526,11 +526,11 @@ class Partition(Domain):
         if not isinstance(kind, MeshPartition):
             return shape
         of_edges = kind.kind == "edges"
-        whole = self.total_edges if of_edges else self.total_nodes
+        whole = self.total_edges if of_edges else kind.shape[0]
         if len(shape) < 2 or shape[1] != whole:
             wanted = f"(samples, {whole}, features), the values of all {kind.kind}"
             raise ConfigError(f"{self}: an array of the batch has shape {shape}; give {wanted}")
-        return (shape[0], self.graph.edges if of_edges else self.graph.nodes, *shape[2:])
+        return (shape[0], kind.graph.edges if of_edges else kind.graph.nodes, *shape[2:])
 
     def take_owned_rows(self, array: Any) -> Any:
         """Select the rows of this rank's owned nodes from an array (samples, rows, ...).

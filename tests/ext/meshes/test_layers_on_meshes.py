@@ -27,16 +27,18 @@ ALL = {
     "MoE": (lambda: nn.MoE(4, 3, 5), lambda: rows(3, 2, 4)),
     "MoEBalanced": (lambda: nn.MoE(4, 3, 5, balance=0.1), lambda: rows(3, 2, 4)),
     "LoRALinear": (lambda: nn.LoRALinear(nn.Linear(5, 3), 2, 4.0), lambda: rows(4, 2, 5)),
+    "Destandardize": (lambda: nn.Destandardize(range(4), (0.5, 2.0, 3.0, 4.0)), lambda: rows(3, 2, 4)),
+    "Standardize": (lambda: nn.Standardize(range(4), (0.5, 2.0, 3.0, 4.0)), lambda: rows(3, 2, 4)),
     "OneHot": (lambda: nn.OneHot(3), lambda: rows(3, 2, 1)),
     "WhereType": (lambda: nn.WhereType(1), lambda: (rows(3, 2, 1), rows(3, 2, 4), rows(3, 2, 4))),
 }  # fmt: skip
 RUN = {
-    "Add", "ChainAfterGraph", "ChainFrozen", "ChainTied", "Concat", "ConcatScalars", "Dropout", "DropoutEvaluating",
-    "DropoutOfAll", "ELU", "FiLM", "FillNaN", "GELU", "GELUTanh", "GatedMLP", "Gate", "GateGELU", "GlobalMax",
-    "GlobalMean", "GlobalSum", "Graph", "HeadNorm", "Lambda", "LambdaOfTwo", "LayerNorm", "LayerNormPlain", "LeakyReLU",
-    "Linear", "LinearOfSequences", "LoRALinear", "MLP", "MoE", "Multiply", "MultiplyOfThree", "OneHot", "RMSNorm",
-    "RMSNormUnitOffset", "ReLU", "Residual", "Scale", "ScaleShift", "Sequential", "SiLU", "Sigmoid", "Softmax",
-    "Softplus", "Tanh", "WhereType",
+    "Add", "ChainAfterGraph", "ChainFrozen", "ChainTied", "Concat", "ConcatScalars", "Destandardize", "Dropout",
+    "DropoutEvaluating", "DropoutOfAll", "ELU", "FiLM", "FillNaN", "GELU", "GELUTanh", "GatedMLP", "Gate", "GateGELU",
+    "GlobalMax", "GlobalMean", "GlobalSum", "Graph", "HeadNorm", "Lambda", "LambdaOfTwo", "LayerNorm", "LayerNormPlain",
+    "LeakyReLU", "Linear", "LinearOfSequences", "LoRALinear", "MLP", "MoE", "Multiply", "MultiplyOfThree", "OneHot",
+    "RMSNorm", "RMSNormUnitOffset", "ReLU", "Residual", "Scale", "ScaleShift", "Sequential", "SiLU", "Sigmoid",
+    "Softmax", "Softplus", "Standardize", "Tanh", "WhereType",
 }  # fmt: skip
 """The cases that run on a mesh; all others are refused."""
 
@@ -110,3 +112,20 @@ def test_each_layer_is_equal_on_two_parts_or_refused() -> None:
                 np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=name)
         for a, b, c in zip(found[0][2], found[1][2], wanted[2], strict=True):
             np.testing.assert_allclose(a + b, c, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+def test_features_are_standardized_on_nodes_and_edges() -> None:
+    mean, std = (1.0, -2.0, 3.0), (2.0, 0.5, 4.0)
+    x = np.random.default_rng(0).standard_normal((2, NODES, 3))
+    first, last = nn.Standardize(mean, std), nn.Destandardize(mean, std)
+    net = nn.Sequential(first, nn.GatherNodes("sender"), last, nn.Aggregate())
+
+    def run(comm: Communicator) -> Any:
+        cycle = np.stack([np.arange(NODES), np.roll(np.arange(NODES), 1)])
+        mesh = fsdpx.Partition.split(comm, cycle, NODES, parts=np.arange(NODES) % comm.size)
+        found = [model.as_distributed(comm=comm, domain=mesh, precision="float64") for model in (net, first)]
+        return [mesh.gather(trainer.predict(mesh.take_local(x))) for trainer in found]
+
+    for received, standardized in spawn(run, 2):
+        np.testing.assert_allclose(received, np.roll(x, -1, axis=1), rtol=1e-12)
+        np.testing.assert_allclose(standardized, (x - mean) / std, rtol=1e-12)

@@ -142,7 +142,6 @@ def use(build: Any, numbers: Any = None) -> Any:
             use(nn.Prolong),
             r"reads the nodes of a part of a mesh of 23 nodes, and needs the nodes of Partition\(9 nodes",
         ),
-        (use(nn.Restrict), "outputs must be values of nodes, or scalars"),
         (use(lambda level: nn.Restrict(level, "max")), 'choose "mean" or "sum"'),
         (use(None, [0]), "rank 1: numbers: give 9 numbers of nodes below 9, got 1, of which the largest is 0"),
         (use(None, [9] * 23), "rank 1: numbers: give 9 numbers of nodes below 9"),

@@ -26,14 +26,14 @@ class Step(nn.Composite):
     """Computes the next state from two states, a constant, forces at nodes and at edges, and a scalar."""
 
     def __init__(self, drop: float) -> None:
-        self.drop = nn.Dropout(drop)
+        self.drop, self.drop_messages = nn.Dropout(drop), nn.Dropout(drop)
         self.film = nn.FiLM(1, 6)
         self.messages = nn.EdgeMLP(6, 1, 4, 5, 1, activation="tanh", norm=False)
         self.update = nn.NodeMLP(4, 6, 2, 5, 1, activation="tanh", norm=False)
 
     def compose(self, x: Any, f: Any, e: Any, s: Any) -> Any:
         h = self.drop(self.film(nn.Concat()(x, f), s))
-        return self.update(nn.Aggregate()(self.messages(h, e)), h)
+        return self.update(nn.Aggregate()(self.drop_messages(self.messages(h, e))), h)
 
 
 def make_rollout(drop: float = 0.0, **more: Any) -> nn.Rollout:

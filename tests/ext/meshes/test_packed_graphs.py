@@ -12,7 +12,7 @@ from torch_graphs import mesh_graph_net_in_torch
 import fsdpx
 from fsdpx import data, nn, optim, spawn
 from fsdpx.core.comm import Communicator
-from fsdpx.errors import DataError
+from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import assert_close
 
 torch = pytest.importorskip("torch")
@@ -68,6 +68,70 @@ def test_packed_graphs_train_as_each_by_itself_in_pytorch(ranks: int) -> None:
         np.testing.assert_allclose(losses, wanted, rtol=1e-12)
         assert_close({str(i): y for i, y in enumerate(predicted)}, outputs, 1e-12)
         assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
+
+
+class Readout(nn.Composite):
+    """A value of each node, and the mean and the sum over each graph."""
+
+    def __init__(self, level: fsdpx.MeshLevel) -> None:
+        self.conv, self.head, self.total = nn.GraphConv(3, 4), nn.Linear(4, 2), nn.Restrict(level, "sum")
+        self.mean = nn.Restrict(level)
+
+    def compose(self, x: Any) -> Any:
+        h = nn.Tanh()(self.conv(x))
+        return h, self.head(self.mean(h)), self.total(h)
+
+
+TARGETS = [RNG.standard_normal((STEPS, 2, n, k)) for n, k in ((sum(SIZES), 4), (len(SIZES), 2), (len(SIZES), 4))]
+
+
+def train_readouts(comm: Communicator) -> Any:
+    """Graphs lie across ranks, and the nodes of the coarser mesh, which are the graphs, anywhere."""
+    packed, parts = pack(), np.arange(sum(SIZES)) % comm.size
+    mesh = fsdpx.Partition.split(comm, packed.edges, packed.total_nodes, parts=parts, undirected=False)
+    graphs = fsdpx.Partition.split(
+        comm, np.zeros((2, 0), int), len(SIZES), parts=np.arange(len(SIZES))[::-1] % comm.size
+    )
+    level = fsdpx.MeshLevel(mesh, graphs, packed.graph_numbers[mesh.numbers])
+    trainer = Readout(level).as_distributed(
+        loss=nn.MultiOutputLoss(*[nn.MSELoss()] * 3), optimizer=optim.SGD(lr=0.05), comm=comm, precision="float64",
+        domain=mesh,
+    )  # fmt: skip
+    before, losses = trainer.parameters(), []
+    for step in range(STEPS):
+        x = mesh.take_local(packed.pack([a[step] for a in X]))
+        u, *others = (a[step] for a in TARGETS)
+        losses.append(trainer.step(x, (mesh.take_local(u), *map(graphs.take_local, others))))
+    with pytest.raises(ConfigError, match="values of a coarser mesh"):
+        trainer.output_grid  # noqa: B018
+    y = [grid.gather(a) for grid, a in zip((mesh, graphs, graphs), trainer.predict(x), strict=True)]
+    wrong = [np.zeros((2, n + (n > 0), k)) for n, k in ((0, 4), (graphs.graph.nodes, 2), (0, 4))]
+    with pytest.raises(DataError, match=r"target 1 has shape .* but this rank has \d+ nodes: give"):
+        trainer.step(x, (mesh.take_local(u), *wrong[1:]))
+    return losses, y, before, trainer.parameters()
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 2, 5, 8])
+def test_values_of_each_graph_train_as_in_pytorch(ranks: int) -> None:
+    found, packed = spawn(train_readouts, ranks), pack()
+    p = {name: torch.tensor(value, requires_grad=True) for name, value in found[0][2].items()}
+    step, wanted, (s, r) = torch.optim.SGD(p.values(), lr=0.05), [], torch.tensor(packed.edges)
+    numbers, sizes = torch.tensor(packed.graph_numbers), torch.tensor(SIZES)[:, None]
+    for i in range(STEPS):
+        x, targets = torch.tensor(packed.pack([a[i] for a in X])), [torch.tensor(a[i]) for a in TARGETS]
+        step.zero_grad()
+        got = torch.zeros_like(x).index_add(1, r, x[:, s])
+        h = torch.tanh(got @ p["conv.lin_rel.weight"].T + p["conv.lin_rel.bias"] + x @ p["conv.lin_root.weight"].T)
+        total = torch.zeros(2, len(SIZES), 4, dtype=h.dtype).index_add(1, numbers, h)
+        y = h, total / sizes @ p["head.weight"].T + p["head.bias"], total
+        loss = sum(torch.nn.functional.mse_loss(*pair) for pair in zip(y, targets, strict=True))
+        loss.backward()
+        step.step()
+        wanted.append(loss.item())
+    for losses, _, _, parameters in found:
+        np.testing.assert_allclose(losses, wanted, rtol=1e-12)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, 1e-12)
+    assert [one.shape for one in found[0][1]] == [(2, sum(SIZES), 4), (2, len(SIZES), 2), (2, len(SIZES), 4)]
 
 
 def test_graphs_are_even_over_ranks_and_come_back() -> None:
