@@ -8,10 +8,12 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields import conv, pool, resample
 from fsdpx.ext.fields.group_norm import GroupNorm
 from fsdpx.ext.fields.halo import PaddingMode
+from fsdpx.ext.fields.scalars import FiLM, TimeEmbedding
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, format_constructor, require_positive
+from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm
 from fsdpx.nn.shape import Concat
 
@@ -47,6 +49,10 @@ class UNet(Graph):
     field must be multiples of 2^depth. Parameters are named `encoder1.enc1conv1.weight`,
     `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and `conv.weight`.
 
+    With `time_embedding`, the network has a second input, a time or diffusion step of each sample, (samples,) or
+    (samples, 1), as in diffusion models (Ho et al. 2020). Its `TimeEmbedding` passes an MLP, `time.mlp1` and
+    `time.mlp2`, and a `FiLM` after the first norm of each block, such as `encoder1.enc1film.linear.weight`.
+
     Parameters
     ----------
     in_channels, out_channels : number of channels of the input and of the output field
@@ -56,6 +62,7 @@ class UNet(Graph):
     padding : values beyond the ends of the field, as for `padding_mode` in `Conv`; default "zeros"
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None
     activation : "relu" (default), "tanh", "gelu" or "silu"
+    time_embedding : number of features of the embedded time, even and at least 4; default None: there is no time
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class UNet(Graph):
         padding: PaddingMode = "zeros",
         norm: str | None = "batch",
         activation: str = "relu",
+        time_embedding: int | None = None,
     ) -> None:
         require_positive(self, in_channels=in_channels, out_channels=out_channels, width=width, depth=depth)
         if dims not in (1, 2, 3):
@@ -78,26 +86,30 @@ class UNet(Graph):
             raise ConfigError(f"UNet: norm={norm!r}: choose 'batch', 'group' or None")
         self.in_channels, self.out_channels, self.dims, self.width = in_channels, out_channels, dims, width
         self.depth, self.padding, self.norm, self.activation = depth, padding, norm, activation
+        self.time_embedding = time_embedding
         kind: Any = getattr(conv, f"Conv{dims}d")
         widest = getattr(pool, f"MaxPool{dims}d")
         rising = getattr(resample, f"ConvTranspose{dims}d")
         nodes: dict[str, tuple[Any, ...]] = {}
+        times: tuple[str, ...] = ()
+        if time_embedding is not None:
+            nodes["time"], times = (_make_time_mlp(time_embedding), "t"), ("time",)
         last, channels = "x", in_channels
         for level in range(1, depth + 1):
             many = width << (level - 1)
-            nodes[f"encoder{level}"] = self._make_block(kind, f"enc{level}", channels, many), last
+            nodes[f"encoder{level}"] = self._make_block(kind, f"enc{level}", channels, many), last, *times
             nodes[f"pool{level}"] = widest(2), f"encoder{level}"
             last, channels = f"pool{level}", many
-        nodes["bottleneck"] = self._make_block(kind, "bottleneck", channels, 2 * channels), last
+        nodes["bottleneck"] = self._make_block(kind, "bottleneck", channels, 2 * channels), last, *times
         last = "bottleneck"
         for level in range(depth, 0, -1):
             many = width << (level - 1)
             nodes[f"upconv{level}"] = rising(2 * many, many, 2, 2), last
             nodes[f"cat{level}"] = SkipConnection(self), f"upconv{level}", f"encoder{level}"
-            nodes[f"decoder{level}"] = self._make_block(kind, f"dec{level}", 2 * many, many), f"cat{level}"
+            nodes[f"decoder{level}"] = self._make_block(kind, f"dec{level}", 2 * many, many), f"cat{level}", *times
             last = f"decoder{level}"
         nodes["conv"] = kind(width, out_channels, 1), last
-        super().__init__(nodes, outputs=("conv",))
+        super().__init__(nodes, inputs=("x", "t") if times else ("x",), outputs=("conv",))
 
     def __repr__(self) -> str:
         return format_constructor(self)
@@ -112,5 +124,22 @@ class UNet(Graph):
                 layers[f"{name}norm{number}"] = BatchNorm(out_channels)
             elif self.norm == "group":
                 layers[f"{name}norm{number}"] = GroupNorm(max(out_channels // GROUP, 1), out_channels)
+            if self.time_embedding is not None and number == 1:
+                layers[f"{name}film"] = FiLM(4 * self.time_embedding, out_channels)
             layers[f"{name}{self.activation}{number}"] = ACTIVATIONS[self.activation]()
-        return Sequential(layers)
+        if self.time_embedding is None:
+            return Sequential(layers)
+        nodes: dict[str, tuple[Any, ...]] = {}
+        for before, (step, layer) in zip(["x", *layers], layers.items(), strict=False):
+            nodes[step] = (layer, before, "time") if isinstance(layer, FiLM) else (layer, before)
+        return Graph(nodes, inputs=("x", "time"), outputs=(step,))
+
+
+def _make_time_mlp(features: int) -> Layer:
+    """Return the layers that embed times and pass them through an MLP: (samples,) -> (samples, 4 features)."""
+    return Sequential(
+        {
+            "embedding": TimeEmbedding(features), "mlp1": Linear(features, 4 * features), "silu1": SiLU(),
+            "mlp2": Linear(4 * features, 4 * features), "silu2": SiLU(),
+        }
+    )  # fmt: skip

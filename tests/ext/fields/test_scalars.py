@@ -228,6 +228,68 @@ def test_layers_compute_what_pytorch_and_papers_say() -> None:
     np.testing.assert_allclose(predict(nn.GlobalSum(TERRAIN**2), U), (U * TERRAIN**2).sum((2, 3)), rtol=1e-12)
 
 
+NOISY, STEPS = RNG.standard_normal((3, 2, 8, 12)), np.array([0.0, 5.0, 20.0])
+
+
+def diffusion_net(**more: Any) -> nn.UNet:
+    return nn.UNet(2, 2, 2, 4, 1, "circular", "group", "silu", time_embedding=4, **more)
+
+
+def test_unets_of_time_are_those_of_pytorch() -> None:
+    """Results and all gradients, from the same parameters by name."""
+    torch = pytest.importorskip("torch")
+    F = torch.nn.functional
+    trainer = diffusion_net().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64")
+    p = {name: torch.tensor(a, requires_grad=True) for name, a in trainer.parameters().items()}
+    u, t = (torch.tensor(a, requires_grad=True) for a in (NOISY, STEPS))
+
+    def linear(name: str, x: Any) -> Any:
+        return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+    def block(name: str, x: Any, time: Any) -> Any:
+        for turn in (1, 2):
+            weight = p[f"{name}conv{turn}.weight"]
+            x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight)
+            x = F.group_norm(x, 1, p[f"{name}norm{turn}.weight"], p[f"{name}norm{turn}.bias"])
+            if turn == 1:
+                scale, shift = linear(f"{name}film.linear", time)[..., None, None].chunk(2, dim=1)
+                x = (1 + scale) * x + shift
+            x = F.silu(x)
+        return x
+
+    angles = t[:, None] * torch.tensor([1.0, 1e-4], dtype=torch.float64)
+    time = F.silu(linear("time.mlp1", torch.cat([angles.sin(), angles.cos()], dim=1)))
+    time = F.silu(linear("time.mlp2", time))
+    kept = block("encoder1.enc1", u, time)
+    low = block("bottleneck.bottleneck", F.max_pool2d(kept, 2), time)
+    up = F.conv_transpose2d(low, p["upconv1.weight"], p["upconv1.bias"], 2)
+    y = F.conv2d(block("decoder1.dec1", torch.cat([up, kept], dim=1), time), p["conv.weight"], p["conv.bias"])
+    y.backward(torch.tensor(NOISY[::-1].copy()))
+    got = {"y": trainer.forward((NOISY, STEPS))}
+    got["du"], got["dt"] = trainer.backward(NOISY[::-1].copy())
+    want = {"y": y, "du": u.grad, "dt": t.grad} | {name: a.grad for name, a in p.items()}
+    assert_close(got | trainer.gradients(), {name: a.detach().numpy() for name, a in want.items()}, 1e-12)
+
+
+@pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (1, 5), (2, 4)], ids=str)
+def test_unets_of_time_train_alike_on_any_parts(dims: tuple[int, int]) -> None:
+    """Five steps."""
+
+    def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
+        at, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, layout="cyx")
+        trainer = diffusion_net().as_distributed(domain=grid, **options(comm, loss=nn.MSELoss(), microbatches=2))
+        u = part(NOISY, cuts, at)
+        losses = [trainer.step((u, STEPS), u[::-1]) for _ in range(5)]
+        return losses, trainer.parameters(), trainer.predict((u, STEPS)), at
+
+    losses, parameters, y, _ = spawn(lambda comm: run(comm, (1, 1), even((8, 12), (1, 1))), 1)[0]
+    cuts = random_cuts((8, 12), dims)
+    for got, values, mine, at in spawn(lambda comm: run(comm, dims, cuts), int(np.prod(dims))):
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        assert_close(values, parameters, 1e-9)
+        assert_close({"y": mine}, {"y": part(y, cuts, at)}, 1e-9)
+
+
 def test_several_outputs_of_whole_samples() -> None:
     """Without a grid, a loss of several outputs works on whole samples, on data ranks and in microbatches."""
     x, targets = RNG.standard_normal((6, 3)), (RNG.standard_normal((6, 2)), RNG.standard_normal((6, 4)))
@@ -350,6 +412,7 @@ BOTH = nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss())
         (lambda c: two(c, nn.PhysicsLoss(nn.L1Loss(), nn.Tanh()), CELLS), "compares one output with one target: for a"),
         (lambda c: film(c, (CELLS, np.ones(2)), CELLS, nn.MultiOutputLoss(nn.L1Loss())), "and the model has 1: give"),
         (lambda c: nn.TimeEmbedding(6, np.inf), "TimeEmbedding: max_period must be a finite number, got inf"),
+        (lambda c: nn.UNet(1, 1, time_embedding=5), "TimeEmbedding(dim=5, max_period=10000.0): dim must be even and a"),
         (lambda c: nn.TimeEmbedding(5), "TimeEmbedding(dim=5, max_period=10000.0): dim must be even and at least 4"),
         (lambda c: nn.StaticChannels([[1.0, 2.0], [3.0]]), "StaticChannels: values: setting an array element with a s"),
         (lambda c: nn.Mask([[True, False], [True]]), "Mask: cells: setting an array element with a sequence"),
