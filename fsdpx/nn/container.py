@@ -105,7 +105,10 @@ class Container(Layer):
         self._specs, self.ties = self._collect_specs_and_ties(dict(ties or {}), frozen)
 
     def specs(self) -> dict[str, ParameterSpec]:
-        return dict(self._specs)
+        given = {
+            name: replace(self._specs[name], init=init) for name, init in self.initial.items() if name in self._specs
+        }
+        return self._specs | given
 
     def children(self) -> dict[str, Layer]:
         return {step.name: step.layer for step in self.steps}

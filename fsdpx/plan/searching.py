@@ -151,7 +151,7 @@ def search(
     for choice in (options.get("compression"), *codecs):
         # raises an error for an unknown codec
         CodecRules.from_choice(choice, partial(make_codec, reduce="float32", compute="float32"))
-    model, options["loss"] = adapt_foreign_model(model, options.get("loss"))
+    model, options["loss"] = adapt_foreign_model(model, options.get("loss"), options.get("domain"))
     question = shapes, size, where, None if limit is None else int(limit), most, options, space, tuple(codecs)
     return _Search(model, *question, say).search_and_report()
 

@@ -311,7 +311,7 @@ def make_world_step(
 ) -> WorldStep:
     """Return the step that the arguments of `predict` describe. `gpu` says whether ranks are GPUs."""
     pairs, chosen = parse_batch(batch), dict(options)
-    model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"))
+    model, chosen["loss"] = adapt_foreign_model(model, chosen.get("loss"), chosen.get("domain"))
     chosen = _check_and_complete_options(pairs, gpu, chosen)
     Recipe(TrainingChoices(model)).with_options(
         {name: value for name, value in chosen.items() if name != "domain"}

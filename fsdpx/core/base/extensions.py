@@ -85,7 +85,8 @@ verbs : the table of verbs to which the module adds its own verbs on import, so 
 planner : a strategy that chooses all other options: a function of a recipe, a communicator and the given options
 ranks : a `CallRunnerChoice` for ranks that may change, with its defaults when it is called without arguments
 layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
-library : another library, by its import name: a function that converts a model and a loss of that library to layers
+library : another library, by its import name: a function that converts a model and a loss of that library to layers.
+    Its third argument is the domain over which they are to run, if there is one
 observer : an observer that is created on request: "watchdog" watches the ranks of a communicator, unless
     FSDPX_WATCH=0; "trace" and "values" observe an engine, with `trace=` and FSDPX_RECORD. Other observers are passed to
     `Engine.add_observer`

@@ -152,7 +152,7 @@ def distribute(
         world: Any = _open_world_and_agree_on_arguments(comm, before, chosen, choice, words)
     with nullcontext() if choice is not None else raising_errors_on_all_ranks(world, "distribute", agree_at_end=True):
         require_known_options("distribute", others, OPTIONS)
-        options["model"], options["loss"] = adapt_foreign_model(model, loss)
+        options["model"], options["loss"] = adapt_foreign_model(model, loss, domain)
         training = TrainingChoices(**_select_options(TrainingChoices, options))
         distribution = DistributionChoices(**_select_options(DistributionChoices, options))
         recipe = Recipe(training, distribution, RuntimeOptions(**chosen))

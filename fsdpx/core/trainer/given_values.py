@@ -34,4 +34,6 @@ def release_foreign_values(model: Layer, comm: Communicator) -> None:
 def _find_foreign_values(layer: Layer) -> list[GivenValues]:
     """Return the initial parameter values of a layer and all its child layers that come from another library."""
     own_values = [] if layer.given_values is None else [layer.given_values]
-    return own_values + [one for child in layer.children().values() for one in _find_foreign_values(child)]
+    net = getattr(layer, "net", None)  # a Rollout runs a model that is not its child
+    inner = [*layer.children().values(), *([net] if isinstance(net, Layer) else [])]
+    return own_values + [one for child in inner for one in _find_foreign_values(child)]

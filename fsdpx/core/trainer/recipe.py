@@ -245,13 +245,13 @@ OPTIONS = [
 """Names of all options in a recipe."""
 
 
-def adapt_foreign_model(model: Any, loss: Any) -> tuple[Any, Any]:
+def adapt_foreign_model(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Convert a model and a loss from another library, such as PyTorch, to fsdpx. A model or loss that is already from
-    fsdpx is returned unchanged."""
+    fsdpx is returned unchanged. `domain` is the domain over which the model is to run."""
     foreign = [one for one in (model, loss) if not isinstance(one, Layer | Loss | None)]
     for library in dict.fromkeys(kind.__module__.partition(".")[0] for one in foreign for kind in type(one).__mro__):
         if (adapt := find_extension("library", library)) is not None:
-            model, loss = adapt(model, loss)
+            model, loss = adapt(model, loss) if domain is None else adapt(model, loss, domain)
     return model, loss
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "RecordedForward",
     "Run",
     "TorchModule",
+    "copy_to_meta_device",
     "is_norm",
     "make_initial_values",
     "select_output",
@@ -200,11 +201,10 @@ class TorchModule(AutogradLayer):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         if not isinstance(kind := request.require_same_kind(self), FieldPartition):
             return super().shard_over_ranks(request)
-        twin = self._bare.twin
-        way = f"use fsdpx.nn.{twin}" if twin else f"make it of layers of fsdpx.nn that {page_hint('fields')} lists"
         raise ConfigError(
-            f"{request.path!r} {self!r} reads {kind}, and PyTorch modules see full samples: {way}; "
-            "trainer.load_parameters(module.state_dict()) takes the weights of a module"
+            f"{request.path!r} {self!r} reads {kind}, and PyTorch modules see full samples: convert the module by "
+            f"fsdpx.ext.interop.torch.from_torch(module, domain=grid), or make it of layers that {page_hint('fields')} "
+            "lists"
         )
 
     def _make_forward_function(self, env: LayerContext) -> Run:
@@ -254,15 +254,6 @@ def _list_output_names(result: Any) -> list[Any]:
     return [] if isinstance(result, torch.Tensor) else [name for name in dir(result) if not name.startswith("_")]
 
 
-OVER_FIELDS = {
-    f"{name}{dims}d": f"{name}{dims}d"
-    for name in ("Conv", "ConvTranspose", "MaxPool", "AvgPool", "AdaptiveAvgPool") for dims in (1, 2, 3)
-}  # fmt: skip
-OVER_FIELDS |= {f"{name}{dims}d": name for name in ("BatchNorm", "InstanceNorm") for dims in (1, 2, 3)}
-OVER_FIELDS |= {n: n for n in ("Dropout", "GELU", "GroupNorm", "ReLU", "Sigmoid", "SiLU", "Tanh", "Upsample")}
-"""Name of a PyTorch layer -> name of the layer of fsdpx that computes the same on a shard of a field."""
-
-
 class _BareModule:
     """A copy of a module without the data of its parameters. Each thread gets its own copy of this object's module.
 
@@ -276,15 +267,13 @@ class _BareModule:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
-        of_torch = type(module).__module__.startswith("torch.nn.")
-        self.twin = OVER_FIELDS.get(type(module).__name__, "") if of_torch else ""
         held = _collect_tensors(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
         self.values = make_initial_values(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
-        self._module = copy.deepcopy(module, {id(t): _copy_to_meta_device(t) for t in floats.values()})
+        self._module = copy.deepcopy(module, {id(t): copy_to_meta_device(t) for t in floats.values()})
         self.of_norms = [name for name in floats if is_norm(module.get_submodule(name.rpartition(".")[0]))]
         self._modes = {name: child.training for name, child in module.named_modules()}
         norms = [(n, m) for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
@@ -334,7 +323,7 @@ def _collect_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in own.items() if name in saved}
 
 
-def _copy_to_meta_device(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_meta_device(tensor: torch.Tensor) -> torch.Tensor:
     bare = torch.empty_like(tensor, device="meta", requires_grad=False)
     return torch.nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else bare
 

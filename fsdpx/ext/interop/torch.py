@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.interop.export import find_tied_names, split_module
+from fsdpx.ext.interop.field_module import convert_to_field_layers
 from fsdpx.ext.interop.module import TorchModule
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.container import Sequential
@@ -22,10 +24,11 @@ from fsdpx.nn.losses import Loss
 __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", "to_tensor"]
 
 
-def adapt_torch(model: Any, loss: Any) -> tuple[Any, Any]:
+def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Return the model and the loss, with a PyTorch module converted to a layer and a PyTorch loss to a `TorchLoss`.
-    Anything else is returned unchanged."""
-    layer = from_torch(model) if isinstance(model, torch.nn.Module) else model
+    Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run over it."""
+    grid = domain if isinstance(domain, Grid) else None
+    layer = from_torch(model, domain=grid) if isinstance(model, torch.nn.Module) else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
 
 
@@ -34,6 +37,7 @@ def from_torch(
     *example: Any,
     units: Callable[[str, torch.nn.Module], bool] | Sequence[str] | None = None,
     output: str | int | None = None,
+    domain: Grid | None = None,
 ) -> Layer:
     """Convert a PyTorch module to a layer, or to a container of layers that can be gathered and freed separately.
 
@@ -41,6 +45,9 @@ def from_torch(
     `Sequential` of its children, and any other module becomes one `TorchModule`. With an example, the module is split:
     PyTorch exports it (`torch.export`), and every unit (a submodule) becomes a layer that is gathered, computed and
     freed on its own, and can be placed on a pipeline stage. Units are exported in the dtype of the module.
+
+    With `domain`, each layer and function that the module calls becomes the layer of fsdpx that computes the same on a
+    field split over ranks. The module runs once for this, on tensors without data of the size of the full field.
 
     Parameters
     ----------
@@ -50,6 +57,9 @@ def from_torch(
         returns whether the module is a unit; default None: the elements of each `torch.nn.ModuleList`. Other modules
         with parameters become units of their own
     output : selects the output from the result of `forward`, as in `TorchModule`; default None
+    domain : grid over which the module is to run; default None. The examples then only state the number of inputs and
+        their channels, as fields (samples, channels, *cells) or scalars (samples, n). Without an example, the module
+        has one input, with the channels of its first layer
 
     Returns
     -------
@@ -58,8 +68,14 @@ def from_torch(
     Raises
     ------
     ConfigError : for a module that PyTorch cannot export, a pattern that matches nothing, or a unit that returns
-        several tensors
+        several tensors; with `domain`, for a layer or function that no layer of fsdpx computes on a part of a field
     """
+    if domain is not None:
+        if units is not None or output is not None:
+            raise ConfigError(
+                "from_torch(domain=...): units= and output= are for modules without a grid; leave them out"
+            )
+        return convert_to_field_layers(module, example, domain)
     if example:
         return split_module(module, example, units, output)
     if units is not None:

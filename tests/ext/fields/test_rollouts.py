@@ -217,6 +217,13 @@ def test_a_net_of_whole_numbers_and_of_samples() -> None:
     assert trainer.backward(np.ones_like(y))[1] is None
 
 
+def test_a_rollout_begins_with_the_values_that_its_net_was_given() -> None:
+    net = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1))
+    net.initial = {"0.weight": lambda seed, name, start, stop, shape: np.full(stop - start, 7.0)}
+    trainer = fsdpx.distribute(nn.Rollout(net, 2), loss=nn.MSELoss(), optimizer=optim.SGD(0.1))
+    assert (trainer.parameters()["0.weight"] == 7.0).all()
+
+
 def test_files_give_what_a_rollout_takes(tmp_path: Path) -> None:
     """States, constants and forcing from HDF5, by name: parts train like the whole field."""
     h5py, dims = pytest.importorskip("h5py"), (2, 2)

@@ -21,7 +21,6 @@ from fsdpx.core.comm import Communicator, spawn  # noqa: E402
 from fsdpx.errors import ConfigError, DataError  # noqa: E402
 from fsdpx.ext.fields.over_parts import partition_model  # noqa: E402
 from fsdpx.ext.half import matmul  # noqa: E402
-from fsdpx.ext.interop.module import OVER_FIELDS  # noqa: E402
 from fsdpx.ext.interop.torch import TorchLoss, TorchModule, from_torch, to_array, to_tensor  # noqa: E402
 from fsdpx.testing import LayerContract  # noqa: E402
 
@@ -677,24 +676,7 @@ def test_a_module_that_looks_at_values_is_one_layer() -> None:
     assert trainer.step(x, x) > trainer.step(x, x)
 
 
-@pytest.mark.parametrize(
-    ("module", "way"),
-    [
-        (tnn.Conv2d(1, 1, 3), "use fsdpx.nn.Conv2d;"),
-        (tnn.Sequential(tnn.BatchNorm2d(1)), "use fsdpx.nn.BatchNorm;"),
-        (tnn.Upsample(scale_factor=2), "use fsdpx.nn.Upsample;"),
-        (tnn.LayerNorm(3), "make it of layers of fsdpx.nn that the page fields of the documentation lists;"),
-        (Block(4, 0.0), "make it of layers of fsdpx.nn that the page fields of the documentation lists;"),
-    ],
-)
-def test_over_a_grid_a_module_is_refused_by_the_layer_that_takes_its_place(module: Any, way: str) -> None:
+def test_a_module_that_is_one_layer_is_refused_over_a_grid() -> None:
     grid = fsdpx.Grid.from_shape((4, 6), (2, 1))
-    with pytest.raises(ConfigError) as error:
-        partition_model(from_torch(module), grid.parts)
-    assert way in str(error.value)
-
-
-def test_layers_that_take_the_place_of_modules_exist_and_work_on_parts() -> None:
-    for name, twin in OVER_FIELDS.items():
-        assert hasattr(tnn, name)
-        assert hasattr(nn, twin), twin
+    with pytest.raises(ConfigError, match=r"from_torch\(module, domain=grid\)"):
+        partition_model(from_torch(tnn.Sequential(tnn.Conv2d(1, 1, 3))), grid.parts)

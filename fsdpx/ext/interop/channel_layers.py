@@ -1,0 +1,99 @@
+"""Layers over the channels of a field whose parameters have the shapes that PyTorch gives them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fsdpx.core.array.kernels.memory_order import put_channels_last
+from fsdpx.nn.init import ones
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.norm import BatchNorm
+
+__all__ = ["ChannelLinear", "ChannelParameter", "FixedBatchNorm"]
+
+
+class ChannelLinear(Layer):
+    """Applies a `Linear` to the channels of each cell of (samples, in_features, *cells), as PyTorch does after channels
+    have been moved to the last dim.
+
+    The parameters are those of `Linear`: `weight (out_features, in_features)` and `bias (out_features,)`.
+
+    Parameters
+    ----------
+    in_features, out_features : size of dim 1 of the input and of the output
+    bias : whether there is a bias
+    """
+
+    fields = takes_ghosts = True
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        self.in_features, self.out_features = in_features, out_features
+        self._linear = Linear(in_features, out_features, bias)
+        self.kernel_names = ("channels_last", *(self._linear.kernel_names or ()))
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        return self._linear.specs()
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        y, saved = self._linear.forward(env, p, env.xp.moveaxis(put_channels_last(env.xp, x), 1, -1))
+        return env.xp.moveaxis(y, -1, 1), saved
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx, kept = self._linear.backward_input(env, p, saved, env.xp.moveaxis(put_channels_last(env.xp, dy), 1, -1))
+        return env.xp.moveaxis(dx, -1, 1), kept
+
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
+        self._linear.backward_params(env, g, kept)
+
+
+class ChannelParameter(Layer):
+    """Multiplies each channel of (samples, channels, *cells) by an element of a parameter, or adds the element.
+
+    The parameter's name is the name of the layer.
+
+    Parameters
+    ----------
+    shape : shape of the parameter in PyTorch; it has one element per channel, or a single element
+    adds : whether to add the elements instead of multiplying by them
+    """
+
+    fields = takes_ghosts = True
+
+    def __init__(self, shape: tuple[int, ...], adds: bool) -> None:
+        self.shape, self.adds = tuple(shape), adds
+
+    def specs(self) -> dict[str, ParameterSpec]:
+        return {"": ParameterSpec(self.shape, ones)}
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        w = self._reshape_to_broadcast(p, x)
+        return (x + w if self.adds else x * w), (x,)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        (x,) = saved
+        return (dy if self.adds else dy * self._reshape_to_broadcast(p, dy)), (x, dy)
+
+    def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
+        if "" in g:
+            x, dy = kept
+            d = (dy if self.adds else dy * x).sum(axis=(0, *range(2, dy.ndim)))
+            g[""][...] += (d if math.prod(self.shape) > 1 else d.sum()).reshape(self.shape)
+
+    def _reshape_to_broadcast(self, p: Params, x: Array) -> Array:
+        return p[""].reshape(1, -1, *(1,) * (x.ndim - 2))
+
+
+class FixedBatchNorm(BatchNorm):
+    """Batch norm that always uses its running statistics, like a PyTorch module on which `eval()` was called."""
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return super().forward(_without_training(env), p, x)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return super().backward_input(_without_training(env), p, saved, dy)
+
+
+def _without_training(env: LayerContext) -> LayerContext:
+    return LayerContext(env.xp, env.mesh, env.random, training=False)

@@ -1,0 +1,341 @@
+"""The layers of fsdpx that compute the same as a function of PyTorch on fields, which may be split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fsdpx import nn
+from fsdpx.ext.interop.channel_layers import ChannelParameter
+from fsdpx.ext.interop.field_twins import NoTwinError, make_dim_layer
+from fsdpx.nn.layer import Layer
+
+__all__ = ["FieldValue", "FunctionCall", "convert_function"]
+
+
+@dataclass(frozen=True)
+class FieldValue:
+    """A tensor that `forward` computes, as a value of the container of layers.
+
+    Attributes
+    ----------
+    name : name of the value in the container
+    channels_last : whether the tensor is this value with its channels moved to the last dim
+    mean_of : name of the field of which the value is the mean over all cells, as a field of one cell; "" for any other
+        value
+    """
+
+    name: str
+    channels_last: bool = False
+    mean_of: str = ""
+
+
+class Steps(Protocol):
+    """The steps of the container that is being made."""
+
+    def get_value(self, tensor: torch.Tensor) -> FieldValue:
+        """Return the value that a tensor is. Raises NoTwinError if there is none."""
+
+    def find_parameter(self, tensor: torch.Tensor) -> str:
+        """Return the name of the parameter that a tensor is, or "" if it is none."""
+
+    def add_step(self, layer: Layer, *sources: str, name: str | None = None) -> str:
+        """Add a step that runs `layer` on values, and return the name of its result."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function of PyTorch: the function and its name, the arguments, and the result.
+
+    Names in place (`add_`) and of operators (`__add__`) are those of the functions (`add`)."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    steps: Steps
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", getattr(self.function, "__name__", str(self.function)).strip("_"))
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument by its position or name."""
+        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
+
+    def get_numbers(self, name: str) -> tuple[int, ...]:
+        """Return the arguments after the first, or the argument `name`, as in `x.permute(0, 2, 1)` or `(dims=...)`."""
+        given = self.args[1:] or (self.kwargs.get(name),)
+        return tuple(given[0]) if isinstance(given[0], Sequence) else given
+
+    @property
+    def x(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.args[0] if self.args else self.kwargs["input"]
+        return tensor
+
+    def get_field(self) -> FieldValue:
+        """Return the first argument as a value. Raises NoTwinError unless it has cells, and channels in dim 1."""
+        value = self.steps.get_value(self.x)
+        if value.channels_last or self.x.ndim < 3:
+            raise NoTwinError("it needs a field with channels in dim 1")
+        return value
+
+    def apply(self, layer: Layer | None) -> FieldValue:
+        """Return the result of a layer that acts on the field given as the first argument; None leaves it as it is."""
+        value = self.get_field()
+        return value if layer is None else FieldValue(self.steps.add_step(layer, value.name))
+
+
+def convert_function(call: FunctionCall) -> FieldValue:
+    """Add the steps that compute the same as a function, and return its result. Raises NoTwinError if there are
+    none."""
+    if (activate := _ACTIVATIONS.get(call.name)) is not None:
+        value = call.steps.get_value(call.x)
+        return FieldValue(call.steps.add_step(activate(call), value.name), value.channels_last)
+    if (convert := _FUNCTIONS.get(call.name)) is None:
+        raise NoTwinError("it is not known here")
+    return convert(call)
+
+
+def _combine(call: FunctionCall) -> FieldValue:
+    """Convert a sum, difference, product or quotient of two values, or of a value and a number or parameter."""
+    name = {"true_divide": "div", "rtruediv": "rdiv", "subtract": "sub", "multiply": "mul"}.get(call.name, call.name)
+    a, b = call.args[:2] if len(call.args) > 1 else (call.x, call.kwargs["other"])
+    if call.kwargs.get("alpha", 1) != 1 or call.kwargs.get("rounding_mode"):
+        raise NoTwinError("alpha= and rounding_mode= are not known here")
+    if name[0] == "r":
+        a, b, name = b, a, name[1:]
+    if isinstance(b, Real) or isinstance(a, Real):
+        return _combine_with_number(call.steps, name, a, b)
+    for one, other in ((a, b), (b, a)):
+        if call.steps.find_parameter(one) and name in ("add", "mul"):
+            return _combine_with_parameter(call.steps, one, other, adds=name == "add")
+    left, right = call.steps.get_value(a), call.steps.get_value(b)
+    if a.shape != b.shape or left.channels_last != right.channels_last:
+        raise NoTwinError(
+            f"its arguments have the shapes {tuple(a.shape)} and {tuple(b.shape)}; fields of equal shape are needed "
+            "(combine scalars with a field by fsdpx.nn.FiLM)"
+        )
+    if name == "div":
+        raise NoTwinError("a field is divided by another; use fsdpx.nn.Lambda")
+    right_name = call.steps.add_step(nn.Scale(-1.0), right.name) if name == "sub" else right.name
+    layer: Layer = nn.Multiply() if name == "mul" else nn.Add()
+    return FieldValue(call.steps.add_step(layer, left.name, right_name), left.channels_last)
+
+
+def _combine_with_number(steps: Steps, name: str, a: Any, b: Any) -> FieldValue:
+    number, is_second = (b, True) if isinstance(b, Real) else (a, False)
+    value, number = steps.get_value(a if is_second else b), float(number)
+    if name == "div" and not is_second:
+        raise NoTwinError("a number is divided by a field; use fsdpx.nn.Lambda")
+    last, source = value.channels_last, value.name
+    if name in ("mul", "div"):
+        return FieldValue(steps.add_step(nn.Scale(number if name == "mul" else 1.0 / number), source), last)
+    if name == "sub" and is_second:
+        number = -number
+    elif name == "sub":
+        source = steps.add_step(nn.Scale(-1.0), source)
+    return (
+        FieldValue(steps.add_step(nn.Lambda(lambda x: x + number, np.ones_like), source), last)
+        if number
+        else (replace(value, name=source, mean_of=""))
+    )
+
+
+def _combine_with_parameter(steps: Steps, w: Any, x: Any, adds: bool) -> FieldValue:
+    value = steps.get_value(x)
+    channels = x.shape[-1 if value.channels_last else 1]
+    wide = (1,) * (x.ndim - w.ndim) + tuple(w.shape)
+    along = wide[-1 if value.channels_last else 1] if len(wide) == x.ndim else 0
+    if x.ndim < 3 or w.numel() not in (1, channels) or along != w.numel():
+        raise NoTwinError(
+            f"parameter {steps.find_parameter(w)!r} of shape {tuple(w.shape)} must have one element, or one per "
+            "channel; use fsdpx.nn.StaticChannels for values that differ between cells"
+        )
+    layer = ChannelParameter(tuple(w.shape), adds)
+    return FieldValue(steps.add_step(layer, value.name, name=steps.find_parameter(w)), value.channels_last)
+
+
+def _negate(call: FunctionCall) -> FieldValue:
+    return _combine_with_number(call.steps, "mul", call.x, -1.0)
+
+
+def _raise_to_power(call: FunctionCall) -> FieldValue:
+    exponent = 2 if call.name == "square" else call.get(1, "exponent")
+    if exponent != 2:
+        raise NoTwinError("only squares are known here; use fsdpx.nn.Lambda")
+    value = call.steps.get_value(call.x)
+    return FieldValue(call.steps.add_step(nn.Multiply(), value.name, value.name), value.channels_last)
+
+
+def _concatenate(call: FunctionCall) -> FieldValue:
+    tensors, dim = call.args[0] if call.args else call.kwargs["tensors"], call.get(1, "dim", 0)
+    values = [call.steps.get_value(tensor) for tensor in tensors]
+    ndim, last = tensors[0].ndim, values[0].channels_last
+    if dim % ndim != (ndim - 1 if last else 1) or any(value.channels_last != last for value in values):
+        raise NoTwinError(f"it concatenates along dim {dim}; only the channels of fields can be concatenated")
+    return FieldValue(call.steps.add_step(nn.Concat(1), *(value.name for value in values)), last)
+
+
+def _permute(call: FunctionCall) -> FieldValue:
+    """Convert a function that reorders dims, if it moves the channels to the last dim or back."""
+    value, n = call.steps.get_value(call.x), call.x.ndim
+    with torch.no_grad():
+        probe = call.function(torch.empty(tuple(range(2, n + 2)), device="meta"), *call.args[1:], **call.kwargs)
+    order = [size - 2 for size in probe.shape]
+    if order == list(range(n)):
+        return value
+    if order == ([0, n - 1, *range(1, n - 1)] if value.channels_last else [0, *range(2, n), 1]):
+        return replace(value, channels_last=not value.channels_last)
+    raise NoTwinError("it may only move the channels to the last dim, or from there to dim 1")
+
+
+def _reduce_cells(call: FunctionCall) -> FieldValue:
+    """Convert a mean, sum or maximum over all cells."""
+    dims, value = call.get(1, "dim"), call.get_field()
+    dims = (dims,) if isinstance(dims, int) else dims
+    cells = list(range(2, call.x.ndim))
+    if dims is None or sorted(d % call.x.ndim for d in dims) != cells:
+        raise NoTwinError("it must reduce all cells of each channel, as in x.mean((2, 3))")
+    name = {"mean": "GlobalMean", "sum": "GlobalSum", "amax": "GlobalMax"}[call.name]
+    if call.get(2, "keepdim", False):
+        if name != "GlobalMean":
+            raise NoTwinError("keepdim=True is not known here")
+        pooled = call.steps.add_step(make_dim_layer("AdaptiveAvgPool", len(cells), 1), value.name)
+        return FieldValue(pooled, mean_of=value.name)
+    return FieldValue(call.steps.add_step(getattr(nn, name)(), value.name))
+
+
+def _reshape(call: FunctionCall) -> FieldValue:
+    """Convert a reshape of a mean over all cells to scalars (samples, channels)."""
+    value = call.steps.get_value(call.x)
+    if tuple(call.result.shape) == tuple(call.x.shape):
+        return value
+    if value.mean_of and tuple(call.result.shape) == tuple(call.x.shape[:2]):
+        return FieldValue(call.steps.add_step(nn.GlobalMean(), value.mean_of))
+    raise NoTwinError("a field keeps its shape; only a mean over all cells can become scalars (samples, channels)")
+
+
+def _keep(call: FunctionCall) -> FieldValue:
+    if call.result.dtype != call.x.dtype or call.result.shape != call.x.shape:
+        raise NoTwinError("it changes the dtype; choose precision= when you distribute the model")
+    return call.steps.get_value(call.x)
+
+
+def _interpolate(call: FunctionCall) -> FieldValue:
+    """Convert an interpolation. If each dim of the result is a multiple of that of the input, the layer works for
+    fields of all sizes."""
+    size, factor, mode = call.get(1, "size"), call.get(2, "scale_factor"), call.get(3, "mode", "nearest")
+    if call.get(6, "antialias", False):
+        raise NoTwinError("antialias=True is not known here; use AvgPool first")
+    call.get_field()
+    if size is not None or call.get(5, "recompute_scale_factor"):
+        pairs = list(zip(call.x.shape[2:], call.result.shape[2:], strict=True))
+        divides = all(m % n == 0 for n, m in pairs)
+        size, factor = (None, tuple(m // n for n, m in pairs)) if divides else (tuple(m for _, m in pairs), None)
+    return call.apply(nn.Upsample(size, factor, mode, call.get(4, "align_corners")))
+
+
+def _pad(call: FunctionCall) -> FieldValue:
+    mode, value, dims = call.get(2, "mode", "constant"), call.get(3, "value") or 0.0, call.x.ndim - 2
+    pad = tuple(map(int, call.get(1, "pad")))
+    pairs = [*zip(pad[::2], pad[1::2], strict=True), *((0, 0),) * dims]
+    if any(map(any, pairs[dims:])):
+        raise NoTwinError("it pads channels or samples; concatenate channels instead")
+    side: Any = (value or "zeros") if mode == "constant" else mode
+    return call.apply(nn.Pad(tuple(pairs[:dims][::-1]), side) if any(map(any, pairs)) else None)
+
+
+def _crop(call: FunctionCall) -> FieldValue:
+    """Convert an index such as `x[:, :, 1:-1]`, which keeps the cells in a box."""
+    index, shape = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],), tuple(call.x.shape)
+    if any(one is Ellipsis for one in index):
+        at = next(i for i, one in enumerate(index) if one is Ellipsis)
+        index = (*index[:at], *(slice(None),) * (len(shape) - len(index) + 1), *index[at + 1 :])
+    index = (*index, *(slice(None),) * (len(shape) - len(index)))
+    if len(index) != len(shape) or not all(isinstance(one, slice) for one in index):
+        raise NoTwinError("an index may only keep a box of cells, as in x[:, :, 1:-1]")
+    ranges = [range(n)[one] for n, one in zip(shape, index, strict=True)]
+    if any(r.step != 1 for r in ranges) or any(len(r) != n for r, n in zip(ranges[:2], shape[:2], strict=True)):
+        raise NoTwinError("an index may only keep a box of cells; use AvgPool to coarsen, and all channels")
+    pairs = [(-r.start, r.stop - n) for r, n in zip(ranges[2:], shape[2:], strict=True)]
+    return call.apply(nn.Pad(tuple(pairs)) if any(map(any, pairs)) else None)
+
+
+def _max_pool(call: FunctionCall) -> FieldValue:
+    if call.name.endswith("with_indices"):
+        raise NoTwinError("it returns indices; use ConvTranspose or Upsample instead of max_unpool")
+    window = (call.get(1, "kernel_size"), call.get(2, "stride") or None, call.get(3, "padding", 0))
+    options = call.get(4, "dilation", 1), call.get(5, "ceil_mode", False)
+    layer = make_dim_layer("MaxPool", call.x.ndim - 2, *window, options[0], ceil_mode=options[1])
+    return call.apply(layer)
+
+
+def _avg_pool(call: FunctionCall) -> FieldValue:
+    window = (call.get(1, "kernel_size"), call.get(2, "stride") or None, call.get(3, "padding", 0))
+    options = call.get(4, "ceil_mode", False), call.get(5, "count_include_pad", True), call.get(6, "divisor_override")
+    return call.apply(make_dim_layer("AvgPool", call.x.ndim - 2, *window, *options))
+
+
+def _adaptive_avg_pool(call: FunctionCall) -> FieldValue:
+    value, cells = call.get_field(), tuple(call.result.shape[2:])
+    found = call.apply(make_dim_layer("AdaptiveAvgPool", len(cells), cells))
+    return replace(found, mean_of=value.name if set(cells) == {1} else "")
+
+
+def _drop_out(call: FunctionCall) -> FieldValue:
+    p, training = call.get(1, "p", 0.5), call.get(2, "training", True)
+    value = call.steps.get_value(call.x)
+    if not training or not p:
+        return value
+    if call.name != "dropout" and value.channels_last:
+        raise NoTwinError("it drops channels of dim 1")
+    layer = nn.Dropout(p) if call.name == "dropout" else getattr(nn, f"D{call.name[1:]}")(p)
+    return FieldValue(call.steps.add_step(layer, value.name), value.channels_last)
+
+
+def _shuffle_pixels(call: FunctionCall) -> FieldValue:
+    if call.name == "pixel_shuffle":
+        return call.apply(nn.PixelShuffle(call.get(1, "upscale_factor")))
+    return call.apply(nn.PixelUnshuffle(call.get(1, "downscale_factor")))
+
+
+_ACTIVATIONS: dict[str, Callable[[FunctionCall], Layer]] = {
+    "cos": lambda call: nn.Lambda(np.cos, lambda x: -np.sin(x)),
+    "elu": lambda call: nn.ELU(call.get(1, "alpha", 1.0)),
+    "exp": lambda call: nn.Lambda(np.exp, np.exp),
+    "gelu": lambda call: nn.GELU(call.kwargs.get("approximate", "none")),
+    "leaky_relu": lambda call: nn.LeakyReLU(call.get(1, "negative_slope", 0.01)),
+    "relu": lambda call: nn.ReLU(),
+    "sigmoid": lambda call: nn.Sigmoid(),
+    "silu": lambda call: nn.SiLU(),
+    "sin": lambda call: nn.Lambda(np.sin, np.cos),
+    "softplus": lambda call: nn.Softplus(call.get(1, "beta", 1.0), call.get(2, "threshold", 20.0)),
+    "tanh": lambda call: nn.Tanh(),
+}
+_CONVERTERS: dict[Callable[[FunctionCall], FieldValue], str] = {
+    _adaptive_avg_pool: "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+    _avg_pool: "avg_pool1d avg_pool2d avg_pool3d",
+    _combine: "add sub rsub mul div true_divide rtruediv rdiv subtract multiply",
+    _concatenate: "cat concat concatenate",
+    _crop: "getitem",
+    _drop_out: "dropout dropout1d dropout2d dropout3d",
+    _interpolate: "interpolate",
+    _keep: "clone contiguous to float double type_as",
+    _max_pool: (
+        "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices"
+    ),
+    _negate: "neg negative",
+    _pad: "pad",
+    _permute: "permute movedim moveaxis transpose swapaxes swapdims",
+    _raise_to_power: "pow square",
+    _reduce_cells: "mean sum amax",
+    _reshape: "flatten view reshape squeeze",
+    _shuffle_pixels: "pixel_shuffle pixel_unshuffle",
+}
+_FUNCTIONS = {name: convert for convert, names in _CONVERTERS.items() for name in names.split()}

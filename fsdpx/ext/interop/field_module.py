@@ -1,0 +1,247 @@
+"""Converts a PyTorch module to layers of fsdpx that compute the same on fields, which may be split over ranks.
+
+The module runs once on tensors without data, of the size of the full field. Each layer and each function that it calls
+becomes a step of a container."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.grid import Grid
+from fsdpx.ext.interop.export import SplitModule, find_tied_names
+from fsdpx.ext.interop.field_functions import FieldValue, FunctionCall, convert_function
+from fsdpx.ext.interop.field_twins import LISTED, NoTwinError, find_remedy, has_twin, make_twin
+from fsdpx.ext.interop.initial_values import InitialValues
+from fsdpx.ext.interop.module import copy_to_meta_device, make_initial_values
+from fsdpx.nn.container import ChildCall
+from fsdpx.nn.layer import Layer, join_path
+
+__all__ = ["FieldModule", "convert_to_field_layers"]
+
+
+class FieldModule(SplitModule):
+    """Container of the layers that compute the same as a PyTorch module, with the module's parameters and their names.
+
+    Parameters
+    ----------
+    steps, inputs, outputs : as in `fsdpx.nn.Container`
+    ties : names of parameters that the module holds more than once
+    module : the module, whose parameters are the initial values
+    """
+
+    given_values: InitialValues
+
+    def __init__(
+        self, steps: Sequence[ChildCall], inputs: Sequence[str], outputs: Sequence[str], ties: dict[str, str],
+        module: torch.nn.Module,
+    ) -> None:  # fmt: skip
+        super().__init__(steps, inputs, outputs, ties)
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        self.given_values = make_initial_values({name: tensors[name] for name in self._specs})
+        shapes = {name: spec.shape for name, spec in self._specs.items()}
+        self.initial = {n: spec.init for n, spec in self.given_values.make_parameter_specs(shapes, ()).items()}
+        for name, spec in self._specs.items():
+            self._specs[name] = replace(spec, trainable=spec.trainable and tensors[name].requires_grad)
+
+
+def convert_to_field_layers(module: torch.nn.Module, example: Sequence[Any], grid: Grid) -> FieldModule:
+    """Convert a PyTorch module to layers that run over a grid; see `fsdpx.ext.interop.torch.from_torch`."""
+    # a buffer without dims, such as a counter, keeps its value, because `forward` may read it
+    tensors = {id(t): t for t in (*module.parameters(), *(b for b in module.buffers() if b.ndim))}
+    bare = copy.deepcopy(module, {key: copy_to_meta_device(t) for key, t in tensors.items()})
+    inputs = _make_inputs(module, example, grid)
+    trace = _FieldTrace(bare, inputs)
+    outputs = trace.run()
+    made = {join_path(step.name, local) for step in trace.steps for local in step.layer.specs()}
+    ties = {alias: name for alias, name in find_tied_names(module).items() if {alias, name} <= made}
+    return FieldModule(trace.steps, trace.inputs, outputs, ties | trace.ties, module)
+
+
+def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid) -> list[torch.Tensor]:
+    """Return inputs of a module without data: fields of the size of the grid, and scalars (samples, n)."""
+    shapes = [tuple(a.shape) for a in example] or [(1, _guess_channels(module), *grid.shape)]
+    fields = sum(len(shape) > 2 for shape in shapes)
+    parts = list(grid.input_partitions)
+    if fields == 0 or len(parts) not in (1, fields) or min(map(len, shapes)) < 2:
+        raise ConfigError(
+            f"{type(module).__name__}: example inputs of shapes {shapes} for {len(parts)} grids: give one per input, "
+            "as PyTorch takes them: a field (samples, channels, *cells), or scalars (samples, n)"
+        )
+    each = iter(parts if len(parts) == fields else parts * fields)
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    wide = [(*shape[:2], *next(each).shape) if len(shape) > 2 else shape for shape in shapes]
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape in wide]
+
+
+def _guess_channels(module: torch.nn.Module) -> int:
+    """Return the number of input channels of the first layer of a module."""
+    for one in module.modules():
+        for name in ("in_channels", "num_features", "num_channels", "in_features"):
+            if isinstance(count := getattr(one, name, None), int):
+                return count
+    return 1
+
+
+class _FieldTrace(TorchFunctionMode):
+    """Runs a module on tensors without data, and collects the steps that compute the same.
+
+    A result that no layer computes is kept as the error that its next use raises, since it may never be used.
+
+    Parameters
+    ----------
+    module : a copy of the module without data, which may be changed
+    inputs : its inputs
+    """
+
+    def __init__(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.module, self.steps, self.ties = module, list[ChildCall](), dict[str, str]()
+        self._tensors = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        taken = {name for name, _ in module.named_modules()} | set(self._tensors.values())
+        names = ["x"] if len(inputs) == 1 else [f"x{i}" for i in range(len(inputs))]
+        self.inputs = [f"{name}_input" if name in taken else name for name in names]
+        self._names, self._used = taken | set(self.inputs), set[str]()
+        self._values: dict[int, FieldValue | ConfigError] = {}
+        self._alive: list[Any] = []  # values are found by the ids of their tensors, which must not be reused
+        self._stack: list[tuple[str, torch.nn.Module]] = []
+        self._given, self._is_inside_layer, self._function = inputs, False, ""
+
+    def run(self) -> list[str]:
+        """Run the module, and return the names of its outputs."""
+        for name, tensor in zip(self.inputs, self._given, strict=True):
+            self._set_value(tensor, FieldValue(name))
+        for path, child in self.module.named_modules():
+            child.register_forward_pre_hook(partial(self._on_call, path))
+            child.register_forward_hook(self._on_return)
+        kind = type(self.module).__name__
+        try:
+            with self, torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = self.module(*self._given)
+        except ConfigError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._given)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"{self._describe_current_module()}: forward fails for the full field, an input of shape {shapes}: "
+                f"{reason}; if it takes other inputs, give an example of each: from_torch(module, x, domain=grid); "
+                f"otherwise, {find_remedy(self._stack[-1][1])}"
+            ) from error
+        tensors = (result,) if isinstance(result, torch.Tensor) else result
+        if not isinstance(tensors, tuple | list) or not all(isinstance(one, torch.Tensor) for one in tensors):
+            raise ConfigError(f"{kind}: forward returns {type(result).__name__}; return a tensor or a tuple of tensors")
+        try:
+            values = [self.get_value(tensor) for tensor in tensors]
+        except NoTwinError as error:
+            raise ConfigError(f"{kind}: an output {error}") from error
+        if any(value.channels_last for value in values):
+            raise ConfigError(f"{kind}: an output has its channels in the last dim; move them to dim 1")
+        self._remove_unread_steps([value.name for value in values])
+        return [value.name for value in values]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        reads_value = any(id(leaf) in self._values for leaf in tree_leaves((args, kwargs)))
+        if self._is_inside_layer or not results or not reads_value:
+            return result
+        call = FunctionCall(function, args, kwargs, result, self)
+        self._function = call.name
+        value: FieldValue | ConfigError
+        try:
+            value = convert_function(call)
+        except NoTwinError as error:
+            value = self._explain(f"{call.name}()", str(error))
+        for tensor in results:
+            self._set_value(tensor, value)
+        return result
+
+    def get_value(self, tensor: torch.Tensor) -> FieldValue:
+        value = self._values.get(id(tensor))
+        if value is None:
+            what = self._tensors.get(id(tensor), "")
+            raise NoTwinError(
+                f"reads {what!r}, a tensor of a module that is not a layer of torch.nn; {LISTED}" if what else
+                "reads a tensor that is not computed from the inputs by known functions; pass it as another input"
+            )  # fmt: skip
+        if isinstance(value, ConfigError):
+            raise value
+        return value
+
+    def find_parameter(self, tensor: Any) -> str:
+        return self._tensors.get(id(tensor), "")
+
+    def add_step(self, layer: Layer, *sources: str, name: str | None = None) -> str:
+        path, module = self._stack[-1]
+        if name is None and path not in self._used and type(module).__module__.startswith("torch.nn.modules."):
+            name = path  # a layer of torch.nn without parameters, such as an activation
+        step = join_path(path, self._function) if name is None else name
+        while step in (self._names if name is None else self._used):
+            step += "_"
+        if name is not None and step != name:  # a second call of a layer uses the parameters of the first
+            self.ties |= {join_path(step, local): join_path(name, local) for local in layer.specs()}
+        self._names.add(step)
+        self._used.add(step)
+        self.steps.append(ChildCall(step, layer, sources, (step,)))
+        return step
+
+    def _set_value(self, tensor: torch.Tensor, value: FieldValue | ConfigError) -> None:
+        self._alive.append(tensor)
+        self._values[id(tensor)] = value
+
+    def _on_call(self, path: str, module: torch.nn.Module, args: Any) -> None:
+        self._stack.append((path, module))
+        self._is_inside_layer = self._is_inside_layer or has_twin(module)
+
+    def _on_return(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if self._is_inside_layer and has_twin(module):
+            self._is_inside_layer = False
+            if id(args[0]) in self._values:
+                self._set_value(result, self._convert_layer(module, args[0], result))
+        self._stack.pop()
+
+    def _convert_layer(self, module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> FieldValue | ConfigError:
+        path, _ = self._stack[-1]
+        value = self.get_value(x)
+        try:
+            layer = make_twin(module, x, y, value.channels_last)
+            own = dict(module.named_parameters()) | dict(module.named_buffers())
+            if missing := [name for name in layer.specs() if name not in own]:
+                raise NoTwinError(
+                    f"its {missing[0]} is computed from other parameters, as weight_norm does; remove this"
+                )
+            return FieldValue(self.add_step(layer, value.name, name=path), value.channels_last)
+        except NoTwinError as error:
+            return self._explain("", str(error))
+
+    def _explain(self, what: str, why: str) -> ConfigError:
+        """Return the error that the next use of a result without a twin raises."""
+        what = what and f" calls {what}, which"
+        remedy = find_remedy(self._stack[-1][1])
+        return ConfigError(f"{self._describe_current_module()}{what} has no equivalent on a grid: {why}; {remedy}")
+
+    def _describe_current_module(self) -> str:
+        path, module = self._stack[-1]
+        kind = type(module).__name__
+        return f"{path!r} ({kind})" if path else kind
+
+    def _remove_unread_steps(self, outputs: Sequence[str]) -> None:
+        """Remove the steps without parameters whose results nothing reads."""
+        read, kept = set(outputs), list[ChildCall]()
+        for step in reversed(self.steps):
+            if step.name in read or step.layer.specs():
+                read.update(step.sources)
+                kept.append(step)
+        self.steps = kept[::-1]

@@ -1,0 +1,230 @@
+"""PyTorch modules over grids of ranks: the same as PyTorch on the whole field, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from grids import grid_at, random_cuts, whole  # noqa: E402
+
+import fsdpx  # noqa: E402
+from fsdpx import nn, optim, spawn  # noqa: E402
+from fsdpx.errors import ConfigError  # noqa: E402
+from fsdpx.ext.interop.torch import from_torch  # noqa: E402
+
+tnn, functional = torch.nn, torch.nn.functional
+STEPS = 5
+
+
+class Block(tnn.Module):
+    """Residual, with a scale that is a parameter of its own, and a block of ConvNeXt with the channels last."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = tnn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular", groups=channels)
+        self.norm, self.wide = tnn.LayerNorm(channels), tnn.Linear(channels, 2 * channels)
+        self.narrow, self.act = tnn.Linear(2 * channels, channels, bias=False), tnn.ReLU(inplace=True)
+        self.gamma = tnn.Parameter(torch.full((channels,), 0.5))
+
+    def forward(self, x: Any) -> Any:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        y = self.gamma * self.narrow(functional.gelu(self.wide(y)))
+        return self.act(x + y.permute(0, 3, 1, 2))
+
+
+class Residual(tnn.Module):
+    """A CNN that calls one of its layers twice, and has one in evaluation mode and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.blocks = tnn.Conv2d(2, 4, (1, 2)), tnn.Sequential(Block(4), tnn.Identity(), Block(4))
+        self.norm, self.still = tnn.BatchNorm2d(4), tnn.BatchNorm2d(4)
+        self.still.running_var += 1.0
+        self.still.eval()
+        self.twice, self.head = tnn.Conv2d(4, 4, 3, padding="same", padding_mode="replicate"), tnn.Conv2d(4, 2, 1)
+        self.lift.bias.requires_grad = False
+
+    def forward(self, x: Any) -> Any:
+        y = self.blocks(self.lift(functional.pad(x, (2, 0))[..., 1:]))
+        y = torch.tanh(self.twice(self.twice(self.still(self.norm(y))))) / 2
+        return x - self.head(1 - y * y + y**2 * 3)
+
+
+class TwoConvs(tnn.Sequential):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(
+            tnn.Conv2d(before, after, 3, padding=1, bias=False), tnn.BatchNorm2d(after), tnn.SiLU(inplace=True),
+            tnn.Conv2d(after, after, 3, padding=1, padding_mode="reflect"), tnn.InstanceNorm2d(after, affine=True),
+            tnn.LeakyReLU(0.2),
+        )  # fmt: skip
+
+
+class UNet(tnn.Module):
+    """A U-Net for fields of any size: it pads what does not fit, or interpolates to the size of the skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = TwoConvs(2, 4), TwoConvs(4, 8), TwoConvs(8, 8)
+        self.pool, self.up = tnn.MaxPool2d(2, ceil_mode=True), tnn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.back_two, self.back_one, self.head = TwoConvs(16, 4), TwoConvs(8, 4), tnn.Conv2d(4, 1, 1)
+        self.norm = tnn.GroupNorm(2, 4)
+
+    def forward(self, x: Any) -> Any:
+        a = self.one(x)
+        b = self.two(self.pool(a))
+        y = self.up(self.three(functional.avg_pool2d(b, 2)))
+        rows, columns = b.shape[2] - y.shape[2], b.shape[3] - y.shape[3]
+        y = functional.pad(y, [columns // 2, columns - columns // 2, rows // 2, rows - rows // 2])
+        y = self.back_two(torch.cat([b, y], dim=1))
+        y = functional.interpolate(y, size=a.shape[-2:], mode="bilinear", align_corners=False)
+        return self.head(self.norm(self.back_one(torch.cat([a, y], 1))))
+
+
+class Scores(tnn.Module):
+    """A network of one or three dims that ends in scalars."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        conv, pool = getattr(tnn, f"Conv{dims}d"), getattr(tnn, f"AdaptiveAvgPool{dims}d")
+        self.body = tnn.Sequential(
+            conv(2, 4, 3, padding=1), tnn.ELU(), tnn.Upsample(scale_factor=2), conv(4, 4, 2, stride=2), tnn.Softplus()
+        )
+        self.mean, self.norm, self.head = pool(1), tnn.LayerNorm(4), tnn.Linear(4, 2)
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.norm(torch.sigmoid(torch.flatten(self.mean(self.body(x)), 1))))
+
+
+MODULES = {"residual": Residual, "unet": UNet, "scores1": lambda: Scores(1), "scores3": lambda: Scores(3)}
+CELLS = {"residual": (7, 9), "unet": (13, 11), "scores1": (11,), "scores3": (5, 4, 3)}
+
+
+@cache
+def train_in_torch(name: str) -> tuple[Any, ...]:
+    """A module before training, its batch, and what PyTorch makes of them: losses, output and parameters."""
+    torch.manual_seed(0)
+    module = MODULES[name]().double()
+    x = torch.randn(2, 2, *CELLS[name], dtype=torch.float64)
+    target = torch.randn_like(copy.deepcopy(module)(x))
+    trained = copy.deepcopy(module)
+    losses, step = [], torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], 0.05, momentum=0.9)
+    for _ in range(STEPS):
+        step.zero_grad()
+        loss = functional.mse_loss(trained(x), target)
+        loss.backward()
+        step.step()
+        losses.append(loss.item())
+    y = trained.eval()(x).detach().numpy()
+    return module, x.numpy(), target.numpy(), losses, y, trained
+
+
+def train_on_grid(comm: Any, name: str, dims: Sequence[int]) -> tuple[Any, ...]:
+    module, x, target, *_ = train_in_torch(name)
+    grid = grid_at(comm, dims, random_cuts(x.shape[2:], dims), layout="c" + "zyx"[-len(dims) :])
+    options: Any = {"loss": tnn.MSELoss(), "optimizer": optim.SGD(0.05, momentum=0.9), "precision": "float64"}
+    trainer = fsdpx.distribute(module, domain=grid, **options)
+    x, target = grid.take_local(x), target if target.ndim == 2 else grid.take_local(target)
+    losses = [trainer.step(x, target) for _ in range(STEPS)]
+    outputs = trainer.output_grid if target.ndim > 2 else grid
+    return losses, trainer.predict(x), outputs, trainer.parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("residual", (1, 1)), ("residual", (2, 2)), ("unet", (1, 3)), ("unet", (5, 1)), ("scores1", (2,)),
+        ("scores3", (1, 2, 2)),
+    ],
+)  # fmt: skip
+def test_a_module_trains_over_a_grid_as_in_pytorch(name: str, dims: tuple[int, ...]) -> None:
+    module, *_, losses, y, trained = train_in_torch(name)
+    found = spawn(train_on_grid, int(np.prod(dims)), name, dims)
+    got, _, outputs, parameters = found[0]
+    np.testing.assert_allclose(got, losses, rtol=1e-12)
+    parts = [one[1] for one in found]
+    got_y = parts[0] if y.ndim == 2 else whole(parts, outputs.parts, dims)
+    np.testing.assert_allclose(got_y, y, rtol=1e-12, atol=1e-12)
+    back = copy.deepcopy(module)
+    missing, unknown = back.load_state_dict({n: torch.from_numpy(a) for n, a in parameters.items()}, strict=False)
+    assert not unknown
+    assert all(n.endswith("num_batches_tracked") for n in missing)
+    for n, tensor in trained.state_dict().items():
+        if not n.endswith("num_batches_tracked"):
+            np.testing.assert_allclose(back.state_dict()[n], tensor, rtol=1e-12, atol=1e-12, err_msg=n)
+
+
+class Refused(tnn.Module):
+    """A convolution, and what `last` makes of its result."""
+
+    def __init__(self, last: Any) -> None:
+        super().__init__()
+        self.body, self.table, self.last = tnn.Conv2d(2, 4, 1), tnn.Parameter(torch.ones(4, 4, 8)), last
+
+    def forward(self, x: Any) -> Any:
+        y = self.body(x)
+        y.std()  # nothing reads this
+        return self.last(y) if isinstance(self.last, tnn.Module) else self.last(self, y)
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (tnn.Mish(), "'last' \\(Mish\\) calls mish.*use SiLU"),
+        (tnn.Sequential(tnn.Tanh(), tnn.LayerNorm([4, 4, 8])), "'last.1' \\(LayerNorm\\).*GroupNorm\\(1"),
+        (tnn.Linear(8, 8), "'last' \\(Linear\\).*kernel_size=1"),
+        (tnn.MaxPool2d(2, return_indices=True), "'last' \\(MaxPool2d\\).*ConvTranspose"),
+        (tnn.LSTM(8, 8), "'last' \\(LSTM\\): forward fails.*Rollout"),
+        (tnn.BatchNorm2d(4, momentum=None), "'last' \\(BatchNorm2d\\).*momentum"),
+        (tnn.utils.parametrizations.weight_norm(tnn.Conv2d(4, 1, 1)), "'last' \\(.*Conv2d\\).*parametrization"),
+        (lambda own, y: y + own.table, "Refused calls add.*'table'.*StaticChannels"),
+        (lambda own, y: y.softmax(-1), "Refused calls softmax"),
+        (lambda own, y: y[:, 1:], "Refused calls getitem.*all channels"),
+        (lambda own, y: y.mean((2, 3), keepdim=True) + y, "Refused calls add.*FiLM"),
+        (lambda own, y: torch.cat([y, y], 2), "Refused calls cat.*channels"),
+        (lambda own, y: y.reshape(1, -1), "Refused calls reshape"),
+        (lambda own, y: y.permute(0, 2, 3, 1), "last dim"),
+        (lambda own, y: torch.zeros(1), "Refused: an output reads"),
+        (lambda own, y: {"y": y}, "returns dict"),
+        (lambda own, y: y if y.sum() > 0 else -y, "Refused: forward fails"),
+    ],
+)
+def test_what_no_layer_computes_is_refused_by_its_name(last: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
+
+
+def test_inputs_are_named_by_their_examples() -> None:
+    class Two(tnn.Module):
+        def forward(self, u: Any, s: Any) -> Any:
+            return torch.cat([u, u * 2], 1), s
+
+    grid = fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx")
+    layer = from_torch(Two(), torch.zeros(1, 3, 1, 1), torch.zeros(1, 2), domain=grid)
+    assert (layer.n_inputs, layer.n_outputs) == (2, 2)
+    for example in ([torch.zeros(2)], [torch.zeros(1, 2)]):
+        with pytest.raises(ConfigError, match="give one per input"):
+            from_torch(Two(), *example, domain=grid)
+    with pytest.raises(ConfigError, match="units="):
+        from_torch(Two(), domain=grid, units=["Two"])
+
+
+def test_a_rollout_of_a_module_is_one_of_its_layers() -> None:
+    module = tnn.Conv2d(1, 1, 3, padding=1).double()
+
+    def run(comm: Any) -> np.ndarray:
+        grid = fsdpx.Grid(comm, (4 + comm.rank, 6), dims=(2, 1), layout="yxc")
+        model = nn.Rollout(from_torch(module, domain=grid), 2)
+        options: Any = {"loss": nn.MSELoss(), "optimizer": optim.SGD(0.1), "precision": "float64"}
+        trainer = fsdpx.distribute(model, domain=grid, **options)
+        return trainer.output_grid.gather(trainer.predict(np.ones((4 + comm.rank, 6, 1))))
+
+    first = module(torch.ones(1, 1, 9, 6, dtype=torch.float64))
+    want = torch.cat([first, module(first)], 1)[0].detach().numpy()
+    np.testing.assert_allclose(spawn(run, 2)[0], want.transpose(1, 2, 0), rtol=1e-12)
