@@ -14,6 +14,8 @@ os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = os.environ[
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -73,6 +75,14 @@ def make_convnext(nn: Any) -> Any:
     return Block()
 
 
+def make_attention(nn: Any, name: str, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> Any:
+    """Return a layer of attention, for which PyTorch users write a module."""
+    if hasattr(nn, name):
+        return getattr(nn, name)(*ours)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "ext" / "fields"))
+    return getattr(import_module("torch_attention"), name)(*theirs)
+
+
 def make_chain(nn: Any, channels: tuple[int, ...], stride: int) -> Any:
     """Return 2-D convolutions of 3 x 3 cells with GELU between them."""
     layers = []
@@ -105,6 +115,14 @@ ROWS = (
     Row("BatchNorm2d", IMAGES, 4, lambda nn: get_norm(nn, "BatchNorm")(32)),
     Row("ChannelLayerNorm", IMAGES, 4, make_channel_norm),
     Row("ConvNeXtBlock", IMAGES, 2, make_convnext),
+    Row("GlobalAttention", (4, 64, 16, 16), 4, lambda nn: make_attention(nn, "GlobalAttention", (64, 4), (64, 4))),
+    Row(
+        "NeighborhoodAttention 7x7",
+        (4, 32, 32, 32),
+        2,
+        lambda nn: make_attention(nn, "NeighborhoodAttention", (32, 2, 7), (32, 2, (7, 7), (False, False))),
+    ),
+    Row("PhysicsAttention", IMAGES, 2, lambda nn: make_attention(nn, "PhysicsAttention", (32, 4, 32), (32, 4, 32))),
     Row("ReLU", IMAGES, 4, lambda nn: nn.ReLU(), False),
     Row("LeakyReLU", IMAGES, 4, lambda nn: nn.LeakyReLU(), False),
     Row("ELU", IMAGES, 4, lambda nn: nn.ELU(), False),

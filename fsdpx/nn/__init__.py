@@ -110,6 +110,9 @@ if TYPE_CHECKING:
         ConcatScalars as ConcatScalars, FiLM as FiLM, GlobalMax as GlobalMax, GlobalMean as GlobalMean,
         GlobalSum as GlobalSum, ScaleShift as ScaleShift, TimeEmbedding as TimeEmbedding,
     )  # fmt: skip
+    from fsdpx.ext.fields.global_attention import GlobalAttention as GlobalAttention
+    from fsdpx.ext.fields.neighborhood_attention import NeighborhoodAttention as NeighborhoodAttention
+    from fsdpx.ext.fields.slice_attention import PhysicsAttention as PhysicsAttention
     from fsdpx.ext.fields.spectrum_loss import SpectrumRMSE as SpectrumRMSE
     from fsdpx.ext.fields.spectral import (
         FNO as FNO, PointwiseConv as PointwiseConv, ChannelScale as ChannelScale, GridEmbedding as GridEmbedding,
@@ -117,5 +120,6 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from fsdpx.ext.fields.static_channels import StaticChannels as StaticChannels
     from fsdpx.ext.fields.unet import UNet as UNet
+    from fsdpx.ext.fields.vision_transformer import VisionTransformer as VisionTransformer
 else:
     __getattr__, __dir__, __all__ = make_lazy_attributes(__name__)

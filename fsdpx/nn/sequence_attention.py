@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,11 +19,11 @@ from fsdpx.nn import collectives
 from fsdpx.nn.activation import apply_dropout_mask, make_keep_mask
 from fsdpx.nn.attention_math import AttentionHeads, compute_scores, make_causal_mask, split_heads
 from fsdpx.nn.gradient_accumulation import accumulation_dtype, matmul_in_dtype
-from fsdpx.nn.layer import Array, LayerContext
+from fsdpx.nn.layer import Array, AxisRanks, LayerContext
 from fsdpx.nn.linear import make_call_label
 from fsdpx.nn.shard_specs import shard_bounds
 
-__all__ = ["RingAttention", "UlyssesAttention"]
+__all__ = ["Ring", "RingAttention", "UlyssesAttention"]
 
 KEYS_VALUES, GRADIENTS = 0, 1
 """Message tags for keys and values, and for their gradients."""
@@ -71,6 +71,20 @@ class UlyssesAttention:
         return y.reshape(*y.shape[:2], x.shape[2] // width * self.heads.n_heads)
 
 
+class Ring(NamedTuple):
+    """The ranks that pass keys and values around, and the number of positions that each of them holds."""
+
+    comm: AxisRanks
+    lengths: Sequence[int]
+
+
+def find_tensor_ring(env: LayerContext, part: int) -> Ring:
+    """Return the ring of the ranks over which a sequence is sharded, where this rank holds `part` positions."""
+    comm, (_, time) = env.mesh.tensor, env.sequence_offset(part)
+    bounds = (shard_bounds(time, rank, comm.size) for rank in range(comm.size))
+    return Ring(comm, [stop - start for start, stop in bounds])
+
+
 class RingAttention:
     """Ring attention (Liu et al. 2023). Blocks of keys and values are passed around the ring of ranks, while each rank
     keeps its queries.
@@ -78,23 +92,33 @@ class RingAttention:
     An online softmax (Milakov and Gimelshein 2018) combines the results of the blocks. No rank ever holds keys, values
     or scores of the full sequence, so each rank needs O(time / N) memory. In causal attention, a rank skips the blocks
     after its own, so rank 0 waits while the last rank computes. Dropout masks are not saved: the backward pass
-    generates the same random numbers again. The next block is received while the current block is processed."""
+    generates the same random numbers again. The next block is received while the current block is processed.
 
-    def __init__(self, heads: AttentionHeads) -> None:
-        self.heads = heads
+    Parameters
+    ----------
+    heads : attention of all heads, without a window
+    find_ring : function that returns the ring, given the context and the number of positions of this rank; default: the
+        ranks of the tensor axis. Other rings need attention without a causal mask and without dropout
+    """
+
+    def __init__(
+        self, heads: AttentionHeads, find_ring: Callable[[LayerContext, int], Ring] = find_tensor_ring
+    ) -> None:
+        self.heads, self.find_ring = heads, find_ring
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
-        xp, comm = env.xp, env.mesh.tensor
+        xp, ring = env.xp, self.find_ring(env, qkv.shape[1])
+        comm = ring.comm
         if comm.size == 1:
             return self.heads.forward(env, qkv)
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
-        kv, (_, time) = xp.stack((k, v)), env.sequence_offset(qkv.shape[1])
+        kv = xp.stack((k, v))
         o = xp.zeros(q.shape, dtype=accumulation_dtype(q.dtype))
         lse = xp.full(q.shape[:3], -math.inf, dtype=accumulation_dtype(q.dtype))
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
             incoming = (
-                _start_shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+                _start_shift(env, ring, kv, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
             )
             if self._is_block_visible(comm.rank, block, q, kv):
                 o, lse = _merge_attention(xp, o, lse, *self._attend_block(env, q, kv[0], kv[1], block))
@@ -103,18 +127,19 @@ class RingAttention:
         return merged, (qkv, merged, (lse,))
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:
-        xp, comm = env.xp, env.mesh.tensor
+        xp, ring = env.xp, self.find_ring(env, dmerged.shape[1])
+        comm = ring.comm
         if comm.size == 1:
             return self.heads.backward(env, kept, dmerged)
         qkv, merged, (lse,) = kept
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
         (o,), (do,) = split_heads(merged, 1, self.heads.d_head), split_heads(dmerged, 1, self.heads.d_head)
-        dtype, (_, time) = accumulation_dtype(qkv.dtype), env.sequence_offset(qkv.shape[1])
+        dtype = accumulation_dtype(qkv.dtype)
         kv, dq, outgoing = xp.stack((k, v)), xp.zeros(q.shape, dtype=dtype), None
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
             incoming = (
-                _start_shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+                _start_shift(env, ring, kv, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
             )
             dkv = xp.zeros(kv.shape, dtype=dtype)
             if self._is_block_visible(comm.rank, block, q, kv):
@@ -123,7 +148,7 @@ class RingAttention:
                     total += more
             if outgoing:
                 dkv += outgoing.wait()
-            outgoing = _start_shift(env, dkv, time, block, GRADIENTS, "gradients of keys and values")
+            outgoing = _start_shift(env, ring, dkv, block, GRADIENTS, "gradients of keys and values")
             kv = incoming.wait() if incoming else kv
         assert outgoing is not None
         heads = xp.concatenate((dq[None], outgoing.wait())).transpose(1, 3, 0, 2, 4)
@@ -191,16 +216,15 @@ class RingAttention:
 
 
 def _start_shift(
-    env: LayerContext, array: Array, time: int, block: int, tag: int, thing: str
+    env: LayerContext, ring: Ring, array: Array, block: int, tag: int, thing: str
 ) -> collectives.PendingCollective:
     """Start sending `array` (the keys and values of `block`, or their gradients) to the next rank of the ring, and
     start receiving the array of the preceding block from the previous rank. Return the pending receive. Collective.
 
-    `array` has the shape (2, samples, heads, positions of the block, d_head). `time` is the length of the full
-    sequence, `tag` is the message tag, and `thing` is the name of the array in error messages."""
-    comm, description = env.mesh.tensor, make_call_label(env, thing)
-    start, stop = shard_bounds(time, (block - 1) % comm.size, comm.size)
-    shape = (*array.shape[:3], stop - start, array.shape[4])
+    `array` has the shape (2, samples, heads, positions of the block, d_head). `tag` is the message tag, and `thing` is
+    the name of the array in error messages."""
+    comm, description = ring.comm, make_call_label(env, thing)
+    shape = (*array.shape[:3], ring.lengths[(block - 1) % comm.size], array.shape[4])
     sent = env.xp.ascontiguousarray(array).reshape(-1)
     into = env.xp.empty((math.prod(shape),), dtype=sent.dtype)
     receiving = comm.recv(into, (comm.rank - 1) % comm.size, tag, what=description)

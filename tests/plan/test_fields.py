@@ -31,6 +31,23 @@ def fno() -> nn.Layer:
     return nn.FNO(2, 2, (4, 4), 4, 2)
 
 
+def network_of(attention: nn.Layer) -> nn.Layer:
+    block = nn.Residual(attention)
+    return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), block, nn.ChannelLayerNorm(8), nn.Conv2d(8, 2, 1))
+
+
+def slices() -> nn.Layer:
+    return network_of(nn.PhysicsAttention(8, 2, 4, 3))
+
+
+def neighbors() -> nn.Layer:
+    return network_of(nn.NeighborhoodAttention(8, 2, 5, (True, False)))
+
+
+def ring() -> nn.Layer:
+    return network_of(nn.GlobalAttention(8, 2))
+
+
 def fields(samples: int, *cells: int) -> Any:
     return (((samples, 2, *cells), "float32"),) * 2
 
@@ -43,6 +60,12 @@ def fields(samples: int, *cells: int) -> Any:
         (unet, 6, (1, 3), 3, {"strategy": "zero2"}),
         (unet, 4, (2, 1), 2, {"strategy": "zero1", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 2}),
         (fno, 4, (2, 2), 2, {"strategy": "zero1", "recompute": "all"}),
+        (slices, 3, (1, 3), 2, {"strategy": "fsdp"}),
+        (slices, 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
+        (neighbors, 3, (3, 1), 2, {"strategy": "zero2"}),
+        (neighbors, 4, (2, 2), 2, {"strategy": "fsdp", "recompute": "attention"}),
+        (ring, 3, (3, 1), 2, {"strategy": "fsdp"}),
+        (ring, 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
     ],
 )
 def test_predicted_bytes_calls_and_memory_are_those_of_ranks(

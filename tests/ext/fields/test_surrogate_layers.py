@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.shard_specs import FieldPartition
 from fsdpx.testing import assert_close
 
-GRIDS = {1: [(1,), (3,), (5,)], 2: [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5)], 3: [(1, 1, 1), (1, 2, 2), (5, 1, 1)]}
+GRIDS = {
+    1: [(1,), (3,), (5,)],
+    2: [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (4, 2)],
+    3: [(1, 1, 1), (1, 2, 2), (5, 1, 1)],
+}
 """Ranks along each dim of cells, by the number of dims."""
 LAYERS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...]]] = {
     "leaky": (lambda: nn.LeakyReLU(0.2), (2, 5, 7)),
@@ -33,6 +38,13 @@ LAYERS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...]]] = {
     "dropout1": (lambda: nn.Dropout1d(0.4), (6, 9)),
     "dropout2": (lambda: nn.Dropout2d(0.4), (6, 5, 4)),
     "dropout3": (lambda: nn.Dropout3d(0.4), (6, 5, 2, 3)),
+    "neighbors": (lambda: nn.NeighborhoodAttention(6, 2, (3, 5), (True, False)), (6, 5, 7)),
+    "neighbors of lines": (lambda: nn.NeighborhoodAttention(4, 4, 5, bias=False), (4, 9)),
+    "neighbors of volumes": (lambda: nn.NeighborhoodAttention(4, 2, (3, 1, 5), True), (4, 3, 2, 6)),
+    "ring": (lambda: nn.GlobalAttention(6, 2), (6, 5, 7)),
+    "ring of lines": (lambda: nn.GlobalAttention(4, 4, False), (4, 9)),
+    "slices": (lambda: nn.PhysicsAttention(6, 2, 5), (6, 9)),
+    "slices of windows": (lambda: nn.PhysicsAttention(6, 3, 4, 3, padding_mode="circular"), (6, 5, 7)),
 }
 
 
@@ -67,14 +79,26 @@ def network() -> nn.Layer:
     )  # fmt: skip
 
 
-NETWORKS: dict[str, Callable[[], nn.Layer]] = {"elements, norms and blocks of cells": network}
+def network_of(attention: nn.Layer) -> nn.Layer:
+    block = nn.Residual(nn.Sequential(nn.ChannelLayerNorm(6), attention))
+    return nn.Sequential(nn.Conv2d(2, 6, 3, 2, 1), block, nn.ConvTranspose2d(6, 2, 2, 2))
+
+
+NETWORKS: dict[str, Callable[[], nn.Layer]] = {
+    "elements, norms and blocks of cells": network,
+    "slices": lambda: network_of(nn.PhysicsAttention(6, 2, 4, 3)),
+    "vision transformer": lambda: nn.VisionTransformer(2, 2, 2, 2, 6, 2, 3, "neighborhood", 3, hidden=5, periodic=True),
+    "neighbors": lambda: network_of(nn.NeighborhoodAttention(6, 2, 3, (True, False))),
+    "ring": lambda: network_of(nn.GlobalAttention(6, 2)),
+}
 
 
 def losses_of_five_steps(comm: Communicator, make: Callable[[], nn.Layer], dims: Any, parts: FieldPartition) -> Any:
+    """Parts compute attention again in the backward pass."""
     grid = grid_at(comm, dims, parts.cuts, layout="cyx")
     trainer = make().as_distributed(
         loss=0.5 * nn.MSELoss() + nn.L1Loss() + nn.RelativeL2(), optimizer=optim.SGD(lr=0.01, momentum=0.9),
-        comm=comm, domain=grid, precision="float64", microbatches=2,
+        comm=comm, domain=grid, precision="float64", microbatches=2, recompute="attention" if comm.size > 1 else None,
     )  # fmt: skip
     x = part(noise(5, 2, 2, *parts.shape), parts.cuts, place_of(comm.rank, dims), 3)
     return [trainer.step(u, u * u) for u in x], trainer.parameters(), trainer.predict(x[0])
@@ -134,11 +158,28 @@ def torch_convnext(torch: Any) -> Any:
     return Block()
 
 
+def theirs(name: str) -> Any:
+    """Return a class of `torch_attention`, which needs PyTorch."""
+    return getattr(import_module("torch_attention"), name)
+
+
 THEIRS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Layer], tuple[int, ...]]] = {
     "norm": (torch_norm, lambda: nn.ChannelLayerNorm(3), (3, 4, 5)),
     "convnext": (torch_convnext, lambda: nn.ConvNeXtBlock(3, layer_scale=0.5), (3, 5, 8)),
     "shuffle": (lambda torch: torch.nn.PixelShuffle(3), lambda: nn.PixelShuffle(3), (18, 4, 5)),
     "unshuffle": (lambda torch: torch.nn.PixelUnshuffle(3), lambda: nn.PixelUnshuffle(3), (2, 6, 9)),
+    "neighbors": (
+        lambda torch: theirs("NeighborhoodAttention")(6, 2, (3, 5), (True, False)),
+        lambda: nn.NeighborhoodAttention(6, 2, (3, 5), (True, False)),
+        (6, 4, 12),
+    ),
+    "ring": (lambda torch: theirs("GlobalAttention")(6, 2), lambda: nn.GlobalAttention(6, 2), (6, 3, 4)),
+    "slices": (lambda torch: theirs("PhysicsAttention")(6, 2, 5), lambda: nn.PhysicsAttention(6, 2, 5), (6, 9)),
+    "slices of windows": (
+        lambda torch: theirs("PhysicsAttention")(6, 3, 4, 3, 0.0),
+        lambda: nn.PhysicsAttention(6, 3, 4, 3),
+        (6, 5, 4),
+    ),
 }
 
 
@@ -146,8 +187,8 @@ THEIRS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Layer], tuple[int,
 def test_layers_are_those_of_pytorch(name: str) -> None:
     """Compare results, gradients, and names and shapes of parameters."""
     torch = pytest.importorskip("torch")
-    theirs, make, shape = THEIRS[name]
-    module, layer, x = theirs(torch).double(), make(), torch.tensor(noise(2, *shape), requires_grad=True)
+    module_of, make, shape = THEIRS[name]
+    module, layer, x = module_of(torch).double(), make(), torch.tensor(noise(2, *shape), requires_grad=True)
     with torch.no_grad():
         for tensor in module.parameters():
             tensor += 0.3 * torch.tensor(noise(*tensor.shape, seed=5))
@@ -160,7 +201,7 @@ def test_layers_are_those_of_pytorch(name: str) -> None:
     rename = {alias: name for alias, name in type(layer).aliases.items() if name}
     want = {"y": y.detach().numpy(), "dx": x.grad.numpy()}
     want |= {rename.get(n, n): t.grad.numpy().reshape(p[rename.get(n, n)].shape) for n, t in module.named_parameters()}
-    assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, want, 1e-12)
+    assert_close({"y": ran.y, "dx": ran.dx, **ran.g}, {n: want[n] for n in ("y", "dx", *ran.g)}, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +212,16 @@ def test_layers_are_those_of_pytorch(name: str) -> None:
         (lambda: nn.ConvNeXtBlock(4, 2, 4), ConfigError, "ConvNeXtBlock: kernel_size must be odd, got 4"),
         (lambda: nn.ConvNeXtBlock(4, 4), ConfigError, "ConvNeXtBlock: dims=4: a field has 1 to 3 dims of cells"),
         (lambda: nn.Softplus(0.0), ConfigError, "Softplus: beta must be above 0, got 0.0"),
+        (lambda: nn.VisionTransformer(1, 1, 4), ConfigError, "dims=4: a field has 1 to 3 dims of cells"),
+        (lambda: nn.VisionTransformer(1, 1, attention="axial"), ConfigError, "choose one of global, neighborhood, phy"),
+        (lambda: run(nn.VisionTransformer(1, 1), 1, 8, 6), ShapeError, "has 6 cells along dim 3, .* patch size 4"),
+        (lambda: nn.NeighborhoodAttention(6, 2, 4), ConfigError, "kernel_size=4: windows must have odd sizes"),
+        (lambda: run(nn.NeighborhoodAttention(4, 2, 5), 4, 6, 4), ShapeError, "has 4 cells along dim 3, fewer than"),
+        (lambda: run(nn.NeighborhoodAttention(4, 2, 3, (True,)), 4, 6, 4), ShapeError, "periodic has 1 entries"),
+        (lambda: nn.PhysicsAttention(6, 4), ConfigError, "channels=6 must be a multiple of n_heads=4"),
+        (lambda: nn.PhysicsAttention(6, 2, 4, 2), ConfigError, "kernel_size must be odd, so that cells stay, got 2"),
+        (lambda: nn.PhysicsAttention(6, 2, 4, 3, 4), ConfigError, "dims=4: a field has 1 to 3 dims of cells"),
+        (lambda: run(nn.PhysicsAttention(4, 2), 3, 5), ShapeError, r"wants \(samples, 4, \*cells\), got \(2, 3, 5\)"),
         (lambda: run(nn.PixelShuffle(2), 3, 4, 4), ShapeError, r"with a multiple of 4 channels .* got \(2, 3, 4, 4\)"),
         (lambda: run(nn.PixelUnshuffle(2), 3, 4, 5), ShapeError, "the field has 5 cells along dim 3, .* multiple of 2"),
         (lambda: run(nn.PixelUnshuffle(2), 3), ShapeError, "with 1 to 3 dims of cells"),

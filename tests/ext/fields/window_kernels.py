@@ -57,6 +57,22 @@ FIELDS = [
 ]
 """Fields of 1 to 64 cells in a row, gradients, and values of each channel of each sample."""
 
+
+def neighbors(starts: tuple[tuple[int, ...], ...], window: tuple[int, ...]) -> Any:
+    """q, k, v, o, lse, the gradient of o, the first key of each query's window along each dim, its sizes, and scale."""
+    box = tuple(first[-1] + k for first, k in zip(starts, window, strict=True))
+    q, do = noise(2, 2, 2, *map(len, starts), 3, seed=7)
+    given = q, *noise(2, 2, 2, *box, 3, seed=8)
+    o, lse = kernels.neighborhood_attention.__wrapped__(np, *given, starts, window, 0.5)  # type: ignore[attr-defined]
+    return (*given, o, lse, do, starts, window, 0.5)
+
+
+NEIGHBORS = [
+    neighbors((tuple(range(70)),), (3,)),
+    neighbors(((0, 0, 1, 2, 3, 3), (0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9)), (3, 5)),
+    neighbors(((0, 0, 0), (0, 1, 2, 3, 3), (1, 2)), (3, 2, 1)),
+]
+
 MATRICES = [
     kernels.CellMatrix.from_entries(*map(np.array, entries), shape)
     for *entries, shape in (
@@ -67,6 +83,8 @@ MATRICES = [
 """Two cells of five for each output, and none to three for each."""
 
 CALLS: dict[str, list[tuple[Any, ...]]] = {
+    "neighborhood_attention": [(*case[:3], *case[6:]) for case in NEIGHBORS],
+    "neighborhood_attention_backward": NEIGHBORS,
     "multiply_along_dim": [
         (noise(*shape), dim, matrix) for matrix in MATRICES
         for shape, dim in (((2, 3, 5), 2), ((2, 4, 5, 3), 2), ((1, 16, 2, 5), 3), ((2, 3, 2, 5, 4), 3))

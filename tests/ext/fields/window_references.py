@@ -3,7 +3,7 @@
 from inspect import isfunction
 
 import numpy as np
-from references import EPS, Case, Cases, of, wide
+from references import EPS, Case, Cases, attention, of, wide
 
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.kernels import WindowStrides
@@ -164,5 +164,22 @@ def resampled(x, dy, dtype) -> Cases:
     return {"multiply_along_dim": [call]}
 
 
-FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled
+def neighborhoods(x, dy, dtype) -> Cases:
+    """Attention in windows that contain all keys."""
+    (forward,), (backward,) = attention(x, dy, dtype).values()
+    keys = forward.arrays[0].shape[2]
+    how = ((0,) * keys,), (keys,), 0.7 / x.shape[1] ** 0.5
+
+    def to_all(xp, *a):
+        return np.stack(kernels.neighborhood_attention_backward(xp, *a, *how))
+
+    return {
+        "neighborhood_attention": [
+            forward._replace(run=lambda xp, *a: kernels.neighborhood_attention(xp, *a, *how)[0])
+        ],
+        "neighborhood_attention_backward": [backward._replace(run=to_all)],
+    }
+
+
+FAMILIES = images, convolutions, group_norms, fields_on_one_rank, resampled, neighborhoods
 KERNELS = {name for name in vars(kernels) if isfunction(getattr(kernels, name))}

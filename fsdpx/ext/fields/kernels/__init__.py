@@ -1,4 +1,5 @@
-"""Convolution, group norm, pooling and resampling kernels for fields, as plain array code and as compiled code."""
+"""Attention, convolution, group norm, pooling and resampling kernels for fields. All have plain array code, and most
+also compiled code."""
 
 from fsdpx.ext.fields.kernels.convolution import WindowStrides as WindowStrides
 from fsdpx.ext.fields.kernels.convolution import correlate as correlate
@@ -10,6 +11,8 @@ from fsdpx.ext.fields.kernels.group_norm import group_norm_backward as group_nor
 from fsdpx.ext.fields.kernels.group_norm import group_norm_backward_input as group_norm_backward_input
 from fsdpx.ext.fields.kernels.group_norm import group_norm_gradient_sums as group_norm_gradient_sums
 from fsdpx.ext.fields.kernels.group_norm import group_norm_moments as group_norm_moments
+from fsdpx.ext.fields.kernels.neighborhood import neighborhood_attention as neighborhood_attention
+from fsdpx.ext.fields.kernels.neighborhood import neighborhood_attention_backward as neighborhood_attention_backward
 from fsdpx.ext.fields.kernels.pool import avg_pool as avg_pool
 from fsdpx.ext.fields.kernels.pool import avg_pool_backward as avg_pool_backward
 from fsdpx.ext.fields.kernels.pool import max_pool as max_pool

@@ -1,0 +1,71 @@
+"""Attention heads of the cells of a field, whose channels are split into one group per head, and the projections
+before and after attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fsdpx.errors import ConfigError
+from fsdpx.ext.fields.over_channels import OverChannels
+from fsdpx.nn.attention_layer import AttentionContainer
+from fsdpx.nn.container import ChildCall
+from fsdpx.nn.init import uniform, zeros
+from fsdpx.nn.layer import Array, Layer, format_constructor, require_positive
+from fsdpx.nn.linear import Linear
+
+__all__ = [
+    "FieldAttention", "merge_heads_into_channels", "require_divisible_by_heads", "split_channels_into_heads",
+]  # fmt: skip
+
+
+class FieldAttention(AttentionContainer):
+    """Base class for attention among the cells of a field. One matrix product computes queries, keys and values of each
+    cell from its channels; they are attended to by the layer `attend`, whose result another product projects.
+
+    Parameters are named and initialized as in `MultiHeadAttention`."""
+
+    aliases: ClassVar = {
+        "in_proj_weight": "qkv.weight",
+        "in_proj_bias": "qkv.bias",
+        "out_proj.weight": "out.weight",
+        "out_proj.bias": "out.bias",
+    }
+
+    def __init__(self, channels: int, n_heads: int, bias: bool, attend: Layer) -> None:
+        self.channels, self.n_heads, self.bias = channels, n_heads, bool(bias)
+        xavier = uniform(math.sqrt(6.0 / (4 * channels)))
+        qkv = Linear(channels, 3 * channels, bias, init=xavier, bias_init=zeros)
+        layers = {
+            "qkv": OverChannels(qkv, channels),
+            "": attend,
+            "out": OverChannels(Linear(channels, channels, bias, bias_init=zeros), channels),
+        }
+        rows = zip(layers.items(), ("x", "qkv", ""), strict=True)
+        super().__init__([ChildCall(name, layer, (x,), (name,)) for (name, layer), x in rows], ("x",), ("out",))
+
+    def __repr__(self) -> str:
+        return format_constructor(self)
+
+
+def require_divisible_by_heads(layer: Layer, channels: int, n_heads: int) -> int:
+    """Return the number of channels per head. Raise ConfigError if `channels` is not a multiple of `n_heads`."""
+    require_positive(layer, channels=channels, n_heads=n_heads)
+    if channels % n_heads:
+        raise ConfigError(f"{type(layer).__name__}: channels={channels} must be a multiple of n_heads={n_heads}")
+    return channels // n_heads
+
+
+def split_channels_into_heads(xp: Any, x: Array, n_heads: int) -> Array:
+    """Return `x`, (samples, channels, *cells), as (samples, heads, cells, channels per head). This is a view if
+    channels are last in memory."""
+    samples, channels, *cells = x.shape
+    rows = xp.moveaxis(x, 1, -1).reshape(samples, math.prod(cells), n_heads, channels // n_heads)
+    return rows.swapaxes(1, 2)
+
+
+def merge_heads_into_channels(xp: Any, heads: Array, cells: Sequence[int]) -> Array:
+    """Invert `split_channels_into_heads`, for a field of shape `cells`. The result has channels last in memory."""
+    samples, n_heads, _, features = heads.shape
+    return xp.moveaxis(heads.swapaxes(1, 2).reshape(samples, *cells, n_heads * features), -1, 1)

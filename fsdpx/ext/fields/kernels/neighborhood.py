@@ -1,0 +1,159 @@
+"""Attention of each cell of a field to the cells of a window, in plain array code.
+
+Queries are processed in tiles. The keys of a tile are the cells of all windows of its queries, and a mask hides those
+outside the window of a query. No array of scores is larger than a tile's, and the backward pass computes them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.core.array.kernels.dispatch import kernel
+from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
+
+__all__ = ["neighborhood_attention", "neighborhood_attention_backward"]
+
+TILE_SIDES = {1: 64, 2: 8, 3: 4}
+"""Number of queries of a tile along each dim, by the number of dims."""
+
+Starts = tuple[tuple[int, ...], ...]
+
+
+class DimTile(NamedTuple):
+    """The queries and keys of a tile along one dim.
+
+    Attributes
+    ----------
+    queries, keys : ranges of cells of the queries and of the keys
+    starts : for each query, the first key of its window, counted from the first key of the tile
+    """
+
+    queries: slice
+    keys: slice
+    starts: tuple[int, ...]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return len(self.starts), self.keys.stop - self.keys.start
+
+
+@kernel()
+def neighborhood_attention(
+    xp: Any, q: Any, k: Any, v: Any, starts: Starts, window: tuple[int, ...], scale: float
+) -> tuple[Any, Any]:
+    """Return softmax(scale q k^T) v, where each query sees the keys of its own window, and the log-sum-exp of its
+    scores (Hassani et al. 2023).
+
+    Parameters
+    ----------
+    q : (B, H, *cells, D): batch, heads, cells and features
+    k, v : (B, H, *box, D); box has as many dims as cells
+    starts : for each dim, the first key of the window of each query along this dim, in increasing order
+    window : number of keys of a window along each dim
+    scale : factor on the scores
+
+    Returns
+    -------
+    o (B, H, *cells, D), stored with cells before heads, and lse (B, H, *cells)
+    """
+    o, lse = _empty_cells_first(xp, q), xp.empty(q.shape[:-1], dtype=q.dtype)
+    for queries, keys, mask in _iterate_tiles(xp, starts, window, q.dtype):
+        scores = _compute_scores(xp, _take_rows(q, queries), _take_rows(k, keys), mask, scale)
+        top = xp.max(scores, axis=-1, keepdims=True)
+        scores -= top
+        scores = xp.exp(scores)
+        total = xp.sum(scores, axis=-1, keepdims=True)
+        found = xp.matmul(scores, _take_rows(v, keys)) / total
+        o[queries] = found.reshape(o[queries].shape)
+        lse[queries] = (top + xp.log(total)).reshape(lse[queries].shape)
+    return o, lse
+
+
+@kernel(narrow=3)
+def neighborhood_attention_backward(
+    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, starts: Starts, window: tuple[int, ...], scale: float
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of q, k and v, stored with cells before heads. `o` and `lse` are the results of
+    `neighborhood_attention`, `do` is the gradient of `o`, and the other arguments are the same."""
+    dq, dk, dv = _empty_cells_first(xp, q), _empty_cells_first(xp, k), _empty_cells_first(xp, v)
+    dk[...], dv[...] = 0, 0
+    for queries, keys, mask in _iterate_tiles(xp, starts, window, q.dtype):
+        rows, slopes = _take_rows(q, queries), _take_rows(do, queries)
+        key_rows, value_rows = _take_rows(k, keys), _take_rows(v, keys)
+        p = _compute_scores(xp, rows, key_rows, mask, scale)
+        p -= _take_rows(lse[..., None], queries)
+        p = xp.exp(p)
+        ds = xp.matmul(slopes, value_rows.swapaxes(-1, -2))
+        ds -= xp.sum(slopes * _take_rows(o, queries), axis=-1, keepdims=True)
+        ds *= p
+        ds *= scale
+        dq[queries] = xp.matmul(ds, key_rows).reshape(dq[queries].shape)
+        dk[keys] += xp.matmul(ds.swapaxes(-1, -2), rows).reshape(dk[keys].shape)
+        dv[keys] += xp.matmul(p.swapaxes(-1, -2), slopes).reshape(dv[keys].shape)
+    return dq, dk, dv
+
+
+def _empty_cells_first(xp: Any, a: Any) -> Any:
+    """Return an uninitialized array with the shape (B, H, *cells, D) of a, stored in memory as (B, *cells, H, D)."""
+    batch, heads, *cells, features = a.shape
+    return xp.moveaxis(xp.empty((batch, *cells, heads, features), dtype=a.dtype), -2, 1)
+
+
+def _take_rows(a: Any, cells: tuple[Any, ...]) -> Any:
+    """Return the selected cells of `a`, (B, H, *cells, D), as (B, H, selected cells, D)."""
+    taken = a[cells]
+    return taken.reshape(*taken.shape[:2], prod(taken.shape[2:-1]), taken.shape[-1])
+
+
+def _compute_scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
+    scores = xp.matmul(q * scale, k.swapaxes(-1, -2))
+    scores += mask
+    return scores
+
+
+def _iterate_tiles(
+    xp: Any, starts: Starts, window: Sequence[int], dtype: Any
+) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
+    """Yield, for each tile, the index of its queries, the index of its keys, and its mask. The mask is 0 where a query
+    sees a key, and -inf elsewhere.
+
+    For shape-only arrays, tiles of equal shapes are computed once, and their work is counted as often as they occur."""
+    side = TILE_SIDES[len(starts)]
+    tiles: Any = product(*(_split_dim(first, k, side) for first, k in zip(starts, window, strict=True)))
+    if getattr(xp, "holds_no_data", False):
+        alike: dict[Any, list[Any]] = {}
+        for tile in tiles:
+            alike.setdefault(tuple(one.lengths for one in tile), []).append(tile)
+        tiles = (tile for same in alike.values() for tile in iterate_once_counting_all(same[0], len(same)))
+    for tile in tiles:
+        batch = (slice(None), slice(None))
+        mask = xp.asarray(_make_mask(tuple(one.starts for one in tile), tuple(window), np.dtype(dtype).str))
+        yield (*batch, *(one.queries for one in tile)), (*batch, *(one.keys for one in tile)), mask
+
+
+@lru_cache(1 << 10)
+def _split_dim(starts: tuple[int, ...], window: int, side: int) -> tuple[DimTile, ...]:
+    made = []
+    for low in range(0, len(starts), side):
+        own = starts[low : low + side]
+        keys, relative = slice(own[0], own[-1] + window), tuple(start - own[0] for start in own)
+        made.append(DimTile(slice(low, low + len(own)), keys, relative))
+    return tuple(made)
+
+
+@lru_cache(256)
+def _make_mask(starts: Starts, window: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return the mask (queries, keys) of a tile. Most tiles of a field have the same."""
+    seen: Any = np.ones((1, 1), bool)
+    for first, k in zip(starts, window, strict=True):
+        begin, key = np.array(first)[:, None], np.arange(first[-1] + k)[None, :]
+        here = (key >= begin) & (key < begin + k)
+        seen = (seen[:, None, :, None] & here[None, :, None, :]).reshape(
+            seen.shape[0] * here.shape[0], seen.shape[1] * here.shape[1]
+        )
+    return np.where(seen, 0.0, -np.inf).astype(dtype)

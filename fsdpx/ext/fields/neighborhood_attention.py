@@ -1,0 +1,151 @@
+"""Neighborhood attention: each cell of a field, which may be partitioned over ranks, attends to a window of cells."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from math import sqrt
+from typing import Any
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.ext.fields import kernels
+from fsdpx.ext.fields.cell_heads import FieldAttention, require_divisible_by_heads
+from fsdpx.ext.fields.conv import Sizes, expand_to_dims
+from fsdpx.ext.fields.halo import DimEnds, FieldLayer, HaloSpec, get_rank_along
+from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.nn.layer import Array, LayerContext, Params
+from fsdpx.nn.shard_specs import FieldPartition
+
+__all__ = ["NeighborhoodAttention", "WindowAttention"]
+
+
+class NeighborhoodAttention(FieldAttention):
+    """Multi-head attention in which each cell of (samples, channels, *cells) attends to the cells of a window around it
+    (Hassani et al. 2023): softmax(q k^T / sqrt(channels / n_heads)) v for each head.
+
+    Near the ends of a dim, windows are shifted into the field, so that every cell attends to equally many cells. Along
+    a periodic dim, windows continue at the other end instead. Parameters are `qkv.weight (3 channels, channels)`,
+    `qkv.bias`, `out.weight (channels, channels)` and `out.bias`; there is no bias by relative position. On a grid of
+    ranks, each rank computes the results of its cells, and receives keys and values of the other cells of their windows
+    from their owners, as convolutions do. The layer is one FSDP unit.
+
+    Parameters
+    ----------
+    channels : number of channels of the input and the output
+    n_heads : number of heads, a divisor of channels
+    kernel_size : number of cells of a window, odd and at most the number of cells of the field: one number for all
+        dims, or one per dim
+    periodic : whether windows continue at the other end of the field: one bool for all dims, or one per dim; default
+        False
+    bias : whether the two projections have biases; default True
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        n_heads: int,
+        kernel_size: Sizes,
+        periodic: bool | tuple[bool, ...] = False,
+        bias: bool = True,
+    ) -> None:
+        d_head = require_divisible_by_heads(self, channels, n_heads)
+        each = kernel_size if isinstance(kernel_size, tuple) else (kernel_size,)
+        if any(size < 1 or size % 2 == 0 for size in each):
+            raise ConfigError(f"NeighborhoodAttention: kernel_size={kernel_size}: windows must have odd sizes")
+        self.kernel_size, self.periodic = kernel_size, periodic
+        super().__init__(channels, n_heads, bias, WindowAttention(n_heads, d_head, kernel_size, periodic))
+
+
+class WindowAttention(FieldLayer):
+    """The part of `NeighborhoodAttention` between its projections: takes queries, keys and values, (samples, 3
+    channels, *cells), and returns (samples, channels, *cells).
+
+    Parameters
+    ----------
+    n_heads, d_head : number of heads, and number of channels per head
+    kernel_size, periodic : as in `NeighborhoodAttention`
+    """
+
+    kernel_names = ("neighborhood_attention", "neighborhood_attention_backward")
+
+    def __init__(self, n_heads: int, d_head: int, kernel_size: Sizes, periodic: bool | tuple[bool, ...]) -> None:
+        self.n_heads, self.d_head, self.kernel_size, self.periodic = n_heads, d_head, kernel_size, periodic
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        channels, (halos, windows) = self.n_heads * self.d_head, self._plan_halos_and_windows(env, x)
+        kv = exchange_halo(env, x[:, channels:], [halo for halo in halos if not halo.is_local])
+        q, k, v = (self._split_into_heads(env, a) for a in (x[:, :channels], kv[:, :channels], kv[:, channels:]))
+        o, lse = kernels.neighborhood_attention(env.xp, q, k, v, *windows, 1.0 / sqrt(self.d_head))
+        kept = (q, k, v, o, lse)
+        return self._merge_heads(env, o), (kept, x) if "attention" in env.recompute else (kept,)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        halos, windows = self._plan_halos_and_windows(env, dy)
+        slopes = self._split_into_heads(env, dy)
+        dq, dk, dv = kernels.neighborhood_attention_backward(
+            env.xp, *saved[0], slopes, *windows, 1.0 / sqrt(self.d_head)
+        )
+        dkv = env.xp.concatenate([self._merge_heads(env, dk), self._merge_heads(env, dv)], axis=1)
+        dkv = exchange_halo_backward(env, dkv, [halo for halo in halos if not halo.is_local])
+        return env.xp.concatenate([self._merge_heads(env, dq), dkv], axis=1), ()
+
+    def list_dim_ends(self, dims: int) -> list[DimEnds]:
+        texts = "ends windows of attention at its ends", "continues windows of attention at the other end"
+        advice = "periodic=False", "periodic=True"
+        return [DimEnds(d, p, texts[p], advice) for d, p in enumerate(self._list_periods(dims))]
+
+    def _list_periods(self, dims: int) -> tuple[bool, ...]:
+        each = self.periodic if isinstance(self.periodic, tuple) else (self.periodic,) * dims
+        if len(each) != dims:
+            raise ShapeError(f"{self!r}: periodic has {len(each)} entries, and the field {dims} dims of cells")
+        return tuple(map(bool, each))
+
+    def _plan_halos_and_windows(
+        self, env: LayerContext, x: Array
+    ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
+        """Return the halos of keys and values and, as the kernels take them, the first key of the window of each query
+        of this rank along each dim, and the sizes of windows."""
+        parts = self.get_partition(x)
+        dims = len(parts.cuts)
+        window = expand_to_dims(self, "kernel_size", self.kernel_size, dims, 1)
+        for d, (n, size) in enumerate(zip(parts.shape, window, strict=True)):
+            if n < size:
+                name = parts.get_dim_name(d)
+                raise ShapeError(f"{self!r}: the field has {n} cells along {name}, fewer than windows of {size}")
+        halos = _plan_halos(parts, window, self._list_periods(dims))
+        starts = []
+        for d, (halo, size) in enumerate(zip(halos, window, strict=True)):
+            rank = get_rank_along(env, halo.cuts, d)
+            cells = range(halo.cuts[rank], halo.cuts[rank + 1])
+            periodic = halo.mode == "circular"
+            begin = halo.needs[rank][0]
+            starts.append(tuple(_find_window_start(cell, halo.cuts[-1], size, periodic) - begin for cell in cells))
+        return halos, (tuple(starts), window)
+
+    def _split_into_heads(self, env: LayerContext, x: Array) -> Array:
+        """Return a view (samples, heads, *cells, d_head) of a field."""
+        rows = env.xp.moveaxis(x, 1, -1)
+        return env.xp.moveaxis(rows.reshape(*rows.shape[:-1], self.n_heads, self.d_head), -2, 1)
+
+    def _merge_heads(self, env: LayerContext, heads: Array) -> Array:
+        """Return (samples, heads, *cells, d_head) as a field."""
+        rows = env.xp.moveaxis(heads, 1, -2)
+        return env.xp.moveaxis(rows.reshape(*rows.shape[:-2], self.n_heads * self.d_head), -1, 1)
+
+
+def _find_window_start(cell: int, cells: int, size: int, periodic: bool) -> int:
+    """Return the first cell of the window of a cell along a dim of `cells` cells. It may be negative if the dim is
+    periodic."""
+    return cell - size // 2 if periodic else min(max(cell - size // 2, 0), cells - size)
+
+
+@lru_cache(1 << 10)
+def _plan_halos(parts: FieldPartition, window: tuple[int, ...], periods: tuple[bool, ...]) -> tuple[HaloSpec, ...]:
+    """Return one halo spec per dim, with the range of cells whose keys and values each rank needs."""
+    made = []
+    for d, (cuts, size, periodic) in enumerate(zip(parts.cuts, window, periods, strict=True)):
+        find_start = partial(_find_window_start, cells=cuts[-1], size=size, periodic=periodic)
+        needs = tuple(
+            (find_start(a), find_start(b - 1) + size) if b > a else (a, a) for a, b in zip(cuts, cuts[1:], strict=False)
+        )
+        made.append(HaloSpec(d + 2, cuts, needs, "circular" if periodic else "zeros"))
+    return tuple(made)
