@@ -119,6 +119,7 @@ if TYPE_CHECKING:
         SpectralConv as SpectralConv,
     )  # fmt: skip
     from fsdpx.ext.fields.static_channels import StaticChannels as StaticChannels
+    from fsdpx.ext.fields.time_distributed import TimeDistributed as TimeDistributed
     from fsdpx.ext.fields.unet import UNet as UNet
     from fsdpx.ext.fields.vision_transformer import VisionTransformer as VisionTransformer
 else:

@@ -300,9 +300,9 @@ def prepare_target(placement: Placement, y: Any, samples: int, batched: bool) ->
 
 
 def has_target_per_output(placement: Placement, y: Any) -> bool:
-    """Return True if the model has several outputs and `y` is a tuple or list of arrays."""
+    """Return True if the model has several outputs and `y` is a list of arrays, or a tuple of arrays and lists."""
     several = len(placement.model.outputs) > 1 and isinstance(y, tuple | list)
-    return several and all(hasattr(one, "shape") for one in y)
+    return several and all(hasattr(one, "shape") or (type(y) is tuple and isinstance(one, list)) for one in y)
 
 
 def _prepare_target_of_output(placement: Placement, y: Any, samples: int, name: str, index: int, batched: bool) -> Any:

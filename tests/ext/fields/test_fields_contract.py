@@ -54,6 +54,10 @@ CASES = {
         lambda: nn.Rollout(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv1d(3, 2, 1)), 3),
         lambda: rows(3, 2, 5),
     ),
+    "TimeDistributed": (
+        lambda: nn.TimeDistributed(nn.Sequential(nn.Conv1d(2, 3, 3), nn.GlobalSum(), nn.Linear(3, 2)), 3),
+        lambda: rows(3, 6, 5),
+    ),
     "FNO": (lambda: nn.FNO(2, 3, (2, 4), 4, 2), lambda: rows(3, 2, 4, 6)),
     "Standardize": (lambda: nn.Standardize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),
     "Destandardize": (lambda: nn.Destandardize([1.0, -2.0], [3.0, 0.5]), lambda: rows(3, 2, 4)),

@@ -217,6 +217,28 @@ def test_a_net_of_whole_numbers_and_of_samples() -> None:
     assert trainer.backward(np.ones_like(y))[1] is None
 
 
+def train_drag(comm: Communicator, ranks: int) -> tuple[list[float], np.ndarray, np.ndarray]:
+    grid = grid_at(comm, (ranks, 1), even((7, 6), (ranks, 1)), layout="yxc")
+    step = nn.Residual(nn.Conv2d(2, 2, 3, padding=1, padding_mode="replicate"))
+    drag = nn.Sequential(nn.Conv2d(2, 3, 1), nn.GlobalSum(), nn.Linear(3, 1))
+    nodes = {"states": (nn.Rollout(step, 3), "u"), "drag": (nn.TimeDistributed(drag, 3), "states")}
+    model = nn.Graph(nodes, inputs=("u",), outputs=("states", "drag"))
+    options: Any = {"loss": nn.MultiOutputLoss(nn.MSELoss(), nn.MSELoss()), "precision": "float64"}
+    trainer = fsdpx.distribute(model, optimizer=optim.SGD(0.01), domain=grid, comm=comm, **options)
+    u, later = (grid.take_local(np.random.default_rng(c).random((7, 6, c))) for c in (2, 6))
+    losses = [trainer.step(u, (later, [0.5, 0.2, 0.1])) for _ in range(3)]
+    states, drags = trainer.predict(u)
+    return losses, grid.gather(states), drags
+
+
+def test_scalars_of_each_step_are_those_of_one_process() -> None:
+    (want,), found = spawn(train_drag, 1, 1), spawn(train_drag, 3, 3)
+    for got in found:
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+    assert want[2].shape == (3,)
+
+
 def test_a_rollout_begins_with_the_values_that_its_net_was_given() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1))
     net.initial = {"0.weight": lambda seed, name, start, stop, shape: np.full(stop - start, 7.0)}
