@@ -368,18 +368,18 @@ KERNEL(attention_rows)(const wide* scores, real* p, wide* lse, const number* seg
     if (threadIdx.x == 0) lse[row] = top + log(total);
 }
 
-// Writes the probabilities to `p`, and the gradient of the scores to `ds`, given `dp`, the gradient of the probabilities.
-KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, real* p, real* ds, const number* segments, number t, number n, double scale, int causal, number window) {
+// Writes the probabilities to `p`, and the gradient of the scores to `ds`, given `dp`, the gradient of the probabilities,
+// and `along`, the product of each row of the result with its gradient. In ring attention, `scores` are those of one
+// block of keys, but the result is that of all keys.
+KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, const wide* along, real* p, real* ds, const number* segments, number t, number n, double scale, int causal, number window) {
     number row = blockIdx.x, at = row % t;
     scores += row * n, dp += row * n, p += row * n, ds += row * n;
-    wide along = 0, all = lse[row];
-    ALONG(i, n) if (attends(at, i, causal, window, segments)) along += exp(scores[i] - all) * dp[i];
-    along = sum(along);
+    wide all = lse[row];
     ALONG(i, n) {
         bool seen = attends(at, i, causal, window, segments);
         wide chance = seen ? exp(scores[i] - all) : 0;
         put(p, i, chance);
-        put(ds, i, seen ? chance * (dp[i] - along) * (wide)scale : 0);
+        put(ds, i, seen ? chance * (dp[i] - along[row]) * (wide)scale : 0);
     }
 }
 

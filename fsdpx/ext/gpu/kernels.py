@@ -383,7 +383,7 @@ def attention_backward(
     made = empty_attention_gradients(launch.xp, q, k)
     given = causal, scale, window, _as_int64_segments(segments)
     if scale <= 0 or not _can_use_attention_kernel(launch, q, k, v, o, do, *made):
-        _attention_backward_of_each_sample_into(launch, q, k, v, lse, do, made, *given)
+        _attention_backward_of_each_sample_into(launch, q, k, v, o, lse, do, made, *given)
         return made
     sums, (dq, dk, dv) = launch.xp.empty_like(lse), made
     (samples, heads, t, d), (_, shared, n, _) = q.shape, k.shape
@@ -457,8 +457,8 @@ def _attention_of_each_sample_into(
 
 
 def _attention_backward_of_each_sample_into(
-    launch: KernelLauncher, q: Any, k: Any, v: Any, lse: Any, do: Any, gradients: Any, causal: bool, scale: float,
-    window: int, segments: Any,
+    launch: KernelLauncher, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, gradients: Any, causal: bool,
+    scale: float, window: int, segments: Any,
 ) -> None:  # fmt: skip
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
@@ -471,7 +471,8 @@ def _attention_backward_of_each_sample_into(
             run_batched_gemm_into(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
             run_batched_gemm_into(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
         given = None if segments is None else segments[i], t, n, float(scale), bool(causal), int(window)
-        launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, *given)
+        along = xp.ascontiguousarray(xp.sum(do[i].astype(launch.wide) * o[i].astype(launch.wide), axis=-1))
+        launch("attention_slopes", (h * t,), scores, dp, lse[i], along, p, ds, *given)
         dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (gradients[1][i], gradients[2][i])
         for turn, heads in enumerate(turns):
             run_batched_gemm_into(gradients[0][i, heads], ds[heads], k[i])

@@ -50,6 +50,12 @@ def one_step() -> nn.Layer:
     return nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 2, 1))
 
 
+def attentions() -> nn.Layer:
+    """Each kind of attention, among patches."""
+    kinds = nn.NeighborhoodAttention(6, 3, 3, (True, False)), nn.GlobalAttention(6, 2), nn.PhysicsAttention(6, 2, 4)
+    return nn.Sequential(nn.Conv2d(2, 6, 2, 2), *map(nn.Residual, kinds), nn.ConvTranspose2d(6, 3, 2, 2))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int, ...]]]] = {
     "windows": (windows, (13, 17), [(1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (3, 2)]),
     "sizes": (sizes, (19, 23), [(2, 2), (3, 1), (1, 4)]),
@@ -58,6 +64,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
     "fno": (lambda: nn.FNO(2, 3, (4, 6), 6, 2), (9, 12), [(2, 1), (2, 2), (1, 5)]),
     "fno3": (lambda: nn.FNO(2, 3, (2, 4, 2), 4, 1), (4, 6, 5), [(2, 2, 2), (3, 1, 1)]),
     "unet1": (lambda: nn.UNet(2, 3, 1, 4, 3, "circular", None, "relu"), (40,), [(3,), (5,)]),
+    "attention": (attentions, (14, 10), [(2, 2), (1, 5), (4, 2)]),
     "unet3": (lambda: nn.UNet(2, 3, 3, 2, 1, "replicate", "group", "silu"), (8, 6, 10), [(4, 1, 1), (2, 2, 2)]),
 }
 
