@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -133,11 +133,13 @@ class EdgeLinear(_SplitWeight, GraphLayer):
 
 
 class RecomputedMLP(Composite):
-    """Base class for the MLPs of a graph network. With `recompute_hidden`, only the input and the output of the first
-    layer are kept for the backward pass, which runs the other layers again (Chen et al. 2016).
+    """Base class for the MLPs of a graph network. With `recompute_hidden`, the forward pass keeps the input and the
+    output of the first layer, and the input of the last `LayerNorm`. The backward pass runs the layers between them
+    again (Chen et al. 2016).
 
     The output of the first layer is kept because its matrix product is the largest in the MLP, and because recomputing
-    it would require another exchange of ghosts."""
+    it would require another exchange of ghosts. The input of the `LayerNorm` is kept because the last `Linear`, which
+    returns it, then need not run again."""
 
     unit = fixed = True
     recompute_hidden: bool = False
@@ -145,9 +147,12 @@ class RecomputedMLP(Composite):
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
         if not self.recompute_hidden:
             return super().forward(env, p, x)
-        first, parts = self.steps[0], self._group_arrays_by_child(p)
+        first, parts, last = self.steps[0], self._group_arrays_by_child(p), None
         hidden, held = first.layer.forward(env.child(first.name), parts[first.name], x)
-        return self._run_others(env, parts, hidden)[0], (held, hidden)
+        value = hidden
+        for step in self.steps[1:]:
+            value, last = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)
+        return value, (held, hidden, *([last] if self.norm else []))
 
     def backward(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         return super().backward(env, p, g, self._get_saved(env, p, saved), dy)
@@ -163,20 +168,12 @@ class RecomputedMLP(Composite):
         this MLP saved."""
         if not self.recompute_hidden:
             return saved
-        held, hidden = saved
-        others = self._run_others(replace(env, recomputing=True), self._group_arrays_by_child(p), hidden, keeps=True)
-        return (held, *others[1])
-
-    def _run_others(
-        self, env: LayerContext, parts: Mapping[str, Params], value: Array, keeps: bool = False
-    ) -> tuple[Array, list[Any]]:
-        """Run all layers after the first one, whose output is `value`. Return the output of the last layer and, if
-        `keeps`, a list of the values that each layer saves (otherwise an empty list)."""
-        saved = []
-        for step in self.steps[1:]:
-            value, held = step.layer.forward(env.child(step.name), parts.get(step.name, {}), value)
-            saved += [held] if keeps else []
-        return value, saved
+        held, value, *last = saved
+        again, parts, found = replace(env, recomputing=True), self._group_arrays_by_child(p), [held]
+        for step in self.steps[1 : len(self.steps) - len(last) - 1]:
+            value, held = step.layer.forward(again.child(step.name), parts.get(step.name, {}), value)
+            found.append(held)
+        return (*found, (value,), *last)  # a Linear saves its input
 
     def _add_layers(self, first: Layer, hidden: int, out: int, hidden_layers: int, activation: str, norm: bool) -> None:
         """Make the layers of the MLP, starting with `first`, and store them in the attributes "0", "1", ...."""
@@ -186,7 +183,7 @@ class RecomputedMLP(Composite):
         layers += [Linear(hidden, out), *([LayerNorm(out)] if norm else [])]
         for i, layer in enumerate(layers):
             setattr(self, str(i), layer)
-        self._count = len(layers)
+        self.norm, self._count = norm, len(layers)
 
     def compose(self, *x: Any) -> Any:
         value = getattr(self, "0")(*x)
@@ -206,8 +203,8 @@ class EdgeMLP(RecomputedMLP):
     hidden_layers : number of hidden layers; default 2
     activation : name of the activation between layers; default "relu"
     norm : whether a `LayerNorm` follows the last layer; default True
-    recompute_hidden : whether the backward pass recomputes the layers after the first one, so that the forward pass
-        saves less; default False
+    recompute_hidden : whether the backward pass recomputes the layers between the first and the last `Linear`, so that
+        the forward pass saves less; default False
     """
 
     reads = ("nodes", "edges")
