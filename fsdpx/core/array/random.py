@@ -10,7 +10,8 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,17 @@ def random_permutation(seed: int, name: str, n: int) -> np.ndarray:
 @dataclass
 class TrainingMoment:
     """The current step (`step`), and the global batch index of the first sample of the microbatch (`row`). All layers
-    share one such object, which is updated in place, so they all see the current values."""
+    share one such object, which is updated in place, so they all see the current values.
+
+    Attributes
+    ----------
+    on_numbers : function that is called each time a layer asks for random numbers, with these numbers and a function
+        that returns the numbers of the same call at a later moment; None if nobody needs to know
+    """
 
     step: int = 0
     row: int = 0
+    on_numbers: Callable[[Any, Callable[[], Any]], None] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, init=False)
@@ -106,7 +114,8 @@ class Random:
         number `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
-        return NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
+        numbers = NumberRange(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
+        return self._report_numbers(numbers, self.get_number_range, shape)
 
     def get_number_subarray(self, shape: tuple[int, ...], slices: Mapping[int, tuple[int, int]]) -> NumberSubarray:
         """Return the random numbers for an array of `shape` that is a part of a larger array. They are the numbers that
@@ -119,7 +128,9 @@ class Random:
         for dim, (start, total) in slices.items():
             starts[dim], whole[dim] = start, total
         starts[0] = self.moment.row
-        return NumberSubarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
+        name = f"{self.path}@{self.moment.step}"
+        numbers = NumberSubarray(self.seed, name, tuple(shape), tuple(starts), tuple(whole))
+        return self._report_numbers(numbers, self.get_number_subarray, shape, slices)
 
     def get_number_rows(self, shape: tuple[int, ...], rows: np.ndarray, total: int) -> NumberRows:
         """Return the random numbers for an array of `shape` whose dim 1 consists of the given `rows` of a larger array,
@@ -127,7 +138,13 @@ class Random:
 
         `total` is the number of rows of the larger array.
         """
-        return NumberRows(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), self.moment.row, rows, total)
+        numbers = NumberRows(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), self.moment.row, rows, total)
+        return self._report_numbers(numbers, self.get_number_rows, shape, rows, total)
+
+    def _report_numbers(self, numbers: Any, make_again: Callable[..., Any], *given: Any) -> Any:
+        if self.moment.on_numbers is not None:
+            self.moment.on_numbers(numbers, partial(make_again, *given))
+        return numbers
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
         """Return an array of random float32 in [0, 1) with this shape, on the device of `xp`. Dim 0 is the sample

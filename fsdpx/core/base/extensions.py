@@ -53,6 +53,7 @@ EXTENSIONS: dict[str, dict[str, str]] = {
         "watchdog": "fsdpx.ext.watch.watchdog:start_watchdog",
         "trace": "fsdpx.ext.observe.trace:TraceWriter",
         "values": "fsdpx.ext.observe.record:ValueRecorder",
+        "replay": "fsdpx.ext.gpu.replay:ReplayObserver",
     },
     "fit": {
         "log": "fsdpx.ext.observe.log:TrainingLog",
@@ -88,8 +89,8 @@ layer : a layer class that a model of `fsdpx.nn` uses if an option requests it
 library : another library, by its import name: a function that converts a model and a loss of that library to layers.
     Its third argument is the domain over which they are to run, if there is one
 observer : an observer that is created on request: "watchdog" watches the ranks of a communicator, unless
-    FSDPX_WATCH=0; "trace" and "values" observe an engine, with `trace=` and FSDPX_RECORD. Other observers are passed to
-    `Engine.add_observer`
+    FSDPX_WATCH=0; "trace", "values" and "replay" observe an engine, with `trace=`, FSDPX_RECORD and `replay=`. Other
+    observers are passed to `Engine.add_observer`
 fit : objects that `fit` creates by default: callbacks, the reaction to signals, and metrics of layers with experts
 trainer : the function that implements a method of a trainer, or of `trainer.inspect`
 """

@@ -38,6 +38,7 @@ class RuntimeArgs(TypedDict, total=False):
     check: bool | None
     check_finite: bool
     tune: bool | None
+    replay: bool
     trace: str | PathLike[str] | TraceConfig | None
     batch: Any
     memory: int | str | None

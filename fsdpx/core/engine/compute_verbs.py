@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.core.array import kernels
 from fsdpx.core.array.namespace import namespace_of
 from fsdpx.core.engine.not_finite import require_finite
-from fsdpx.core.engine.run import ProgramRun, Values, get_action_target, get_microbatch_number
+from fsdpx.core.engine.run import ProgramRun, UnitFunctions, Values, get_action_target, get_microbatch_number
 from fsdpx.core.program import Action, StageUnit
 from fsdpx.core.state.gradients import Gradient
 from fsdpx.core.state.units import Unit
@@ -21,7 +21,7 @@ from fsdpx.nn.layer import LayerContext, require_pair
 from fsdpx.nn.linearize import CALLS_NUMPY, UNKNOWN, Node, is_missing_function_error, is_numpy_call_error
 
 __all__ = [
-    "add_caller_output_gradients", "backward_unit", "backward_unit_input", "backward_unit_params",
+    "UNIT_FUNCTIONS", "add_caller_output_gradients", "backward_unit", "backward_unit_input", "backward_unit_params",
     "compute_loss_and_gradients", "compute_loss_only", "forward_unit", "forward_unit_checkpointed",
     "forward_unit_without_saving", "load_microbatch_inputs", "recompute_unit", "run_unit_backward",
     "run_unit_backward_input", "run_unit_backward_params", "run_unit_forward",
@@ -137,6 +137,10 @@ def run_unit_backward_params(unit: Unit, envs: UnitContexts, grads: Grads, kept:
             raise
 
 
+UNIT_FUNCTIONS = UnitFunctions(run_unit_forward, run_unit_backward, run_unit_backward_input, run_unit_backward_params)
+"""The functions that run the layers of a unit, unless observers replace them."""
+
+
 def _annotate_layer_error(error: Exception, where: str, node: Node) -> None:
     """Add a note to `error` that says which layer failed, in which method (`where`, such as "forward"), and the likely
     cause if it is known. If the layer called a NumPy function that shape-only arrays lack, raise ConfigError instead.
@@ -216,7 +220,7 @@ def _run_forward(
     params = views.view_unit_parameters(u, (*pages, *statistics))
     known, envs = run.units[u], run.get_contexts_of_microbatch(batch)[1][u]
     released = () if keep or place.options.check_finite else known.released_values
-    saved = run_unit_forward(known, envs, params, values, keep, run.stage.constant, released)
+    saved = run.functions.forward(known, envs, params, values, keep, run.stage.constant, released)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = run.units[u]
@@ -232,7 +236,7 @@ def recompute_unit(run: ProgramRun, action: Action, taken: Values, read: Values,
         return (None,)
     unit, envs = run.units[u], run.get_contexts_of_microbatch(batch, recomputing=True)[1][u]
     params, values = views.view_unit_parameters(u, read), dict(taken[0])
-    return (run_unit_forward(unit, envs, params, values, True, run.stage.constant),)
+    return (run.functions.forward(unit, envs, params, values, True, run.stage.constant),)
 
 
 def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -247,7 +251,7 @@ def backward_unit(run: ProgramRun, action: Action, taken: Values, read: Values, 
     entries = _get_entries_and_mark_blank(run, action, pages, gradients)
     params, grads, saved = views.view_unit_parameters(u, read), views.view_unit_gradients(u, entries), taken[-1]
     envs, constant = run.get_contexts_of_microbatch(batch)[1][u], run.stage.constant
-    run_unit_backward(run.units[u], envs, params, grads, saved, dvalues, constant)
+    run.functions.backward(run.units[u], envs, params, grads, saved, dvalues, constant)
     _zero_unwritten_and_check_gradients(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
@@ -263,7 +267,7 @@ def backward_unit_input(run: ProgramRun, action: Action, taken: Values, read: Va
         run.get_contexts_of_microbatch(batch)[1][u],
         run.views.view_unit_parameters(u, read),
     )
-    kept = run_unit_backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
+    kept = run.functions.backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
@@ -275,7 +279,8 @@ def backward_unit_params(run: ProgramRun, action: Action, taken: Values, read: V
         return _add_empty_microbatches(gradients, ())
     entries = _get_entries_and_mark_blank(run, action, pages, gradients)
     grads = run.views.view_unit_gradients(u, entries)
-    run_unit_backward_params(run.units[u], run.get_contexts_of_microbatch(batch)[1][u], grads, taken[0])
+    envs = run.get_contexts_of_microbatch(batch)[1][u]
+    run.functions.backward_params(run.units[u], envs, grads, taken[0])
     _zero_unwritten_and_check_gradients(run, action, entries)
     return tuple(gradients)
 

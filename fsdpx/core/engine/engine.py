@@ -140,7 +140,10 @@ class Engine:
         units: Sequence[Unit] = self.placement.layout.units
         for timed in self.hooks.wrap_units:
             units = timed(units)
-        fixed = self.placement, feed, work, views, contexts, units
+        functions = compute_verbs.UNIT_FUNCTIONS
+        for wrap in self.hooks.wrap_unit_functions:
+            functions = wrap(functions)
+        fixed = self.placement, feed, work, views, contexts, units, functions
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, state.freezing.missed, self._track_transfer)
 
     def _finish_stale_transfers(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the launcher imports this module, but should not load the engine
     from fsdpx.core.comm.calls import TimedTransfer
     from fsdpx.core.engine.operations import ExecutableAction
+    from fsdpx.core.engine.run import UnitFunctions
     from fsdpx.core.program import Action, Program
     from fsdpx.core.state.train_state import TrainState
     from fsdpx.core.state.units import Unit
@@ -35,6 +36,11 @@ class Observer:
         """Return replacements for the units (groups of layers) of the program that is about to run, for example with
         layers that measure time."""
         return units
+
+    def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
+        """Return replacements for the functions that run the layers of units in the program that is about to run, for
+        example functions that launch recorded work instead."""
+        return functions
 
     def on_action_begin(self, words: str, now: float) -> None:
         """Called when an action begins. `words` names the action; `now` is the time."""
@@ -76,6 +82,7 @@ class Hooks:
     on_collective_call: tuple[Callable[[str], None], ...]
     on_program_begin: tuple[Callable[[Program, TrainState], None], ...]
     wrap_units: tuple[Callable[[Sequence[Unit]], Sequence[Unit]], ...]
+    wrap_unit_functions: tuple[Callable[[UnitFunctions], UnitFunctions], ...]
     on_action_begin: tuple[Callable[[str, float], None], ...]
     on_wait: tuple[Callable[[str], None], ...]
     on_action_done: tuple[Callable[[Action], None], ...]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,7 @@ __all__ = [
     "LossMean",
     "Operation",
     "ProgramRun",
+    "UnitFunctions",
     "Values",
     "Workspace",
     "format_action_label",
@@ -308,6 +309,21 @@ class LayerContextCache:
         return self._made[training, recomputing]
 
 
+class UnitFunctions(NamedTuple):
+    """The functions that run the layers of a unit (group of layers). Observers may replace them.
+
+    Attributes
+    ----------
+    forward, backward, backward_input, backward_params : functions with the arguments of `run_unit_forward`,
+        `run_unit_backward`, `run_unit_backward_input` and `run_unit_backward_params` in `compute_verbs`
+    """
+
+    forward: Callable[..., list[Any]]
+    backward: Callable[..., None]
+    backward_input: Callable[..., list[Any]]
+    backward_params: Callable[..., None]
+
+
 @dataclass
 class ProgramRun:
     """The context of one run of a program, passed to each of its operations.
@@ -317,6 +333,7 @@ class ProgramRun:
     placement : the fixed data of this rank
     feed : inputs of this run
     units : the units (groups of layers) of the model, possibly wrapped by observers
+    functions : the functions that run the layers of a unit, possibly wrapped by observers
     ties : each `TieGroup`, by the index of its first page (flat parameter buffer)
     step, scaler : number of updates before this run, and the loss scale when it began
     missed : for each parameter name, the number of updates that the parameter missed while it was frozen
@@ -330,6 +347,7 @@ class ProgramRun:
     views: BufferViews
     contexts: LayerContextCache
     units: Sequence[Unit]
+    functions: UnitFunctions
     ties: dict[int, TieGroup]
     step: int
     scaler: LossScaler

@@ -252,6 +252,8 @@ def _add_observers(engine: Engine, runtime: RuntimeOptions) -> None:
         load_extension("observer", "trace")(engine, trace)
     if (wanted := environment.get_record_folder_and_steps()) is not None:
         load_extension("observer", "values")(engine, wanted[1], wanted[0])
+    if runtime.replay:
+        load_extension("observer", "replay")(engine)
 
 
 def _end_all_ranks_on_exception(trainer: Trainer, world: Any) -> Trainer:

@@ -207,6 +207,8 @@ class RuntimeOptions:
     check_finite : True: check the results of every unit for NaN and Inf
     tune : True: find good values for options that were not given, by measurements of about 100 ms, and store them on
         disk (default: True unless FSDPX_TUNE=0)
+    replay : True: on a GPU, launch forward and backward passes as CUDA graphs, which were recorded in the second step,
+        instead of kernel by kernel (docs: gpu). Experimental
     trace : folder into which a timeline of the last steps is written, or `fsdpx.TraceConfig(...)` (docs: observe;
         default: FSDPX_TRACE)
     """
@@ -220,6 +222,7 @@ class RuntimeOptions:
     check: bool | None = make_option_field(None, is_bool, "True, False, or None for what FSDPX_CHECK says")
     check_finite: bool = make_option_field(False, is_bool, "True or False")
     tune: bool | None = make_option_field(None, is_bool, "True, False, or None for what FSDPX_TUNE says")
+    replay: bool = make_option_field(False, is_bool, "True or False")
     trace: str | PathLike[str] | TraceConfig | None = None
 
     def __post_init__(self) -> None:

@@ -19,6 +19,8 @@ EXCLUSIONS += (
         "elastic ranks keep copies of each other's state in memory", "leave elastic out"),
     ExcludedPair(ELASTIC, "`trace`", make_condition_finder("trace: ", lambda c: c.get_option("trace") is not None),
         "elastic ranks come and go, but a trace needs fixed ranks", "leave trace or elastic out"),
+    ExcludedPair(ELASTIC, "`replay`", make_condition_finder("replay: ", lambda c: bool(c.get_option("replay"))),
+        "elastic ranks come and go, but recorded steps need fixed buffers", "leave replay or elastic out"),
     ExcludedPair(ELASTIC, "`domain`", make_condition_finder("domain: ", lambda c: c.get_option("domain") is not None),
         "the solver decides which rank has which part of a field, so the ranks cannot change", "leave elastic out"),
     ExcludedPair(ELASTIC, "local or asynchronous training", lambda c:

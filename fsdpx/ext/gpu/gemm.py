@@ -6,11 +6,12 @@ a^T: the operands are swapped, and column-major operands are marked as transpose
 from __future__ import annotations
 
 import functools
-from ctypes import addressof, c_double, c_float
+from ctypes import CDLL, addressof, c_double, c_float, c_int, c_longlong, c_void_p
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.ext.gpu.capture import get_active_capture
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 
 __all__ = ["GemmCall", "can_cublas_multiply", "plan_cublas_gemm", "run_batched_gemm_into", "run_gemm_into"]
@@ -129,7 +130,8 @@ def _call_cublas(gemm_call: GemmCall, out: Any, a: Any, b: Any, scale: float, ac
         for matrix, x in zip(matrices, (first, second, out), strict=True):
             matrix.append(x.strides[0] // x.dtype.itemsize)
     one, two, three = matrices
-    cublas, handle = _import_cublas(), import_cupy().cuda.device.get_cublas_handle()
+    handle = import_cupy().cuda.device.get_cublas_handle()
+    cublas = _import_cublas() if get_active_capture() is None else _use_library_on_current_stream(handle)
     shape = int(gemm_call.first), int(gemm_call.second), gemm_call.m, gemm_call.n, gemm_call.k
     rest = (*([count] if count > 1 else []), COMPUTE_FLOAT64 if double else COMPUTE_FLOAT32, DEFAULT_ALGORITHM)
     call = cublas.gemmStridedBatchedEx if count > 1 else cublas.gemmEx
@@ -141,6 +143,48 @@ def _import_cublas() -> Any:
     from cupy_backends.cuda.libs import cublas
 
     return cublas
+
+
+class CublasLibrary:
+    """The functions of cuBLAS that CuPy wraps, without CuPy's check that refuses them while a graph is recorded. cuBLAS
+    itself supports them."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        matrix, strided = [c_void_p, c_int, c_int], [c_void_p, c_int, c_int, c_longlong]
+        head = [c_void_p, *[c_int] * 5, c_void_p]
+        library.cublasSetStream_v2.argtypes = [c_void_p, c_void_p]
+        library.cublasGemmEx.argtypes = [*head, *matrix * 2, c_void_p, *matrix, c_int, c_int]
+        library.cublasGemmStridedBatchedEx.argtypes = [*head, *strided * 2, c_void_p, *strided, *[c_int] * 3]
+
+    def set_stream(self, handle: int, stream: int) -> None:
+        """Make `handle` issue work on a stream. CuPy's wrappers set the stream again before each call."""
+        self._check(self._library.cublasSetStream_v2(handle, stream))
+
+    def gemmEx(self, *given: int) -> None:
+        self._check(self._library.cublasGemmEx(*given))
+
+    def gemmStridedBatchedEx(self, *given: int) -> None:
+        self._check(self._library.cublasGemmStridedBatchedEx(*given))
+
+    @staticmethod
+    def _check(status: int) -> None:
+        if status:
+            raise RuntimeError(f"cuBLAS returned status {status} while a graph was recorded")
+
+
+def _use_library_on_current_stream(handle: int) -> CublasLibrary:
+    """Return the cuBLAS library that CuPy has loaded, and make `handle` issue work on the current stream. It is CuPy's
+    own handle, so that cuBLAS chooses the same algorithms as outside of graphs."""
+    library = _load_cublas_library()
+    library.set_stream(handle, import_cupy().cuda.get_current_stream().ptr)
+    return library
+
+
+@functools.cache
+def _load_cublas_library() -> CublasLibrary:
+    major = import_cupy().cuda.runtime.runtimeGetVersion() // 1000
+    return CublasLibrary(CDLL(f"libcublas.so.{major}"))
 
 
 @functools.cache

@@ -711,7 +711,8 @@ __device__ inline void philox(unsigned long long counter, unsigned long long key
     out[0] = a, out[1] = b, out[2] = c, out[3] = d;
 }
 
-KERNEL(drop)(const real* x, real* y, bool* keep, number n, number start, unsigned long long key0, unsigned long long key1, float p, double scale) {
+KERNEL(drop)(const real* x, real* y, bool* keep, number n, const unsigned long long* at, number start, unsigned long long key0, unsigned long long key1, float p, double scale) {
+    if (at) { start = at[0]; key0 = at[1]; key1 = at[2]; }  // in a graph
     number ahead = start & 3;
     EACH(group, (n + ahead + 3) / 4) {
         unsigned long long numbers[4];

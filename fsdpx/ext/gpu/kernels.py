@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdpx.core.array.kernels.dropout import dropout_scale
 from fsdpx.core.array.kernels.head_layout import empty_attention_gradients, empty_time_first
+from fsdpx.ext.gpu.capture import get_active_capture
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
 from fsdpx.ext.gpu.gemm import run_batched_gemm_into, run_gemm_into
 
@@ -530,7 +531,10 @@ def squared_error(launch: KernelLauncher, y: Any, target: Any) -> float:
 @register_gpu_kernel("real any any")
 def drop(launch: KernelLauncher, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
     y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
-    given = x.size, int(numbers.start), *numbers.keys, np.float32(p), dropout_scale(p)
+    capture = get_active_capture()
+    # in a graph, the kernel reads the position of the random numbers from memory, because each step has other numbers
+    at = None if capture is None else capture.place_numbers(numbers)
+    given = x.size, at, int(numbers.start), *numbers.keys, np.float32(p), dropout_scale(p)
     launch.launch_elements("drop", -(-x.size // 4) + 1, x, y, keep, *given)
     return y, keep
 

@@ -24,6 +24,7 @@ BESIDE = [
     ("`backend`", RuntimeOptions(backend="gloo"), DistributionChoices()),
     ("`offload`", RuntimeOptions(), DistributionChoices(offload=OffloadConfig("x"))),
     ("`trace`", RuntimeOptions(trace="x"), DistributionChoices()),
+    ("`replay`", RuntimeOptions(replay=True), DistributionChoices()),
     ("`domain`", RuntimeOptions(), DistributionChoices(domain=Grid(make_single_rank_communicator(), (4,)))),
     (OTHER_TRAINING, RuntimeOptions(), DistributionChoices("diloco")),
     (OTHER_TRAINING, RuntimeOptions(), DistributionChoices("async")),

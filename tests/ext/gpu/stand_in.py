@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import hashlib
 import itertools
+import operator
 import os
 import re
 import subprocess
@@ -14,11 +15,23 @@ import tempfile
 import threading
 import types
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
+from capturing import (
+    Capturing,
+    Graph,
+    Memory,
+    MemoryPointer,
+    MemoryPool,
+    UnownedMemory,
+    at_address,
+    owner_of,
+    using_allocator,
+)
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 __all__ = ["Cupy", "ndarray"]
@@ -38,6 +51,7 @@ class Device:
 
     def synchronize(self) -> None:
         """What computes is done at once."""
+        _require_no_capture("synchronize")
 
     def __enter__(self) -> Device:
         self.before = Device().id
@@ -51,8 +65,9 @@ class Device:
 class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     """Numbers on a GPU: `memory` is a NumPy array that only this file knows of."""
 
-    def __init__(self, memory: Any, gpu: Any = None) -> None:
-        self.memory, self.gpu = memory, Device().id if gpu is None else gpu
+    def __init__(self, memory: Any, dtype: Any = None, memptr: Any = None, strides: Any = None) -> None:
+        self.gpu = Device().id
+        self.memory = memory if memptr is None else at_address(memptr.ptr, memory, dtype, strides)
 
     @property
     def device(self) -> Any:
@@ -67,6 +82,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         return {**self.memory.__array_interface__, "version": 3, "stream": None}
 
     def get(self) -> np.ndarray:
+        _require_no_capture("get")
         return self.memory.copy()
 
     def __array__(self, *_: Any, **__: Any) -> Any:
@@ -75,7 +91,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if out is not None:
             options["out"] = tuple(_bare(one) for one in out)
-        result = getattr(ufunc, method)(*map(_bare, inputs), **options)
+        function = ufunc if method == "__call__" else getattr(ufunc, method)
+        result = _performed(function, tuple(map(_bare, inputs)), options)
         return out[0] if out is not None and len(out) == 1 else _wrapped(result)
 
     def __array_function__(self, function: Any, kinds: Any, arguments: Any, options: Any) -> Any:
@@ -83,21 +100,24 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assert getattr(value, "gpu", self.gpu) == self.gpu, "arrays of two GPUs"
-        self.memory[_bare(key)] = _bare(value)
+        _performed(operator.setitem, (self.memory, _bare(key), _bare(value)), {})
 
     def __getitem__(self, key: Any) -> Any:
-        return _wrapped(self.memory[_bare(key)])
+        return _wrapped(_performed(operator.getitem, (self.memory, _bare(key)), {}))
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def __float__(self) -> float:
+        _require_no_capture("float")
         return float(self.memory)
 
     def __int__(self) -> int:
+        _require_no_capture("int")
         return int(self.memory)
 
     def __bool__(self) -> bool:
+        _require_no_capture("bool")
         return bool(self.memory)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,6 +146,7 @@ class Event:
 
     @property
     def done(self) -> bool:
+        _require_no_capture("an event")
         self.looks += 1
         if self.stream is None or self.stream.stuck:
             return self.stream is None
@@ -150,6 +171,7 @@ class Stream:
         self.issued = self.ran = self.waited = 0
         self.stuck, self.non_blocking = False, non_blocking
         self.inside: list[Any] = []
+        self.capturing: Capturing | None = None
         self.lock = threading.RLock()  # threads share the stream of their GPU
         self.known[self.ptr] = self
 
@@ -173,7 +195,22 @@ class Stream:
         self.waited += 1
 
     def synchronize(self) -> None:
+        _require_no_capture("synchronize")
         self.run(self.issued)
+
+    def begin_capture(self, mode: Any = None) -> None:
+        if not self.non_blocking:
+            raise RuntimeError("cannot capture on the default (legacy) stream")
+        assert self.capturing is None
+        self.capturing = Capturing()
+
+    def end_capture(self) -> Graph:
+        capturing, self.capturing = self.capturing, None
+        assert capturing is not None
+        return capturing.end()
+
+    def is_capturing(self) -> bool:
+        return self.capturing is not None
 
     def __enter__(self) -> Stream:
         self.inside.append(_stream())
@@ -192,7 +229,18 @@ def _stream() -> Stream:
     return getattr(_at, "stream", COMPUTE)
 
 
+def _require_no_capture(what: str) -> None:
+    if (capturing := _stream().capturing) is not None:
+        capturing.refuse(what, invalidates=True)
+
+
+def _performed(function: Any, given: Any, options: Any) -> Any:
+    capturing = _stream().capturing
+    return function(*given, **options) if capturing is None else capturing.call(function, given, options)
+
+
 def _memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    _require_no_capture("a copy")
     assert kind in (1, 2, 3)
     assert stream != 0, "copies are beside what computes"
     assert nbytes > 0
@@ -228,12 +276,13 @@ def _wrapped(value: Any) -> Any:
 
 
 def _as_strided(array: ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> ndarray:
-    return ndarray(np.lib.stride_tricks.as_strided(array.memory, shape, strides))
+    memory = array.memory
+    return ndarray(at_address(memory.ctypes.data, shape, memory.dtype, strides, owner_of(memory)))
 
 
 def _calling(function: Any) -> Any:
     def call(*given: Any, **options: Any) -> Any:
-        return _wrapped(function(*_bare(given), **{k: _bare(v) for k, v in options.items()}))
+        return _wrapped(_performed(function, _bare(given), {k: _bare(v) for k, v in options.items()}))
 
     return call
 
@@ -255,7 +304,14 @@ class RawModule:
         def launch(grid: tuple[int, ...], block: tuple[int, ...], given: tuple[Any, ...]) -> None:
             assert all(0 < n < 2**31 for n in grid), grid
             assert block[0] % 32 == 0, block
-            function(*(*grid, 1)[:2], *block, *map(_passed, given))
+            passed = (*(*grid, 1)[:2], *block, *map(_passed, given))
+            if (capturing := _stream().capturing) is not None:
+                for one in given:
+                    if isinstance(one, ndarray):
+                        capturing.look_at(one.memory)
+                capturing.issue(lambda: function(*passed))
+                return
+            function(*passed)
 
         return launch
 
@@ -317,6 +373,25 @@ def by_columns(kind: Any, into: Any, shape: tuple[int, ...], alpha: float, a: in
     out[...] = wide(alpha) * product + (wide(beta) * out.astype(wide) if beta else 0)
 
 
+class Cublas:
+    """The library as ctypes has it. It takes part in graphs, while CuPy's functions refuse to."""
+
+    def __init__(self) -> None:
+        self.stream = 0
+        self.cublasSetStream_v2 = lambda handle, stream: self._set(stream)
+        self.cublasGemmEx = lambda *given: self._issue(_gemm, given)
+        self.cublasGemmStridedBatchedEx = lambda *given: self._issue(_product, given)
+
+    def _set(self, stream: int) -> int:
+        self.stream = stream
+        return 0
+
+    def _issue(self, function: Any, given: Any) -> int:
+        assert self.stream == _stream().ptr, "on the stream of CuPy"
+        function(*given, refused=False)
+        return 0
+
+
 def _columns(at: int, kind: Any, rows: int, columns: int, ld: int) -> np.ndarray:
     assert ld >= rows, "a leading dimension is at least as long as a column"
     size = np.dtype(kind).itemsize
@@ -324,13 +399,15 @@ def _columns(at: int, kind: Any, rows: int, columns: int, ld: int) -> np.ndarray
     return np.ndarray((rows, columns), kind, memory, strides=(size, ld * size))
 
 
-def _gemm(*given: Any) -> None:
+def _gemm(*given: Any, refused: bool = True) -> None:
     """gemmEx: gemmStridedBatchedEx of one product."""
-    _product(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:])
+    _product(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:], refused=refused)
 
 
-def _product(*given: Any) -> None:
+def _product(*given: Any, refused: bool = True) -> None:
     """gemmStridedBatchedEx."""
+    if refused and _stream().capturing is not None:
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
     _, ta, tb, m, n, k, alpha, a, kind_a, lda, step_a, b, kind_b, ldb, step_b, *rest = given
     beta, c, kind_c, ldc, step_c, count, compute, _ = rest
     assert kind_a == kind_b
@@ -341,7 +418,12 @@ def _product(*given: Any) -> None:
     sizes = np.dtype(kind).itemsize, np.dtype(into).itemsize
     for i in range(count):
         at = a + i * step_a * sizes[0], b + i * step_b * sizes[0], c + i * step_c * sizes[1]
-        by_columns(kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
+        call = (kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
+        if (capturing := _stream().capturing) is None:
+            by_columns(*call)
+        else:
+            capturing.keep(_columns(at[2], into, m, n, ldc))
+            capturing.issue(partial(by_columns, *call))
 
 
 class Cupy(types.ModuleType):
@@ -359,6 +441,9 @@ class Cupy(types.ModuleType):
         )  # fmt: skip
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event)
         self.cuda.get_current_stream = _stream
+        kinds = {kind.__name__: kind for kind in (Memory, MemoryPointer, MemoryPool, UnownedMemory)}
+        vars(self.cuda).update(kinds, using_allocator=using_allocator)
+        self.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
         self.cuda.alloc_pinned_memory = _pinned
         self.RawModule = RawModule
         self.cuda.nccl = types.SimpleNamespace(available=False)
@@ -381,6 +466,7 @@ class Cupy(types.ModuleType):
     def asarray(self, value: Any, dtype: Any = None) -> Any:
         if isinstance(value, ndarray):
             return value if dtype is None else value.astype(dtype)
+        _require_no_capture("a copy from the host")
         return _wrapped(np.array(value, dtype))
 
     array = asarray

@@ -1,0 +1,319 @@
+"""Steps as graphs: the same bits as without, and what cannot be recorded computes as usual and says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from models import norms, untied
+from stand_in import Cublas, Cupy, Device, ndarray
+
+from fsdpx import LocalSGD, Mesh, Precision, nn, optim, spawn
+from fsdpx.core.engine.observer import Observer
+from fsdpx.errors import ConfigError, NumericsError
+from fsdpx.ext.gpu import gemm, replay
+from fsdpx.ext.gpu.replay import ReplayObserver
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
+    made = Cupy()
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    library = gemm.CublasLibrary(Cublas())
+    monkeypatch.setattr(gemm, "_load_cublas_library", lambda: library)
+    Device(0).use()
+    return made
+
+
+class Trained(NamedTuple):
+    """What a rank has trained. reasons: why something was not recorded."""
+
+    losses: list[float]
+    parameters: dict[str, Any]
+    launches: int
+    reasons: list[str]
+
+
+def rows(random: np.random.Generator) -> Any:
+    return random.standard_normal((4, 12)), random.standard_normal((4, 5))
+
+
+def text(random: np.random.Generator) -> Any:
+    tokens = random.integers(0, 31, (4, 9))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def fields(random: np.random.Generator) -> Any:
+    return random.standard_normal((2, 2, 8, 4)), random.standard_normal((2, 3, 8, 4))
+
+
+def mlp() -> nn.Layer:
+    return nn.Sequential(
+        nn.Linear(12, 8), nn.GELU(), nn.Dropout(0.3), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 5)
+    )
+
+
+def unet() -> nn.Layer:
+    return nn.UNet(2, 3, 2, 4, 1, "circular", "group", "silu")
+
+
+def find_observer(engine: Any) -> Any:
+    return next((one for one in engine.observers if isinstance(one, ReplayObserver)), None)
+
+
+def train(
+    comm: Any, replayed: bool, model: Callable[[], nn.Layer], batch: Callable[..., Any] = rows, steps: int = 4,
+    look: Any = None, **options: Any,
+) -> Trained:  # fmt: skip
+    loss = nn.CrossEntropyLoss() if batch is text else nn.MSELoss()
+    chosen = {"optimizer": optim.AdamW(lr=0.01), "group_bytes": 0, "seed": 3, "precision": "float64", **options}
+    trainer = model().as_distributed(loss=loss, comm=comm, replay=replayed, device="cuda", **chosen)
+    observer = find_observer(trainer.inspect.engine)
+    losses = []
+    for step in range(steps):
+        if look is not None:
+            look(trainer, step)
+        place = trainer.inspect.placement.axes.data.rank
+        losses.append(trainer.step(*batch(np.random.default_rng((place, step)))))
+    found = (0, []) if observer is None else (observer.launches, [*observer.reasons])
+    return Trained(losses, trainer.parameters(), *found)
+
+
+def both(size: int, *given: Any, **options: Any) -> list[Trained]:
+    """What ranks have trained with replay, after comparing it with what they train without."""
+    want, got = (spawn(lambda comm, r=replayed: train(comm, r, *given, **options), size) for replayed in (False, True))
+    for one, other in zip(got, want, strict=True):
+        assert one.losses == other.losses
+        for name, array in other.parameters.items():
+            np.testing.assert_array_equal(one.parameters[name], array, err_msg=name)
+    return got
+
+
+CASES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
+    "mlp": (1, mlp, rows, {}),
+    "float32": (1, mlp, rows, {"precision": "float32"}),
+    "unet": (1, unet, fields, {}),
+    "norms": (1, norms, rows, {"group_bytes": 1 << 20, "microbatches": 2}),
+    "gpt": (1, untied, text, {"optimizer": optim.SGD(lr=optim.schedules.Linear(0.1, 4))}),
+    "scaled": (1, mlp, rows, {"precision": Precision(loss_scale="dynamic", growth_interval=1, initial_scale=4.0)}),
+    "ddp": (2, mlp, rows, {"strategy": "ddp", "clip_norm": 0.1}),
+    "zero2": (2, mlp, rows, {"strategy": "zero2", "microbatches": 2}),
+    "fsdp": (3, mlp, rows, {"strategy": "fsdp", "microbatches": 2, "recompute": "all"}),
+    "pipe": (2, mlp, rows, {"mesh": Mesh(pipe=2), "microbatches": 4}),
+    "zb-h1": (2, mlp, rows, {"mesh": Mesh(pipe=2), "microbatches": 4, "schedule": "zb-h1"}),
+    "diloco": (2, mlp, rows, {"strategy": "diloco"}),
+    "chunks": (2, mlp, rows, {"reproducible_chunks": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_have_the_bits_of_steps_without(case: str) -> None:
+    size, model, batch, options = CASES[case]
+    for one in both(size, model, batch, **options):
+        assert one.launches
+        assert [why for why in one.reasons if "unit 'embed'" not in why] == []
+
+
+class Reading(nn.Layer):
+    """Halves what it gets if its sum is positive."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        factor = 0.5 if float(x.sum()) > 0 else 1.0
+        return x * factor, factor
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy * saved, ()
+
+
+class Drawing(nn.Layer):
+    """Adds random numbers that the host makes."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x + env.random.uniform(env.xp, x.shape).astype(x.dtype), ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy, ()
+
+
+class Failing(nn.Layer):
+    """Computes forward, but reads values backward."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x * 2.0, x
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy * (2.0 if bool((saved == saved).all()) else 0.0), ()
+
+
+def between(layer: type[nn.Layer]) -> Any:
+    return lambda: nn.Sequential(nn.Linear(12, 8), layer(), nn.Linear(8, 8), nn.Linear(8, 5))
+
+
+@pytest.mark.parametrize(
+    ("layer", "why", "more"),
+    [(Reading, "float: the stream is", 0), (Drawing, "copy from the host", 0), (Failing, "bool: the stream is", 1)],
+)
+def test_layers_that_read_values_compute_as_usual(layer: type[nn.Layer], why: str, more: int) -> None:
+    """The units before and behind are replayed. more: forward passes that were recorded before the backward failed."""
+    (got,) = both(1, between(layer), rows)
+    assert [why in one for one in got.reasons] == [True]
+    assert got.launches == 2 * 2 * 3 + more
+
+
+def growing(random: np.random.Generator) -> Any:
+    """Batches of 3, 4 or 5 rows."""
+    n = int(random.integers(3, 6))
+    return random.standard_normal((n, 12)), random.standard_normal((n, 5))
+
+
+def test_each_shape_is_recorded_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    (got,) = both(1, mlp, growing, steps=12)
+    assert got.launches == 8 * (12 - 3)
+    assert got.reasons == []
+    monkeypatch.setattr(replay, "MAX_RECORDINGS", 2)
+    (got,) = both(1, mlp, growing, steps=12)
+    assert got.launches
+    assert got.reasons == ["there are more than 2 shapes of batches: pad them to a few"]
+
+
+class Wrapping(Observer):
+    """Replaces all units by equal ones."""
+
+    def wrap_units(self, units: Any) -> Any:
+        return [dataclasses.replace(unit) for unit in units]
+
+
+def wrap_from(first: int) -> Any:
+    return lambda trainer, step: trainer.inspect.engine.add_observer(Wrapping()) if step == first else None
+
+
+@pytest.mark.parametrize(("first", "launches"), [(1, 0), (3, 2 * 8)])
+def test_units_that_an_observer_replaces_compute_as_usual(first: int, launches: int) -> None:
+    (got,) = both(1, mlp, rows, look=wrap_from(first), steps=5)
+    assert got.launches == launches
+    assert {why.partition(": ")[2] for why in got.reasons} == {"an observer has replaced its layers"}
+
+
+def freeze(trainer: Any, step: int) -> None:
+    if step == 3:
+        trainer.freeze("0.*")
+
+
+def test_parameters_that_are_frozen_later() -> None:
+    """Other programs run from then on, at first one that still gathers the frozen parameters."""
+    (got,) = both(1, mlp, rows, look=freeze, steps=7)
+    assert got.reasons == []
+    assert got.launches == 2 * 8 + 2 * 7
+
+
+def evaluate(trainer: Any, step: int) -> None:
+    """Other programs, a larger one too, and gradients that accumulate over calls."""
+    x, y = rows(np.random.default_rng(step))
+    trainer.evaluate(np.tile(x, (5, 1)), np.tile(y, (5, 1)))
+    trainer.predict(x)
+    if step % 2:
+        trainer.accumulate(x, y)
+
+
+def test_other_programs_between_steps() -> None:
+    (got,) = both(1, mlp, rows, look=evaluate, steps=8)
+    assert got.reasons == []
+    assert got.launches >= 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "why"),
+    [
+        (1, {"check_finite": True}, "check_finite reads the output of every layer"),
+        (2, {"mesh": Mesh(tensor=2), "model": untied, "batch": text}, "its layers communicate over the tensor axis"),
+        (2, {"strategy": LocalSGD(sync_every=1)}, "its program has "),
+    ],
+)
+def test_programs_that_are_not_recorded(size: int, options: dict[str, Any], why: str) -> None:
+    for got in both(size, **{"model": mlp, **options}):
+        assert got.launches == 0
+        assert [one.startswith(why) for one in got.reasons] == [True]
+
+
+def test_layers_that_communicate_compute_as_usual() -> None:
+    for got in both(2, norms, rows, strategy="ddp"):
+        assert [why.partition(": ")[2] for why in got.reasons] == ["its layers communicate"]
+        assert got.launches
+
+
+class Breaking(Observer):
+    """Breaks off the backward pass of a step."""
+
+    def on_action_begin(self, words: str, now: float) -> None:
+        if words.startswith("B1"):
+            raise ValueError("broken")
+
+
+def test_steps_that_fail() -> None:
+    """A step that fails while it is recorded is recorded anew, and no graph is left of it."""
+
+    def fail(trainer: Any, step: int) -> None:
+        x, y = rows(np.random.default_rng(step))
+        if step == 1:
+            seen = trainer.inspect.engine.add_observer(Breaking())
+            with pytest.raises(ValueError, match="broken"):
+                trainer.step(x, y)
+            trainer.inspect.engine.remove_observers(seen)
+        if step == 4:
+            with pytest.raises(NumericsError):
+                trainer.step(x, y * np.nan)
+
+    (got,) = both(1, mlp, rows, look=fail, steps=6)
+    assert got.reasons == []
+    assert got.launches == 6 + 8 * 4 + 8
+
+
+def move(trainer: Any, step: int) -> None:
+    if step == 3:
+        trainer.inspect.engine.state.arena.generation += 1
+
+
+def test_buffers_that_have_moved_are_recorded_anew() -> None:
+    (got,) = both(1, mlp, rows, look=move, steps=6)
+    assert got.launches == 8 + 8 + 8 + 8
+
+
+class Sent(Observer):
+    """Looks where the values lie that actions return."""
+
+    def __init__(self, recordings: Any) -> None:
+        self.recordings, self.found = recordings, set[tuple[str, bool]]()
+
+    def on_action_end(self, planned: Any, begin: Any, ready: Any, end: Any, nbytes: Any, values: Any) -> None:
+        name = str(planned.action).partition(".")[0]
+        at = [one.data.ptr for one in values if isinstance(one, ndarray)]
+        self.found |= {(name, one.memory.has_address(ptr)) for one in self.recordings.values() for ptr in at}
+
+
+def test_what_is_sent_is_not_in_the_memory_of_graphs() -> None:
+    """There, a later graph may write before it has been sent."""
+
+    def run(comm: Any) -> set[tuple[str, bool]]:
+        found: list[Sent] = []
+
+        def look(trainer: Any, step: int) -> None:
+            if step == 1:
+                found.append(Sent(find_observer(trainer.inspect.engine).recordings))
+                trainer.inspect.engine.add_observer(found[0])
+
+        train(comm, True, mlp, look=look, mesh=Mesh(pipe=2))
+        return {one for one in found[0].found if one[0][0] in "FB"}
+
+    first, second = spawn(run, 2)
+    assert first == {("F0", True), ("F1", False), ("B1", True)}
+    assert second == {("F2", True), ("F3", True), ("B3", True), ("B2", False)}
+
+
+def test_only_gpus_replay() -> None:
+    with pytest.raises(ConfigError, match="replay=True: only device='cuda' records graphs, not 'cpu'"):
+        mlp().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), replay=True)
