@@ -6,11 +6,12 @@ from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields import conv, pool, resample
+from fsdpx.ext.fields.global_attention import GlobalAttention
 from fsdpx.ext.fields.group_norm import GroupNorm
 from fsdpx.ext.fields.halo import PaddingMode
 from fsdpx.ext.fields.scalars import FiLM, TimeEmbedding
 from fsdpx.nn.activation import GELU, ReLU, SiLU, Tanh
-from fsdpx.nn.container import Sequential
+from fsdpx.nn.container import Residual, Sequential
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Array, Layer, LayerContext, Params, format_constructor, require_positive
 from fsdpx.nn.linear import Linear
@@ -51,7 +52,9 @@ class UNet(Graph):
 
     With `time_embedding`, the network has a second input, a time or diffusion step of each sample, (samples,) or
     (samples, 1), as in diffusion models (Ho et al. 2020). Its `TimeEmbedding` passes an MLP, `time.mlp1` and
-    `time.mlp2`, and a `FiLM` after the first norm of each block, such as `encoder1.enc1film.linear.weight`.
+    `time.mlp2`, and a `FiLM` after the first norm of each block, such as `encoder1.enc1film.linear.weight`. With
+    `attention`, x + attention(norm(x)) follows the lowest level, where `norm` is a `GroupNorm` and `attention` a
+    `GlobalAttention`.
 
     Parameters
     ----------
@@ -63,6 +66,7 @@ class UNet(Graph):
     norm : "batch" (default), "group" (max(channels // 8, 1) groups), or None
     activation : "relu" (default), "tanh", "gelu" or "silu"
     time_embedding : number of features of the embedded time, even and at least 4; default None: there is no time
+    attention : number of heads of the attention, a divisor of width 2^depth; default None: there is no attention
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class UNet(Graph):
         norm: str | None = "batch",
         activation: str = "relu",
         time_embedding: int | None = None,
+        attention: int | None = None,
     ) -> None:
         require_positive(self, in_channels=in_channels, out_channels=out_channels, width=width, depth=depth)
         if dims not in (1, 2, 3):
@@ -86,7 +91,7 @@ class UNet(Graph):
             raise ConfigError(f"UNet: norm={norm!r}: choose 'batch', 'group' or None")
         self.in_channels, self.out_channels, self.dims, self.width = in_channels, out_channels, dims, width
         self.depth, self.padding, self.norm, self.activation = depth, padding, norm, activation
-        self.time_embedding = time_embedding
+        self.time_embedding, self.attention = time_embedding, attention
         kind: Any = getattr(conv, f"Conv{dims}d")
         widest = getattr(pool, f"MaxPool{dims}d")
         rising = getattr(resample, f"ConvTranspose{dims}d")
@@ -102,6 +107,8 @@ class UNet(Graph):
             last, channels = f"pool{level}", many
         nodes["bottleneck"] = self._make_block(kind, "bottleneck", channels, 2 * channels), last, *times
         last = "bottleneck"
+        if attention is not None:
+            nodes["attention"], last = (_make_attention(2 * channels, attention), last), "attention"
         for level in range(depth, 0, -1):
             many = width << (level - 1)
             nodes[f"upconv{level}"] = rising(2 * many, many, 2, 2), last
@@ -133,6 +140,11 @@ class UNet(Graph):
         for before, (step, layer) in zip(["x", *layers], layers.items(), strict=False):
             nodes[step] = (layer, before, "time") if isinstance(layer, FiLM) else (layer, before)
         return Graph(nodes, inputs=("x", "time"), outputs=(step,))
+
+
+def _make_attention(channels: int, n_heads: int) -> Layer:
+    norm = GroupNorm(max(channels // GROUP, 1), channels)
+    return Residual(Sequential({"norm": norm, "attention": GlobalAttention(channels, n_heads)}))
 
 
 def _make_time_mlp(features: int) -> Layer:

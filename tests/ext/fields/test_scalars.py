@@ -235,11 +235,14 @@ def diffusion_net(**more: Any) -> nn.UNet:
     return nn.UNet(2, 2, 2, 4, 1, "circular", "group", "silu", time_embedding=4, **more)
 
 
-def test_unets_of_time_are_those_of_pytorch() -> None:
+@pytest.mark.parametrize("heads", [None, 2])
+def test_unets_of_time_are_those_of_pytorch(heads: int | None) -> None:
     """Results and all gradients, from the same parameters by name."""
     torch = pytest.importorskip("torch")
     F = torch.nn.functional
-    trainer = diffusion_net().as_distributed(loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64")
+    trainer = diffusion_net(attention=heads).as_distributed(
+        loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1), precision="float64"
+    )
     p = {name: torch.tensor(a, requires_grad=True) for name, a in trainer.parameters().items()}
     u, t = (torch.tensor(a, requires_grad=True) for a in (NOISY, STEPS))
 
@@ -262,6 +265,12 @@ def test_unets_of_time_are_those_of_pytorch() -> None:
     time = F.silu(linear("time.mlp2", time))
     kept = block("encoder1.enc1", u, time)
     low = block("bottleneck.bottleneck", F.max_pool2d(kept, 2), time)
+    if heads is not None:
+        path = "attention.body"
+        normed = F.group_norm(low, 1, p[f"{path}.norm.weight"], p[f"{path}.norm.bias"]).flatten(2).mT
+        q, k, v = linear(f"{path}.attention.qkv", normed).unflatten(2, (3, heads, -1)).movedim(2, 0).transpose(2, 3)
+        merged = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        low = low + linear(f"{path}.attention.out", merged).mT.reshape(low.shape)
     up = F.conv_transpose2d(low, p["upconv1.weight"], p["upconv1.bias"], 2)
     y = F.conv2d(block("decoder1.dec1", torch.cat([up, kept], dim=1), time), p["conv.weight"], p["conv.bias"])
     y.backward(torch.tensor(NOISY[::-1].copy()))
@@ -273,11 +282,13 @@ def test_unets_of_time_are_those_of_pytorch() -> None:
 
 @pytest.mark.parametrize("dims", [(2, 1), (1, 3), (2, 2), (1, 5), (2, 4)], ids=str)
 def test_unets_of_time_train_alike_on_any_parts(dims: tuple[int, int]) -> None:
-    """Five steps."""
+    """Five steps, with attention."""
 
     def run(comm: Communicator, dims: Sequence[int], cuts: Cuts) -> Any:
         at, grid = place_of(comm.rank, dims), grid_at(comm, dims, cuts, layout="cyx")
-        trainer = diffusion_net().as_distributed(domain=grid, **options(comm, loss=nn.MSELoss(), microbatches=2))
+        trainer = diffusion_net(attention=2).as_distributed(
+            domain=grid, **options(comm, loss=nn.MSELoss(), microbatches=2)
+        )
         u = part(NOISY, cuts, at)
         losses = [trainer.step((u, STEPS), u[::-1]) for _ in range(5)]
         return losses, trainer.parameters(), trainer.predict((u, STEPS)), at
