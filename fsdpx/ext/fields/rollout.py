@@ -46,12 +46,14 @@ class SavedStates(NamedTuple):
     ----------
     states : the states, starting with those in the input; None in place of a state that no step with a gradient reads
     constants : the constant channels, or None
-    others : all inputs except the first
+    others : all inputs of the model except the first
+    boundary : the values of ghost cells beyond walls in each step, or None
     """
 
     states: tuple[Array | None, ...]
     constants: Array | None
     others: tuple[Array, ...]
+    boundary: Array | None = None
 
 
 class Rollout(Layer, HoldsLocalArray, TakesScalars):
@@ -69,7 +71,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     fields or scalars (samples, n).
 
     If the arrays of a grid have ghost cells, those of later states are received from the neighboring ranks, also across
-    the ends of periodic dims. Ghost cells beyond walls keep their values from the input. The layout of the grid must
+    the ends of periodic dims. Ghost cells beyond walls keep their values from the input, or have those that the input
+    `boundary` holds for each step. The layout of the grid must
     have channels ("c") even if a state has only one channel, because states are stacked along the channels.
 
     Parameters
@@ -89,6 +92,9 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
         et al. 2022, who use 1 of 2 steps). Their errors are included in the loss, but contribute no gradient. Default 0
     detach : whether to stop gradients from flowing from a step to the steps before it; default False
+    boundary : whether the Rollout has one more input, after those of the model, with the boundary values of each step:
+        the states that the steps read, with ghost cells, stacked along dim 1, such as a solver has them. Only ghost
+        cells beyond walls are read, and those of the first step only from the first input. Default False
     """
 
     takes_ghosts = True
@@ -107,6 +113,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         noise_weights: Any = None,
         pushforward: int = 0,
         detach: bool = False,
+        boundary: bool = False,
     ) -> None:
         require_positive(self, steps=steps, inputs=inputs)
         if not isinstance(net, Layer) or not net.n_inputs or net.n_outputs != 1:
@@ -127,10 +134,11 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
                 f"Rollout: forcing names {', '.join(map(repr, wrong))}; the inputs of the model after its first are "
                 f"{', '.join(map(repr, names[1:])) or 'none'}"
             )
-        self.n_inputs = len(names)
+        self.n_inputs = len(names) + bool(boundary)
         self.scalar_inputs = tuple(i for i, scalar in enumerate(find_scalar_inputs(net)) if scalar)
         words = resolve_input_takes(net, len(names), [frozenset({"numbers"})])
-        self.takes = tuple(next(iter(one)) if len(one) == 1 else "numbers" for one in words)
+        takes = tuple(next(iter(one)) if len(one) == 1 else "numbers" for one in words)
+        self.takes = (*takes, "numbers") if boundary else takes
         self.collective, self.kernel_names = net.collective, list_kernels(net)
 
     def specs(self) -> dict[str, ParameterSpec]:
@@ -164,7 +172,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return net, kinds[0]
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
-        first, *others = x if self._has_step_values else (x,)
+        first, *others = x if self.n_inputs > 1 else (x,)
+        walls = self._require_boundary(first, others.pop()) if self.boundary else None
         states, constants = self._split_first_input(first)
         if self._adds_noise(env):
             states = [self._add_noise(env, state, i) for i, state in enumerate(states)]
@@ -178,10 +187,10 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
                 )
             found.append(y)
             if ghosts is not None and step < self.steps - 1:
-                y = exchange_ghost_cells(env, y, last, ghosts)
+                y = exchange_ghost_cells(env, y, last if walls is None else self._take_walls(walls, step + 1), ghosts)
             states.append(y)
         kept = (None,) * self.pushforward + tuple(states[self.pushforward : -1])
-        return concatenate_on_device(env.xp, found, dim), tuple(SavedStates(kept, constants, tuple(others)))
+        return concatenate_on_device(env.xp, found, dim), tuple(SavedStates(kept, constants, tuple(others), walls))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         kept = []
@@ -213,12 +222,14 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         shape = next(state.shape for state in saved.states if state is not None)
         dstates: list[Array | None] = [None] * (self.inputs + self.steps)
         dwalls = None if ghosts is None else xp.zeros(shape, dtype=dy.dtype)
+        dboundary = None if saved.boundary is None else xp.zeros(saved.boundary.shape, dtype=dy.dtype)
         dconstants, per_step = None, [dict[int, Array]() for _ in saved.others]
         for step in reversed(range(self.pushforward, self.steps)):
             dy_step = xp.ascontiguousarray(_take_range(dy, dim, step * channels, channels))
             dnext = dstates[self.inputs + step]
             if dnext is not None:
-                dnext = dnext if ghosts is None else exchange_ghost_cells_backward(env, dnext, dwalls, ghosts)
+                into = dwalls if dboundary is None else self._take_walls(dboundary, step + 1)
+                dnext = dnext if ghosts is None else exchange_ghost_cells_backward(env, dnext, into, ghosts)
                 dy_step = dy_step + dnext
             dstates[self.inputs + step] = None
             at = env.child(f"step{step}")
@@ -244,7 +255,23 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             first.append(dconstants)
         dx = first[0] if len(first) == 1 else concatenate_on_device(xp, first, dim)
         rows = zip(saved.others, per_step, self._has_step_values, strict=True)
-        return unwrap_single([dx, *(self._join_steps(xp, *row) for row in rows)])
+        dothers = [self._join_steps(xp, *row) for row in rows]
+        return unwrap_single([dx, *dothers, *([] if dboundary is None else [dboundary])])
+
+    def _take_walls(self, walls: Array, step: int) -> Array:
+        """Return a view of the boundary values of a step."""
+        channels = walls.shape[1] // self.steps
+        return _take_range(walls, 1, step * channels, channels)
+
+    def _require_boundary(self, first: Array, walls: Array) -> Array:
+        """Return the last input, the boundary values `walls`; raise an error unless they fit the first input."""
+        if self._ghost_partition is None:
+            raise ConfigError(f"{self!r}: boundary=True needs a grid with ghost cells, as in fsdpx.Grid(..., ghosts=1)")
+        channels = (first.shape[1] - self.constants) // self.inputs
+        wanted = (first.shape[0], self.steps * channels, *first.shape[2:])
+        if tuple(walls.shape) != wanted:
+            raise ShapeError(f"{self!r} wants boundary values of shape {wanted}, got {tuple(walls.shape)}")
+        return walls
 
     def _join_steps(self, xp: Any, other: Array, found: dict[int, Array], has_step_values: bool) -> Array | None:
         """Return the gradient of an input other than the states. `found` maps each step to the gradient of the input's
@@ -255,6 +282,11 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
             return sum(list(found.values())[1:], start=next(iter(found.values())))
         zeros = xp.zeros_like(next(iter(found.values())))
         return concatenate_on_device(xp, [found.get(step, zeros) for step in range(self.steps)], self._get_dim(other))
+
+    @property
+    def boundary(self) -> bool:
+        """Whether the last input holds the boundary values of each step."""
+        return self.n_inputs > len(list_input_names(self.net))
 
     @property
     def _ghost_partition(self) -> FieldPartition | None:
@@ -316,6 +348,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         of Box and Muller (1958) from random numbers that depend on the position in the full field."""
         ghosts, xp = self._ghost_partition, env.xp
         own = state if ghosts is None else drop_ghost_cells(env, state, ghosts)
+
         def make_fractions(name: str) -> Array:
             random, shape = env.random.child(f"{name}{index}"), tuple(own.shape)
             if self.parts is None:

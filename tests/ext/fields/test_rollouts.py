@@ -217,6 +217,52 @@ def test_a_net_of_whole_numbers_and_of_samples() -> None:
     assert trainer.backward(np.ones_like(y))[1] is None
 
 
+WALLS = RNG.standard_normal((STEPS * 2, 7 + 2, 4 + 2))
+
+
+def roll_out_between_walls(comm: Communicator, ranks: int, walls: np.ndarray) -> tuple[Any, ...]:
+    """The prediction and its weighted sum, and the gradients of both inputs of a rollout with boundary values of each
+    step."""
+    cuts = even((7, 4), (ranks, 1))
+    grid = grid_at(comm, (ranks, 1), cuts, layout="cyx", ghosts=1, periods=(False, True))
+    here = slice(cuts[0][comm.rank], cuts[0][comm.rank + 1] + 2)
+    model = nn.Rollout(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Tanh()), STEPS, boundary=True)
+    options: Any = {"loss": nn.MSELoss(), "optimizer": optim.SGD(0.1), "precision": "float64"}
+    trainer = fsdpx.distribute(model, domain=grid, comm=comm, **options)
+    x = np.ascontiguousarray(walls[:2, here]), np.ascontiguousarray(walls[:, here])
+    y = trainer.forward(x)
+    dy = grid.take_local(WALLS[:, :-2, :-2])
+    return (y * dy).sum(), y, trainer.backward(dy), here, trainer.parameters()
+
+
+def test_boundary_values_of_each_step() -> None:
+    """Equal to steps between which a solver fills the ghost cells, on any ranks; gradients are those of central
+    differences."""
+    total, y, dx, _, p = spawn(roll_out_between_walls, 1, 1, WALLS)[0]
+    state, found = WALLS[:2].copy(), []
+    for step in range(STEPS):
+        windows = np.lib.stride_tricks.sliding_window_view(state, (3, 3), (1, 2))
+        new = np.tanh(np.einsum("oikl,iyxkl->oyx", p["0.weight"], windows) + p["0.bias"][:, None, None])
+        found.append(new)
+        if step + 1 < STEPS:
+            state = WALLS[2 * step + 2 : 2 * step + 4].copy()
+            state[:, 1:-1] = np.pad(new, ((0, 0), (0, 0), (1, 1)), mode="wrap")
+    np.testing.assert_allclose(y, np.concatenate(found), rtol=1e-12)
+    for index in ((1, 0, 2), (3, 0, 0), (4, 8, 3), (3, 4, 4)):
+        change = np.zeros_like(WALLS)
+        change[index] = 1e-6
+        up, down = (spawn(roll_out_between_walls, 1, 1, WALLS + s * change)[0][0] for s in (1, -1))
+        slope = dx[1][index] + (dx[0][index] if index[0] < 2 else 0.0)
+        np.testing.assert_allclose(slope, (up - down) / 2e-6, rtol=1e-6, atol=1e-9)
+    results, sums = spawn(roll_out_between_walls, 3, 3, WALLS), [np.zeros_like(a) for a in dx]
+    np.testing.assert_allclose(sum(found[0] for found in results), total, rtol=1e-12)
+    for into, *of_ranks in zip(sums, *(found[2] for found in results), strict=True):
+        for found, local in zip(results, of_ranks, strict=True):
+            into[:, found[3]] += local  # a cell has a gradient on each rank that has it as a ghost
+    for got, want in zip(sums, dx, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
 def train_drag(comm: Communicator, ranks: int) -> tuple[list[float], np.ndarray, np.ndarray]:
     grid = grid_at(comm, (ranks, 1), even((7, 6), (ranks, 1)), layout="yxc")
     step = nn.Residual(nn.Conv2d(2, 2, 3, padding=1, padding_mode="replicate"))
@@ -304,6 +350,10 @@ CONV = nn.Conv2d(2, 2, 3, padding=1)
         (lambda: nn.Rollout(CONV, 2, inputs=0), "Rollout: inputs must be a whole number >= 1, got 0"),
         (lambda: nn.Rollout(CONV, 2, noise=-0.1), "Rollout: noise must be a number >= 0, got -0.1"),
         (lambda: nn.Rollout(CONV, 2, forcing="f"), "forcing names 'f'; the inputs of the model after its first are no"),
+        (
+            lambda: nn.Rollout(CONV, 2, boundary=True).as_distributed().predict((FIRST[:, :2], FIRST[:, :4])),
+            "boundary=True needs a grid with ghost cells",
+        ),
         (lambda: nn.Rollout(net(), 2, forcing=("u",)), "forcing names 'u'; the inputs of the model after its first ar"),
     ],
 )
