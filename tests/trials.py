@@ -129,15 +129,15 @@ def heed(number: int) -> None:
 
 
 def asked_to_stop(
-    folder: Path, command: Sequence[str], number: int, rank: int | None = None, **variables: str
+    folder: Path, command: Sequence[str], number: int, rank: int | None = None, ranks: int = 3, **variables: str
 ) -> tuple[int, str]:
-    """Status and errors of a job that gets a signal once three files `ready-*` are there. rank: to which rank the
-    signal goes, instead of to the process that was started."""
+    """Status and errors of a job that gets a signal once a file `ready-*` of each of its ranks is there. rank: to which
+    rank the signal goes, instead of to the process that was started."""
     with subprocess.Popen(
         command, cwd=folder, env=environment(**variables), stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
         preexec_fn=partial(heed, number),
     ) as job:  # fmt: skip
-        while job.poll() is None and len(list(folder.glob("ready-*"))) < 3:
+        while job.poll() is None and len(list(folder.glob("ready-*"))) < ranks:
             time.sleep(0.02)
         os.kill(job.pid if rank is None else int((folder / f"pid-{rank}").read_text()), number)
         _, err = job.communicate(timeout=60)

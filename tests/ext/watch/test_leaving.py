@@ -20,13 +20,13 @@ from fsdpx.ext.watch.flight_recorder import FlightRecorder, read_record
 from fsdpx.ext.watch.preempt import PREEMPTED_STATUS, JobPreempted, Preemption
 from fsdpx.ext.watch.rank_exits import find_awaited_ended_rank, find_diverged_calls, have_all_scripts_ended
 
-ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
+ENDS = "def outside(step):\n    if step == 3 and comm.rank == comm.size - 1: {how}\n"
 SECONDS = 40.0
 """Generous: it takes 2 to 6, the default deadline is half an hour."""
 
 
-def ended(folder: Path, how: str, steps: str = STEPS, **variables: str):
-    done = job(folder, TRAINER + ENDS.format(how=how) + steps, **variables)
+def ended(folder: Path, how: str, ranks: int = 2):
+    done = job(folder, TRAINER + ENDS.format(how=how) + STEPS, ranks=ranks)
     assert none_left(folder)
     assert "ended well" not in done.out
     assert done.seconds < SECONDS, done.err
@@ -49,8 +49,8 @@ def test_a_script_that_comes_to_its_end_in_the_middle(tmp_path, how, status, sai
     assert "os._exit" not in done.err  # the end that the watchdog makes is not told as the script's
     (line,) = re.findall(r"^fsdpx watchdog: .*$", done.err, re.MULTILINE)
     assert re.fullmatch(
-        rf"fsdpx watchdog: rank 2 {said}, after its call 4, step, and rank [01] waits for it in call 5 for all_gather "
-        rf"of the batch on rank [01] of 3: the job ends with status {status}",
+        rf"fsdpx watchdog: rank 1 {said}, after its call 4, step, and rank 0 waits for it in call 5 for all_gather "
+        rf"of the batch on rank 0 of 2: the job ends with status {status}",
         line,
     ), line
     assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
@@ -77,7 +77,7 @@ def test_a_rank_that_cannot_write_ends_the_others_too(tmp_path, streams, end):
         "gone": "sys.stdout = sys.stderr = None\n",
     }
     script = f"import os, sys\n{broken[streams]}{TRAINER}{ENDS.format(how=end)}{STEPS}"
-    done = job(tmp_path, script)
+    done = job(tmp_path, script, ranks=2)
     assert none_left(tmp_path)
     assert done.status == 1, done.err
     assert streams == "closed" or ("Error: my own bug" if "raise" in end else "calls os._exit(0) while") in done.err
@@ -100,7 +100,7 @@ if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) != "1": Wa
 def test_before_distribute_and_outside_of_calls(tmp_path):
     """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
     program = "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
-    done = job(tmp_path, BEHIND + program)
+    done = job(tmp_path, BEHIND + program, ranks=2)
     assert none_left(tmp_path)
     assert done.status == 6, done.err
     assert "rank 1 has ended with status 6, before its first call, and rank " in done.err
@@ -112,13 +112,13 @@ def test_before_distribute_and_outside_of_calls(tmp_path):
 def test_a_process_that_ends_at_once(tmp_path, status, wanted):
     done = ended(tmp_path, f"os._exit({status})")
     assert done.status == wanted, done.err
-    assert f"fsdpx: rank 2 calls os._exit({status}) while others may wait for it: all end with {wanted}\n" in done.err
+    assert f"fsdpx: rank 1 calls os._exit({status}) while others may wait for it: all end with {wanted}\n" in done.err
 
 
 @pytest.mark.jobs
 def test_a_rank_that_calls_something_else(tmp_path):
     """Every pair of calls: tests/core/trainer/test_calls.py."""
-    done = ended(tmp_path, "trainer.save('here')")
+    done = ended(tmp_path, "trainer.save('here')", ranks=3)
     assert done.status == 1, done.err
     assert "DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: save. All ranks" in done.err
 
@@ -126,7 +126,7 @@ def test_a_rank_that_calls_something_else(tmp_path):
 @pytest.mark.jobs
 @pytest.mark.parametrize("call", ["barrier()", "broadcast(np.ones(300000), 2)"])
 def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
-    done = ended(tmp_path, f"fsdpx.{call}")
+    done = ended(tmp_path, f"fsdpx.{call}", ranks=3)
     assert done.status == 124, done.err
     name = call.partition("(")[0]
     assert (
@@ -372,9 +372,9 @@ def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
 def test_a_signal_to_one_rank(tmp_path: Path, number: signal.Signals) -> None:
     """To the launcher, and to all: tests/launch/test_checkpoint_command_line.py."""
     (tmp_path / "job.py").write_text(TRAINER + ENDLESS)
-    command = [str(MPIEXEC), "-n", "3", sys.executable, "job.py"]
-    status, err = asked_to_stop(tmp_path, command, number, rank=1)
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "job.py"]
+    status, err = asked_to_stop(tmp_path, command, number, rank=1, ranks=2)
     assert status == PREEMPTED_STATUS, err
-    steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(3)}
+    steps = {(tmp_path / f"saved-{rank}").read_text() for rank in range(2)}
     assert len(steps) == 1
     assert f"fsdpx: rank 1 was asked to stop by {number.name}; all ranks ended together after step " in err
