@@ -46,7 +46,7 @@ help:
 	@echo "make thorough     thousands of random meshes, odd arguments, spoilt checkpoints and kills (an hour)"
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
-	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
+	@echo "make bench-gpu    on a GPU: GPT-2 and models of fields beside PyTorch, replay, products, kernels, NCCL"
 	@echo "make lint type    ruff, the rules of imports, and tests that read the sources and pages; mypy,"
 	@echo "                  and pyright beside it over programs of users"
 	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, about a minute on two cores"

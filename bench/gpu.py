@@ -1,12 +1,16 @@
-"""How fast is fsdpx on one GPU, beside PyTorch? And do the tests for GPUs pass? Prints a table, writes one JSON.
+"""Do the tests for GPUs pass, and how fast is fsdpx on one GPU, beside PyTorch? Prints a summary, writes JSON.
 
-    python bench/gpu.py
+    python bench/gpu.py [--stages products GPT-2 ...] [--seconds 480] [--nccl PATH]
     python bench/gpu.py --tests
 
-GPT-2 with 124 million parameters in bf16, beside PyTorch as it is, with its own attention and fused AdamW, and
-compiled; the rate of the product of two large matrices, of which shares are given; and what kernels read and write per
-second, and how fast MPI moves arrays through the host. Each part is a process of its own that may take 58 seconds; what
-fails is written down with its reason.
+Stages run one after the other, each in a process of its own with a limit of time, and end together within `--seconds`;
+results are written after each. What fails, or does not begin in time, is written down with its reason.
+
+The stages: the rate of the product of two large matrices, of which shares are given; what kernels read and write per
+second; how fast MPI moves arrays through the host; GPT-2 with 124 million parameters in bf16, in fsdpx, with replay, in
+PyTorch with its own attention and fused AdamW, and compiled; models of fields, a residual net and tiny models, where
+fsdpx, fsdpx with replay and PyTorch take turns; and 2 and 4 ranks that share the GPU under NCCL 2.30 or newer, against
+the host. `--nccl` is the path of such a library, which is loaded before the one that CuPy finds.
 """
 
 import argparse
@@ -15,6 +19,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -22,11 +28,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
+from jobs import environ, finish, mpiexec, start
 from records import arguments, lines, save
 
 VOCAB, WIDTH, LAYERS, HEADS, TIME, ROWS = 50304, 768, 12, 12, 1024, 16
 PARAMETERS = 124e6
-SECONDS_OF_PART, SECONDS_OF_TESTS = 58, 440  # eight parts end within eight minutes
+SECONDS, SECONDS_OF_TESTS = 480, 440
+SUMMARY_LINES = 40
 ROOT = Path(__file__).parents[1]
 
 
@@ -131,7 +139,7 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
     return text[:, :-1].copy(), text[:, 1:].copy()
 
 
-def gpt(quick: bool) -> dict[str, Any]:
+def gpt(quick: bool, replay: bool = False) -> dict[str, Any]:
     """In fsdpx."""
     import cupy
 
@@ -140,7 +148,7 @@ def gpt(quick: bool) -> dict[str, Any]:
     before = cupy.cuda.runtime.memGetInfo()[0]
     model = nn.GPT(VOCAB, WIDTH, 2 if quick else LAYERS, HEADS, TIME)
     adam, loss = optim.AdamW(lr=1e-4), nn.CrossEntropyLoss()
-    options = {"strategy": "ddp", "precision": "bf16", "device": "cuda"}
+    options = {"strategy": "ddp", "precision": "bf16", "device": "cuda", "replay": replay}
     trainer = model.as_distributed(loss=loss, optimizer=adam, **options)
     x, y = (cupy.asarray(a) for a in batch())
     losses: list[float] = []
@@ -172,43 +180,203 @@ def in_torch(quick: bool, compiled: bool) -> dict[str, Any]:
     return {"tokens": ROWS * TIME / seconds, "memory": torch.cuda.max_memory_reserved()}
 
 
-PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
-    "products": products,
-    "kernels": passes,
-    "staging": staging,
-    "fsdpx": gpt,
-    "PyTorch": lambda quick: in_torch(quick, compiled=False),
-    "PyTorch, compiled": lambda quick: in_torch(quick, compiled=True),
+def turns(name: str, quick: bool) -> dict[str, Any]:
+    """Milliseconds of a step in fsdpx, with replay, and in PyTorch with TF32, in turns; of the host alone, until it has
+    issued a step; and whether replay changes a bit of the losses."""
+    import cupy
+    import torch
+    import workloads
+
+    from fsdpx import optim
+
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    model = workloads.Model(256, 10, rows=64) if name == "layers" else workloads.MODELS[name]
+    x, y = workloads.batch(model)
+    steps: dict[str, Callable[[], Any]] = {}
+    losses: dict[str, list[float]] = {"fsdpx": [], "replay": []}
+    for kind, found in losses.items():
+        net, loss = workloads.in_fsdpx(model)
+        options = {"loss": loss, "optimizer": optim.AdamW(lr=1e-3), "strategy": "ddp", "device": "cuda"}
+        trainer = net.as_distributed(**options, replay=kind == "replay")
+        ours = cupy.asarray(x), cupy.asarray(y)
+        steps[kind] = lambda t=trainer, f=found, a=ours: f.append(t.step(*a))
+    net, loss, _ = workloads.in_torch(model)
+    net = net.cuda()
+    adam = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    theirs = [torch.from_numpy(a).cuda() for a in (x, y)]
+
+    def step() -> float:
+        value = loss(net(theirs[0]), theirs[1])
+        value.backward()
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return value.item()
+
+    steps["PyTorch"] = step
+    for one in steps.values():
+        for _ in range(5):
+            one()
+    wait, taken = cupy.cuda.Device().synchronize, {kind: [] for kind in steps}
+    for _ in range(3 if quick else 30):
+        for kind, one in steps.items():
+            wait()
+            begin = time.perf_counter()
+            one()
+            issued = time.perf_counter() - begin
+            wait()
+            taken[kind].append((time.perf_counter() - begin, issued))
+    columns = {kind: list(zip(*rows, strict=True)) for kind, rows in taken.items()}
+    whole, host = ({kind: 1e3 * median(two[n]) for kind, two in columns.items()} for n in (0, 1))
+    return {"ms": whole, "host ms": host, "same bits": losses["fsdpx"] == losses["replay"]}
+
+
+def ranks_on_one_gpu(quick: bool) -> dict[str, Any]:
+    """What ranks of NCCL find that share the GPU, against the host: collectives, and losses of presets and axes."""
+    import cupy
+    from mpi4py import MPI
+
+    from fsdpx.core.comm.mpi.mpi import MpiCommunicator
+    from fsdpx.ext.gpu.nccl import NcclCommunicator
+
+    host = MpiCommunicator(MPI.COMM_WORLD)
+    ranks = NcclCommunicator(MpiCommunicator(MPI.COMM_WORLD.Dup()), 20.0)
+    checks: dict[str, Callable[[], None]] = {
+        f"{call} {dtype}": partial(_compare_collective, ranks, call, dtype)
+        for dtype in ("float32", "bfloat16", "int64")
+        for call in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+    }
+    from fsdpx import Mesh
+
+    presets: dict[str, Any] = {name: {"strategy": name} for name in ("ddp", "zero1", "zero2", "fsdp", "hybrid")}
+    presets |= {axis: {"mesh": Mesh(**{axis: host.size})} for axis in ("pipe", "tensor")}
+    checks |= {name: partial(_compare_training, host, ranks, options) for name, options in presets.items()}
+    found: dict[str, str] = {}
+    for name, check in checks.items():
+        try:
+            check()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"[:120]
+        if any(host.all_gather_data(name in found)):  # ranks would not meet again
+            found.setdefault(name, "failed on another rank")
+            break
+    version = cupy.cuda.nccl.get_version()
+    return {"rank": host.rank, "nccl": version, "checks": [*checks], "wrong": found}
+
+
+def _compare_collective(ranks: Any, call: str, name: str) -> None:
+    import cupy
+    import ml_dtypes
+
+    n, dtype = ranks.size, np.dtype(getattr(ml_dtypes, name, name))
+    every = [np.random.default_rng(rank).integers(-8, 8, 1000 * n).astype(dtype) for rank in range(n)]
+    mine, parts = cupy.asarray(every[ranks.rank]), slice(1000 * ranks.rank, 1000 * (ranks.rank + 1))
+    total = np.sum([one.astype(np.float64) for one in every], 0)
+    if call == "all_gather":
+        got, want = cupy.zeros(1000 * n * n, dtype), np.concatenate(every)
+        ranks.all_gather(mine, got).wait()
+    elif call == "reduce_scatter":
+        got, want = cupy.zeros(1000, dtype), total[parts]
+        ranks.reduce_scatter(mine, got).wait()
+    elif call == "all_to_all":
+        got, want = cupy.zeros(1000 * n, dtype), np.concatenate([one[parts] for one in every])
+        ranks.all_to_all(mine, got).wait()
+    else:
+        got, want = mine, total if call == "all_reduce" else every[n - 1]
+        (ranks.all_reduce(got) if call == "all_reduce" else ranks.broadcast(got, n - 1)).wait()
+    np.testing.assert_array_equal(got.get().astype(np.float64), want.astype(np.float64))
+
+
+def _compare_training(host: Any, ranks: Any, options: dict[str, Any], layers: int = 4) -> None:
+    from fsdpx import nn, optim
+
+    losses = []
+    for comm, device in ((host, "cpu"), (ranks, "cuda")):
+        model = nn.GPT(61, 32, layers, 4, 16)
+        chosen = {"loss": nn.CrossEntropyLoss(), "optimizer": optim.SGD(lr=0.1), "precision": "float64", **options}
+        trainer = model.as_distributed(comm=comm, device=device, **chosen)
+        text = np.random.default_rng(trainer.inspect.placement.axes.data.rank).integers(0, 61, (4, 17))
+        losses.append([trainer.step(text[:, :-1], text[:, 1:]) for _ in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-10)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """seconds: after which it is ended. ranks: of MPI that run it; 0 for a process without MPI."""
+
+    run: Callable[[bool], dict[str, Any]]
+    seconds: int
+    ranks: int = 0
+
+
+STAGES = {
+    "products": Stage(products, 30),
+    "kernels": Stage(passes, 40),
+    "staging": Stage(staging, 40),
+    "NCCL, 2 ranks": Stage(ranks_on_one_gpu, 60, ranks=2),
+    "NCCL, 4 ranks": Stage(ranks_on_one_gpu, 60, ranks=4),
+    "fsdpx": Stage(gpt, 58),
+    "fsdpx, replay": Stage(partial(gpt, replay=True), 58),
+    "PyTorch": Stage(partial(in_torch, compiled=False), 58),
+    "PyTorch, compiled": Stage(partial(in_torch, compiled=True), 58),
+    **{f"turns of {name}": Stage(partial(turns, name), 45) for name in ("unet2d", "unet3d", "fno2d", "cnn", "layers")},
 }
 
 
-def part(name: str, quick: bool) -> dict[str, Any]:
-    """What a process of its own found; why not, if it failed."""
-    command = [sys.executable, __file__, "--part", name, *(["--quick"] if quick else [])]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_OF_PART)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done within {SECONDS_OF_PART} s"}
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["no reason given"])[-1]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+def run_stage(name: str, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What a job of its own found; why not, if it failed."""
+    ranks, variables = STAGES[name].ranks, environ()
+    command = [*(mpiexec(ranks) if ranks else [sys.executable]), __file__, "--stage", name]
+    if ranks:  # NCCL 2.30 and newer let ranks share a GPU
+        variables |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+        variables |= {"LD_PRELOAD": str(options.nccl)} if options.nccl else {}
+    return finish(start([*command, *(["--quick"] if options.quick else [])], variables), seconds)
 
 
 def measure(options: argparse.Namespace) -> int:
-    found = {name: part(name, options.quick) for name in PARTS}
-    peak = found["products"].get("peak")
-    rows = []
-    for name in ("fsdpx", "PyTorch", "PyTorch, compiled"):
-        one = found[name]
-        if "tokens" not in one:
-            rows.append([name, one["failed"], "", ""])
+    end = time.monotonic() + options.seconds
+    found: dict[str, Any] = {}
+    for name in options.stages:
+        left = end - time.monotonic()
+        begin = time.monotonic()
+        if left < min(10, STAGES[name].seconds):
+            found[name] = {"failed": f"did not begin within {options.seconds} s"}
             continue
-        share = "" if peak is None else f"{6 * PARAMETERS * one['tokens'] / 1e12 / peak:.0%}"
-        rows.append([name, f"{one['tokens']:,.0f}", share, f"{one['memory'] / 2**30:.1f}"])
-    print(lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], rows))
-    print(f"peak of products: {peak} TFLOP/s; GB/s: kernels {found['kernels']}, through the host {found['staging']}")
-    save("gpu", options, {**device(), "parts": found})
+        found[name] = run_stage(name, options, min(left, STAGES[name].seconds))
+        found[name]["seconds"] = round(time.monotonic() - begin, 1)
+        save("gpu", options, {**device(), "parts": found})
+    print("\n".join(summarize(found)))
     return 0
+
+
+def summarize(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What was found, in at most `SUMMARY_LINES` lines."""
+    peak, gpts, turned, said = found.get("products", {}).get("peak"), [], [], []
+    for name, one in found.items():
+        if "tokens" in one:
+            share = "" if peak is None else f"{6 * PARAMETERS * one['tokens'] / 1e12 / peak:.0%}"
+            gpts.append([name, f"{one['tokens']:,.0f}", share, f"{one['memory'] / 2**30:.1f}"])
+        elif "ms" in one:
+            numbers = [f"{one[what][kind]:.2f}" for what in ("ms", "host ms") for kind in one[what]]
+            gain = one["ms"]["PyTorch"] / min(one["ms"]["fsdpx"], one["ms"]["replay"])
+            turned.append([name, *numbers, f"{gain:.2f}", "yes" if one["same bits"] else "NO"])
+        elif "wrong" in one:
+            bad = "; ".join(f"{what}: {why}" for what, why in one["wrong"].items())
+            said.append(f"{name}: NCCL {one['nccl']}, {len(one['checks'])} checks, wrong: {bad or 'none'}")
+        else:
+            rest = {what: value for what, value in one.items() if what != "seconds"}
+            numbers = [f"{k} {v:,.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in rest.items()]
+            said.append(f"{name}: {', '.join(numbers)}")
+    shown = []
+    if gpts:
+        shown += lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], gpts).splitlines()
+    if turned:
+        kinds = ("fsdpx", "replay", "PyTorch")
+        head = ["ms of a step", *kinds, *(f"host: {kind}" for kind in kinds), "PyTorch / best", "same bits"]
+        shown += lines(head, turned).splitlines()
+    shown += [line[:200] for line in said]
+    left = len(shown) - SUMMARY_LINES
+    return shown if left <= 0 else [*shown[: SUMMARY_LINES - 1], f"... {left + 1} lines more in the JSON file"]
 
 
 def tests(options: argparse.Namespace) -> int:
@@ -216,13 +384,17 @@ def tests(options: argparse.Namespace) -> int:
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "tests/ext/gpu", "tests/core/engine", "-m", "gpu", "-rs", "-n", "6"]
+        limit = min(options.seconds, SECONDS_OF_TESTS)
         try:
-            status = subprocess.run(
-                [*command, f"--junitxml={report}"], cwd=ROOT, timeout=SECONDS_OF_TESTS, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            print(f"the tests were not done within {SECONDS_OF_TESTS} s")
+            command += [f"--junitxml={report}"]
+            done = subprocess.run(command, cwd=ROOT, timeout=limit, check=False, stdout=subprocess.PIPE, text=True)
+        except subprocess.TimeoutExpired as error:
+            said = error.stdout or ""
+            print("\n".join((said if isinstance(said, str) else said.decode()).splitlines()[-SUMMARY_LINES + 1 :]))
+            print(f"the tests were not done within {limit} s")
             return 1
+        status = done.returncode
+        print("\n".join(done.stdout.splitlines()[-SUMMARY_LINES + 2 :]))
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
     ends: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
@@ -240,15 +412,20 @@ def tests(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = arguments(__doc__, rounds=1)
     parser.add_argument("--tests", action="store_true", help="the tests for GPUs instead")
-    parser.add_argument("--part", choices=PARTS, help="only this, in this process")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=[*STAGES], help="only these")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="within which all stages end")
+    parser.add_argument("--nccl", type=Path, help="libnccl.so.2 of NCCL 2.30 or newer, for ranks that share the GPU")
+    parser.add_argument("--stage", choices=STAGES, help="only this, in this process")
     options = parser.parse_args()
-    if options.part:
-        print(json.dumps(PARTS[options.part](options.quick)))
+    if options.stage:
+        found = STAGES[options.stage].run(options.quick)
+        if found.get("rank", 0) == 0:
+            print(json.dumps(found))
         return 0
     if options.tests:
         return tests(options)
     if (why := missing()) is not None:
-        print(f"nothing measured: {why}; skipped: {', '.join(PARTS)}")
+        print(f"nothing measured: {why}; skipped: {', '.join(options.stages)}")
         return 0
     return measure(options)
 
