@@ -60,6 +60,8 @@ def fields(samples: int, *cells: int) -> Any:
         (unet, 6, (1, 3), 3, {"strategy": "zero2"}),
         (unet, 4, (2, 1), 2, {"strategy": "zero1", "mesh": fsdpx.Mesh(pipe=2), "microbatches": 2}),
         (fno, 4, (2, 2), 2, {"strategy": "zero1", "recompute": "all"}),
+        (fno, 3, (3, 1), 2, {"strategy": "ddp", "loss": nn.RelativeH1() + 0.1 * nn.SpectrumRMSE()}),
+        (lambda: nn.UNet(2, 2, 2, 4, 1, attention=2), 4, (4, 1), 1, {"strategy": "ddp", "loss": nn.SpectrumRMSE(2)}),
         (slices, 3, (1, 3), 2, {"strategy": "fsdp"}),
         (slices, 4, (2, 2), 2, {"strategy": "ddp", "recompute": "attention"}),
         (neighbors, 3, (3, 1), 2, {"strategy": "zero2"}),
@@ -71,10 +73,8 @@ def fields(samples: int, *cells: int) -> Any:
 def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
     model: Any, ranks: int, domain: tuple[int, ...], samples: int, chosen: dict[str, Any]
 ) -> None:
-    cells = (16, 20)
-    found = predict(
-        model(), fields(samples, *cells), ranks=ranks, machine="epyc-100g", domain=domain, **OPTIONS, **chosen
-    )
+    cells, chosen = (16, 20), OPTIONS | chosen
+    found = predict(model(), fields(samples, *cells), ranks=ranks, machine="epyc-100g", domain=domain, **chosen)
 
     def run(comm: Communicator) -> Any:
         lines = [found.mesh.ranks_along(found.mesh.coordinates_of(r), ("replica", "shard")) for r in range(ranks)]
@@ -84,7 +84,7 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
         members = found.mesh.width_of("data") // prod(domain)
         rows = samples * (member + 1) // members - samples * member // members
         grid = fsdpx.Grid(comm if data == [*range(ranks)] else comm.subgroup(data), own, dims=domain, layout="cyx")
-        made = model().as_distributed(comm=comm, domain=grid, **OPTIONS, **chosen)
+        made = model().as_distributed(comm=comm, domain=grid, **chosen)
         return observed(made, *(np.ones((rows, 2, *own), "f4") for _ in range(2)))
 
     real = fsdpx.spawn(run, ranks)

@@ -20,8 +20,11 @@ from fsdpx.testing import assert_close
 pytestmark = [pytest.mark.world, pytest.mark.mpi, pytest.mark.parametrize("world", ["mpi"], indirect=True)]
 
 
+LOSS = nn.RelativeL2() + 0.1 * nn.SpectrumRMSE()
+
+
 def alone(name: str) -> Any:
-    return spawn(lambda comm: trained(comm, name, None, nn.RelativeL2()), 1)[0]
+    return spawn(lambda comm: trained(comm, name, None, LOSS), 1)[0]
 
 
 @pytest.mark.parametrize("name", ["windows", "unet", "unet3", "attention"])
@@ -37,7 +40,7 @@ def test_a_cartesian_communicator_trains_on_its_parts(world: Communicator, name:
     cuts = (even, random_cuts)[(list(MODELS).index(name) + world.size) % 2](shape, dims)
     place = cart.Get_coords(cart.rank)
     grid = fsdpx.Grid(cart, [c[p + 1] - c[p] for c, p in zip(cuts, place, strict=True)])
-    options: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
+    options: dict[str, Any] = {"loss": LOSS, "optimizer": optim.AdamW(lr=1e-2), "precision": "float64"}
     trainer = make().as_distributed(domain=grid, strategy="fsdp", check=True, **options)
     outputs = trainer.inspect.placement.sample_layout.outputs
     target = part(wanted(outputs.shape), outputs.cuts, place, 1)
