@@ -18,10 +18,12 @@ from fsdpx.nn.linear import Linear
 from fsdpx.nn.losses import CellWeights
 from fsdpx.nn.shard_specs import FieldPartition, Kind, Replicated, ShardingContext
 
-__all__ = ["ConcatScalars", "FiLM", "GlobalMax", "GlobalMean", "GlobalSum", "ScaleShift", "TimeEmbedding"]
+__all__ = [
+    "BroadcastScalars", "ConcatScalars", "FiLM", "GlobalMax", "GlobalMean", "GlobalSum", "ScaleShift", "TimeEmbedding",
+]  # fmt: skip
 
 
-class _ScalarsToField(FieldLayer, TakesScalars):
+class ScalarsToField(FieldLayer, TakesScalars):
     """Base class for layers with two inputs. The first is a field (samples, channels, *cells), or values (samples,
     rows, features) of the nodes or edges of a mesh; the second consists of scalars (samples, n).
 
@@ -70,7 +72,7 @@ def _broadcast_to_cells(s: Array, x: Array) -> Array:
     return s.reshape(*s.shape, *(1,) * (x.ndim - 2))
 
 
-class ConcatScalars(_ScalarsToField):
+class ConcatScalars(ScalarsToField):
     """Appends n channels to a field, each of which holds one of n scalars in all cells.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, n), which every rank of a grid passes
@@ -87,7 +89,7 @@ class ConcatScalars(_ScalarsToField):
         return (self._to_result(env, dy[:, :channels]), _sum_over_cells(dy[:, channels:])), ()
 
 
-class ScaleShift(_ScalarsToField):
+class ScaleShift(ScalarsToField):
     """Scales and shifts each channel of a field: y = (1 + scale) x + shift.
 
     Takes two inputs: a field (samples, channels, *cells), and scalars (samples, 2 channels), where the scales come
@@ -109,6 +111,33 @@ class ScaleShift(_ScalarsToField):
         (field, gain), dy = saved, self.get_partition(dy).to_channels_first(dy)
         ds = env.xp.concatenate([_sum_over_cells(dy * field), _sum_over_cells(dy)], axis=1)
         return (self._to_result(env, dy * gain), ds), ()
+
+
+class BroadcastScalars(ScalarsToField):
+    """Adds a scalar to each channel of a field, or multiplies the channel by it.
+
+    Takes two inputs: a field (samples, channels, *cells), and scalars (samples, channels).
+
+    Parameters
+    ----------
+    adds : whether to add the scalars instead of multiplying by them
+    """
+
+    def __init__(self, adds: bool) -> None:
+        self.adds = bool(adds)
+
+    def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
+        field, s = self._get_field_and_scalars(x)
+        if s.shape[1] != field.shape[1]:
+            raise ShapeError(f"{self!r} wants {field.shape[1]} scalars, one per channel, got {s.shape[1]}")
+        wide = _broadcast_to_cells(s, field)
+        y = field + wide if self.adds else field * wide
+        return self._to_result(env, y.astype(field.dtype, copy=False)), (field, wide)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        (field, wide), dy = saved, self.get_partition(dy).to_channels_first(dy)
+        dx, ds = (dy, dy) if self.adds else (dy * wide, dy * field)
+        return (self._to_result(env, dx), _sum_over_cells(ds)), ()
 
 
 class FiLM(Composite):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from fsdpx.core.array.kernels.memory_order import put_channels_last
@@ -49,40 +51,47 @@ class ChannelLinear(Layer):
 
 
 class ChannelParameter(Layer):
-    """Multiplies each channel of (samples, channels, *cells) by an element of a parameter, or adds the element.
+    """Combines each channel of (samples, channels, *cells) with an element of a parameter: adds or subtracts the
+    element, or multiplies or divides by it.
 
     The parameter's name is the name of the layer.
 
     Parameters
     ----------
     shape : shape of the parameter in PyTorch; it has one element per channel, or a single element
-    adds : whether to add the elements instead of multiplying by them
+    operation : "add", "sub", "mul" or "div"
     """
 
     fields = takes_ghosts = True
 
-    def __init__(self, shape: tuple[int, ...], adds: bool) -> None:
-        self.shape, self.adds = tuple(shape), adds
+    def __init__(self, shape: tuple[int, ...], operation: str) -> None:
+        self.shape, self.operation = tuple(shape), operation
 
     def specs(self) -> dict[str, ParameterSpec]:
         return {"": ParameterSpec(self.shape, ones)}
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
-        w = self._reshape_to_broadcast(p, x)
-        return (x + w if self.adds else x * w), (x,)
+        return _OPERATIONS[self.operation](x, self._reshape_to_broadcast(p, x)), (x,)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved
-        return (dy if self.adds else dy * self._reshape_to_broadcast(p, dy)), (x, dy)
+        (x,), w = saved, self._reshape_to_broadcast(p, dy)
+        if self.operation in ("add", "sub"):
+            return dy, (dy if self.operation == "add" else -dy,)
+        dx = _OPERATIONS[self.operation](dy, w)
+        return dx, (dy * x if self.operation == "mul" else -dx * x / w,)
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         if "" in g:
-            x, dy = kept
-            d = (dy if self.adds else dy * x).sum(axis=(0, *range(2, dy.ndim)))
+            d = kept[0].sum(axis=(0, *range(2, kept[0].ndim)))
             g[""][...] += (d if math.prod(self.shape) > 1 else d.sum()).reshape(self.shape)
 
     def _reshape_to_broadcast(self, p: Params, x: Array) -> Array:
         return p[""].reshape(1, -1, *(1,) * (x.ndim - 2))
+
+
+_OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add, "div": operator.truediv, "mul": operator.mul, "sub": operator.sub,
+}  # fmt: skip
 
 
 class FixedBatchNorm(BatchNorm):

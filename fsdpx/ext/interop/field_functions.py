@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from fsdpx import nn
+from fsdpx.ext.fields.scalars import BroadcastScalars
 from fsdpx.ext.interop.channel_layers import ChannelParameter
 from fsdpx.ext.interop.field_twins import NoTwinError, make_dim_layer
 from fsdpx.nn.layer import Layer
@@ -28,11 +30,14 @@ class FieldValue:
     channels_last : whether the tensor is this value with its channels moved to the last dim
     mean_of : name of the field of which the value is the mean over all cells, as a field of one cell; "" for any other
         value
+    unit_cells : whether the value consists of scalars (samples, n), and the tensor of these scalars with the dims of a
+        field, such as (samples, n, 1, 1)
     """
 
     name: str
     channels_last: bool = False
     mean_of: str = ""
+    unit_cells: bool = False
 
 
 class Steps(Protocol):
@@ -81,7 +86,7 @@ class FunctionCall:
     def get_field(self) -> FieldValue:
         """Return the first argument as a value. Raises NoTwinError unless it has cells, and channels in dim 1."""
         value = self.steps.get_value(self.x)
-        if value.channels_last or self.x.ndim < 3:
+        if value.channels_last or value.unit_cells or self.x.ndim < 3:
             raise NoTwinError("it needs a field with channels in dim 1")
         return value
 
@@ -96,7 +101,7 @@ def convert_function(call: FunctionCall) -> FieldValue:
     none."""
     if (activate := _ACTIVATIONS.get(call.name)) is not None:
         value = call.steps.get_value(call.x)
-        return FieldValue(call.steps.add_step(activate(call), value.name), value.channels_last)
+        return replace(value, name=call.steps.add_step(activate(call), value.name), mean_of="")
     if (convert := _FUNCTIONS.get(call.name)) is None:
         raise NoTwinError("it is not known here")
     return convert(call)
@@ -112,20 +117,52 @@ def _combine(call: FunctionCall) -> FieldValue:
         a, b, name = b, a, name[1:]
     if isinstance(b, Real) or isinstance(a, Real):
         return _combine_with_number(call.steps, name, a, b)
-    for one, other in ((a, b), (b, a)):
-        if call.steps.find_parameter(one) and name in ("add", "mul"):
-            return _combine_with_parameter(call.steps, one, other, adds=name == "add")
+    if call.steps.find_parameter(b):
+        return _combine_with_parameter(call.steps, name, a, b)
+    if call.steps.find_parameter(a) and name != "div":
+        turned = _negate_value(call.steps, call.steps.get_value(b)) if name == "sub" else None
+        return _combine_with_parameter(call.steps, "add" if turned else name, b, a, turned)
     left, right = call.steps.get_value(a), call.steps.get_value(b)
-    if a.shape != b.shape or left.channels_last != right.channels_last:
-        raise NoTwinError(
-            f"its arguments have the shapes {tuple(a.shape)} and {tuple(b.shape)}; fields of equal shape are needed "
-            "(combine scalars with a field by fsdpx.nn.FiLM)"
-        )
     if name == "div":
         raise NoTwinError("a field is divided by another; use fsdpx.nn.Lambda")
-    right_name = call.steps.add_step(nn.Scale(-1.0), right.name) if name == "sub" else right.name
+    right = _negate_value(call.steps, right) if name == "sub" else right
+    if left.unit_cells != right.unit_cells or a.shape != b.shape:
+        return _broadcast(call.steps, name, (a, left), (b, right))
+    if left.channels_last != right.channels_last:
+        raise NoTwinError(_describe_shapes(a, b))
     layer: Layer = nn.Multiply() if name == "mul" else nn.Add()
-    return FieldValue(call.steps.add_step(layer, left.name, right_name), left.channels_last)
+    return replace(left, name=call.steps.add_step(layer, left.name, right.name), mean_of="")
+
+
+def _describe_shapes(a: torch.Tensor, b: torch.Tensor) -> str:
+    return (
+        f"its arguments have the shapes {tuple(a.shape)} and {tuple(b.shape)}; give fields of equal shape, or a field "
+        "and values (samples, channels, 1, ...)"
+    )
+
+
+def _broadcast(
+    steps: Steps, name: str, left: tuple[torch.Tensor, FieldValue], right: tuple[torch.Tensor, FieldValue]
+) -> FieldValue:
+    """Convert a sum or product of a field and one value per sample and channel."""
+    (x, field), (s, scalars) = (right, left) if left[1].unit_cells else (left, right)
+    if math.prod(x.shape[2:]) == 1 and not field.unit_cells and math.prod(s.shape[2:]) > 1:
+        (x, field), (s, scalars) = (s, scalars), (x, field)
+    alike = s.shape[:2] == x.shape[:2] and (scalars.unit_cells or math.prod(s.shape[2:]) == 1)
+    if field.unit_cells or x.ndim < 3 or not alike or field.channels_last:
+        raise NoTwinError(_describe_shapes(x, s))
+    return FieldValue(steps.add_step(BroadcastScalars(name != "mul"), field.name, _to_unit_cells(steps, scalars).name))
+
+
+def _to_unit_cells(steps: Steps, value: FieldValue) -> FieldValue:
+    """Return a field of one cell as scalars, whose tensor has the dims of a field."""
+    if value.unit_cells:
+        return value
+    return FieldValue(steps.add_step(nn.GlobalMean(), value.mean_of or value.name), unit_cells=True)
+
+
+def _negate_value(steps: Steps, value: FieldValue) -> FieldValue:
+    return replace(value, name=steps.add_step(nn.Scale(-1.0), value.name), mean_of="")
 
 
 def _combine_with_number(steps: Steps, name: str, a: Any, b: Any) -> FieldValue:
@@ -133,31 +170,29 @@ def _combine_with_number(steps: Steps, name: str, a: Any, b: Any) -> FieldValue:
     value, number = steps.get_value(a if is_second else b), float(number)
     if name == "div" and not is_second:
         raise NoTwinError("a number is divided by a field; use fsdpx.nn.Lambda")
-    last, source = value.channels_last, value.name
     if name in ("mul", "div"):
-        return FieldValue(steps.add_step(nn.Scale(number if name == "mul" else 1.0 / number), source), last)
+        layer: Layer = nn.Scale(number if name == "mul" else 1.0 / number)
+        return replace(value, name=steps.add_step(layer, value.name), mean_of="")
     if name == "sub" and is_second:
         number = -number
     elif name == "sub":
-        source = steps.add_step(nn.Scale(-1.0), source)
-    return (
-        FieldValue(steps.add_step(nn.Lambda(lambda x: x + number, np.ones_like), source), last)
-        if number
-        else (replace(value, name=source, mean_of=""))
-    )
+        value = _negate_value(steps, value)
+    layer = nn.Lambda(lambda x: x + number, np.ones_like)
+    return replace(value, name=steps.add_step(layer, value.name), mean_of="") if number else value
 
 
-def _combine_with_parameter(steps: Steps, w: Any, x: Any, adds: bool) -> FieldValue:
-    value = steps.get_value(x)
+def _combine_with_parameter(steps: Steps, name: str, x: Any, w: Any, turned: FieldValue | None = None) -> FieldValue:
+    """Convert an operation on a field and a parameter. `turned` replaces the value of the field, if given."""
+    value = turned or steps.get_value(x)
     channels = x.shape[-1 if value.channels_last else 1]
     wide = (1,) * (x.ndim - w.ndim) + tuple(w.shape)
     along = wide[-1 if value.channels_last else 1] if len(wide) == x.ndim else 0
-    if x.ndim < 3 or w.numel() not in (1, channels) or along != w.numel():
+    if x.ndim < 3 or value.unit_cells or w.numel() not in (1, channels) or along != w.numel():
         raise NoTwinError(
             f"parameter {steps.find_parameter(w)!r} of shape {tuple(w.shape)} must have one element, or one per "
             "channel; use fsdpx.nn.StaticChannels for values that differ between cells"
         )
-    layer = ChannelParameter(tuple(w.shape), adds)
+    layer = ChannelParameter(tuple(w.shape), name)
     return FieldValue(steps.add_step(layer, value.name, name=steps.find_parameter(w)), value.channels_last)
 
 
@@ -170,14 +205,16 @@ def _raise_to_power(call: FunctionCall) -> FieldValue:
     if exponent != 2:
         raise NoTwinError("only squares are known here; use fsdpx.nn.Lambda")
     value = call.steps.get_value(call.x)
-    return FieldValue(call.steps.add_step(nn.Multiply(), value.name, value.name), value.channels_last)
+    return replace(value, name=call.steps.add_step(nn.Multiply(), value.name, value.name), mean_of="")
 
 
 def _concatenate(call: FunctionCall) -> FieldValue:
     tensors, dim = call.args[0] if call.args else call.kwargs["tensors"], call.get(1, "dim", 0)
     values = [call.steps.get_value(tensor) for tensor in tensors]
     ndim, last = tensors[0].ndim, values[0].channels_last
-    if dim % ndim != (ndim - 1 if last else 1) or any(value.channels_last != last for value in values):
+    if dim % ndim != (ndim - 1 if last else 1) or any(
+        value.channels_last != last or value.unit_cells for value in values
+    ):
         raise NoTwinError(f"it concatenates along dim {dim}; only the channels of fields can be concatenated")
     return FieldValue(call.steps.add_step(nn.Concat(1), *(value.name for value in values)), last)
 
@@ -212,13 +249,27 @@ def _reduce_cells(call: FunctionCall) -> FieldValue:
 
 
 def _reshape(call: FunctionCall) -> FieldValue:
-    """Convert a reshape of a mean over all cells to scalars (samples, channels)."""
-    value = call.steps.get_value(call.x)
-    if tuple(call.result.shape) == tuple(call.x.shape):
+    """Convert a reshape of a mean over all cells to scalars (samples, channels), and of scalars to (samples, n, 1, ...)
+    and back."""
+    value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
+    if before == after:
         return value
-    if value.mean_of and tuple(call.result.shape) == tuple(call.x.shape[:2]):
+    if value.mean_of and after == before[:2]:
         return FieldValue(call.steps.add_step(nn.GlobalMean(), value.mean_of))
+    is_scalars, units = len(before) == 2 or value.unit_cells, (1,) * (len(after) - 2)
+    if is_scalars and after == (*before[:2], *units):
+        return replace(value, unit_cells=len(after) > 2)
     raise NoTwinError("a field keeps its shape; only a mean over all cells can become scalars (samples, channels)")
+
+
+def _expand(call: FunctionCall) -> FieldValue:
+    """Convert the repetition of one value per sample and channel for all cells."""
+    value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
+    if before == after:
+        return value
+    if before == (*after[:2], *(1,) * (len(after) - 2)) and not value.channels_last:
+        return _to_unit_cells(call.steps, value)
+    raise NoTwinError("only values (samples, channels, 1, ...) can be repeated for all cells")
 
 
 def _keep(call: FunctionCall) -> FieldValue:
@@ -252,7 +303,9 @@ def _pad(call: FunctionCall) -> FieldValue:
 
 
 def _crop(call: FunctionCall) -> FieldValue:
-    """Convert an index such as `x[:, :, 1:-1]`, which keeps the cells in a box."""
+    """Convert an index such as `x[:, :, 1:-1]`, which keeps the cells in a box, or `s[:, :, None, None]`."""
+    if call.x.ndim == 2:
+        return _reshape(call)
     index, shape = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],), tuple(call.x.shape)
     if any(one is Ellipsis for one in index):
         at = next(i for i, one in enumerate(index) if one is Ellipsis)
@@ -326,6 +379,7 @@ _CONVERTERS: dict[Callable[[FunctionCall], FieldValue], str] = {
     _crop: "getitem",
     _drop_out: "dropout dropout1d dropout2d dropout3d",
     _interpolate: "interpolate",
+    _expand: "expand expand_as",
     _keep: "clone contiguous to float double type_as",
     _max_pool: (
         "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices"
@@ -335,7 +389,7 @@ _CONVERTERS: dict[Callable[[FunctionCall], FieldValue], str] = {
     _permute: "permute movedim moveaxis transpose swapaxes swapdims",
     _raise_to_power: "pow square",
     _reduce_cells: "mean sum amax",
-    _reshape: "flatten view reshape squeeze",
+    _reshape: "flatten view reshape squeeze unsqueeze unflatten",
     _shuffle_pixels: "pixel_shuffle pixel_unshuffle",
 }
 _FUNCTIONS = {name: convert for convert, names in _CONVERTERS.items() for name in names.split()}

@@ -145,8 +145,8 @@ class _FieldTrace(TorchFunctionMode):
             values = [self.get_value(tensor) for tensor in tensors]
         except NoTwinError as error:
             raise ConfigError(f"{kind}: an output {error}") from error
-        if any(value.channels_last for value in values):
-            raise ConfigError(f"{kind}: an output has its channels in the last dim; move them to dim 1")
+        if any(value.channels_last or value.unit_cells for value in values):
+            raise ConfigError(f"{kind}: an output is neither a field with channels in dim 1 nor scalars (samples, n)")
         self._remove_unread_steps([value.name for value in values])
         return [value.name for value in values]
 
@@ -216,6 +216,8 @@ class _FieldTrace(TorchFunctionMode):
         path, _ = self._stack[-1]
         value = self.get_value(x)
         try:
+            if value.unit_cells:
+                raise NoTwinError("its input has one value per channel; reshape it to (samples, n), and use Linear")
             layer = make_twin(module, x, y, value.channels_last)
             own = dict(module.named_parameters()) | dict(module.named_buffers())
             if missing := [name for name in layer.specs() if name not in own]:

@@ -102,8 +102,32 @@ class Scores(tnn.Module):
         return self.head(self.norm(torch.sigmoid(torch.flatten(self.mean(self.body(x)), 1))))
 
 
-MODULES = {"residual": Residual, "unet": UNet, "scores1": lambda: Scores(1), "scores3": lambda: Scores(3)}
-CELLS = {"residual": (7, 9), "unet": (13, 11), "scores1": (11,), "scores3": (5, 4, 3)}
+class Gated(tnn.Module):
+    """Channels that are normalized by buffers and parameters, weighted by their means, and shifted by their maxima."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.3, -0.1]).reshape(2, 1, 1))
+        self.std, self.gain = tnn.Parameter(torch.tensor([[[2.0]]])), tnn.Parameter(torch.tensor([0.4]))
+        self.gates = tnn.Sequential(tnn.AdaptiveAvgPool2d(1), tnn.Conv2d(2, 3, 1), tnn.ReLU(), tnn.Conv2d(3, 2, 1))
+        self.shifts, self.weights = tnn.Linear(2, 2), tnn.Linear(2, 2)
+
+    def forward(self, x: Any) -> Any:
+        x = self.gain - (x - self.mean) / self.std
+        y = torch.sigmoid(self.gates(x)) * x + self.shifts(x.amax((2, 3)))[:, :, None, None]
+        weights = self.weights(torch.flatten(y.mean((-2, -1), keepdim=True), 1)).view(-1, 2, 1, 1).expand_as(y)
+        y = y - y.mean((2, 3), keepdim=True)
+        return y * (1 + weights) * x.mean((2, 3), keepdim=True).expand(-1, -1, *x.shape[2:])
+
+
+MODULES = {
+    "gated": Gated,
+    "residual": Residual,
+    "unet": UNet,
+    "scores1": lambda: Scores(1),
+    "scores3": lambda: Scores(3),
+}
+CELLS = {"gated": (5, 4), "residual": (7, 9), "unet": (13, 11), "scores1": (11,), "scores3": (5, 4, 3)}
 
 
 @cache
@@ -139,8 +163,8 @@ def train_on_grid(comm: Any, name: str, dims: Sequence[int]) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("name", "dims"),
     [
-        ("residual", (1, 1)), ("residual", (2, 2)), ("unet", (1, 3)), ("unet", (5, 1)), ("scores1", (2,)),
-        ("scores3", (1, 2, 2)),
+        ("residual", (1, 1)), ("residual", (2, 2)), ("gated", (3, 1)), ("unet", (1, 3)), ("unet", (5, 1)),
+        ("scores1", (2,)), ("scores3", (1, 2, 2)),
     ],
 )  # fmt: skip
 def test_a_module_trains_over_a_grid_as_in_pytorch(name: str, dims: tuple[int, ...]) -> None:
@@ -166,6 +190,7 @@ class Refused(tnn.Module):
     def __init__(self, last: Any) -> None:
         super().__init__()
         self.body, self.table, self.last = tnn.Conv2d(2, 4, 1), tnn.Parameter(torch.ones(4, 4, 8)), last
+        self.last_conv = tnn.Conv2d(4, 4, 1)
 
     def forward(self, x: Any) -> Any:
         y = self.body(x)
@@ -186,10 +211,12 @@ class Refused(tnn.Module):
         (lambda own, y: y + own.table, "Refused calls add.*'table'.*StaticChannels"),
         (lambda own, y: y.softmax(-1), "Refused calls softmax"),
         (lambda own, y: y[:, 1:], "Refused calls getitem.*all channels"),
-        (lambda own, y: y.mean((2, 3), keepdim=True) + y, "Refused calls add.*FiLM"),
+        (lambda own, y: y - y[..., :1], "Refused calls sub.*equal shape"),
+        (lambda own, y: own.body(y.amax((2, 3))[:, :2, None, None]), "Refused calls getitem"),
+        (lambda own, y: own.last_conv(y.amax((2, 3))[..., None, None]), "'last_conv' .*use Linear"),
         (lambda own, y: torch.cat([y, y], 2), "Refused calls cat.*channels"),
         (lambda own, y: y.reshape(1, -1), "Refused calls reshape"),
-        (lambda own, y: y.permute(0, 2, 3, 1), "last dim"),
+        (lambda own, y: y.permute(0, 2, 3, 1), "channels in dim 1"),
         (lambda own, y: torch.zeros(1), "Refused: an output reads"),
         (lambda own, y: {"y": y}, "returns dict"),
         (lambda own, y: y if y.sum() > 0 else -y, "Refused: forward fails"),
