@@ -21,11 +21,12 @@ class GlobalAttention(FieldAttention):
     """Multi-head attention (Vaswani et al. 2017) in which each cell of (samples, channels, *cells) attends to all
     cells: softmax(q k^T / sqrt(channels / n_heads)) v for each head.
 
-    This is `MultiHeadAttention(causal=False)` on the sequence of cells, with the same parameters: `qkv.weight (3
-    channels, channels)`, `qkv.bias`, `out.weight (channels, channels)` and `out.bias`. Its time grows with the square
-    of the number of cells, so vision transformers first reduce a field to patches. On a grid of ranks, each rank keeps
-    the queries of its cells, and the keys and values of all parts are passed around the ring of ranks (Liu et al.
-    2023), in the backward pass followed by their gradients. Parts may have any size. The layer is one FSDP unit.
+    This is `MultiHeadAttention(causal=False)` on the sequence of cells, with the same parameters:
+    `qkv.weight (3 channels, channels)`, `qkv.bias`, `out.weight (channels, channels)` and `out.bias`. Its time grows
+    with the square of the number of cells, so vision transformers first reduce a field to patches. On a grid of ranks,
+    each rank keeps the queries of its cells, and the keys and values of all parts are passed around the ring of ranks
+    (Liu et al. 2023), in the backward pass followed by their gradients. Parts may have any size. The layer is one FSDP
+    unit.
 
     Parameters
     ----------

@@ -89,7 +89,7 @@ class WindowAttention(FieldLayer):
         return env.xp.concatenate([self._merge_heads(env, dq), dkv], axis=1), ()
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
-        texts = "ends windows of attention at its ends", "continues windows of attention at the other end"
+        texts = "keeps windows of attention within the field", "continues windows of attention at the other end"
         advice = "periodic=False", "periodic=True"
         return [DimEnds(d, p, texts[p], advice) for d, p in enumerate(self._list_periods(dims))]
 

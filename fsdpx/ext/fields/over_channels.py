@@ -7,7 +7,8 @@ from typing import Any
 from fsdpx.core.array.kernels.memory_order import put_channels_last
 from fsdpx.errors import ShapeError
 from fsdpx.nn.container import map_saved
-from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, list_kernels
+from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params, ShardedLayer, list_kernels
+from fsdpx.nn.shard_specs import FieldPartition, ShardingContext
 
 __all__ = ["OverChannels"]
 
@@ -23,7 +24,7 @@ class OverChannels(Layer):
 
     The inner layer gets the field with channels in the last dim. It must act on each position separately, as `Linear`
     and `MLP` do, so that ranks that hold parts of a field do not communicate. The parameters are those of the inner
-    layer.
+    layer, which runs by itself on the nodes of a mesh.
 
     Parameters
     ----------
@@ -39,6 +40,12 @@ class OverChannels(Layer):
 
     def specs(self) -> dict[str, ParameterSpec]:
         return self.layer.specs()
+
+    def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
+        kind = request.require_same_kind(self)
+        if isinstance(kind, FieldPartition) and not kind.has_cells:
+            return self.layer.shard_over_ranks(request)  # rows of a mesh have their features in the last dim
+        return super().shard_over_ranks(request)
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 3 or x.shape[1] != self.channels:

@@ -41,6 +41,8 @@ class PhysicsAttention(Composite):
     pass all-reduces n_slices (channels + n_heads) numbers per sample, and the backward pass n_slices channels numbers;
     these numbers do not depend on the size of the field.
 
+    On a mesh, which needs `kernel_size=None`, input and output are (samples, nodes, channels).
+
     Parameters are `in_project_x.*` and `in_project_fx.*` (projections of the cells, for the weights and for the
     tokens), `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, `attend.temperature (1,
     n_heads, 1, 1)`, which starts at 0.5 and acts within [0.1, 5], `attend.to_q.weight`, `attend.to_k.weight` and
@@ -118,6 +120,7 @@ class SliceAttention(FieldLayer):
     """
 
     n_inputs = 2
+    rows_of_mesh = ("nodes",)
     kernel_names = ("channels_last", "softmax", "softmax_backward", "attention", "attention_backward")
 
     def __init__(self, n_heads: int, d_head: int, n_slices: int) -> None:
@@ -132,6 +135,8 @@ class SliceAttention(FieldLayer):
         } | {f"to_{name}.weight": ParameterSpec(square, default) for name in "qkv"}
 
     def forward(self, env: LayerContext, p: Params, x: tuple[Array, Array]) -> tuple[Array, Any]:
+        parts = self.get_partition(x[0])
+        x = parts.to_channels_first(x[0]), parts.to_channels_first(x[1])
         xp, channels, cells = env.xp, self.n_heads * self.d_head, tuple(x[0].shape[2:])
         if x[0].ndim < 3 or x[0].shape[1] != channels or x[0].shape != x[1].shape:
             got = " and ".join(str(tuple(field.shape)) for field in x)
@@ -148,10 +153,12 @@ class SliceAttention(FieldLayer):
         found, lse = kernels.attention(xp, *heads, False, self._scale)
         y = merge_heads_into_channels(xp, xp.matmul(weights, found), cells).astype(x[0].dtype, copy=False)
         kept_weights = () if "attention" in env.recompute else (weights,)
-        return y, (*fields, kept_weights, (totals, tokens, *heads, found, lse))
+        return parts.to_channels_first(y), (*fields, kept_weights, (totals, tokens, *heads, found, lse))
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         (*fields, kept_weights, (totals, tokens, q, k, v, found, lse)), xp = saved, env.xp
+        parts = self.get_partition(dy)
+        dy = parts.to_channels_first(dy)
         rows, values, slopes = (self._split_into_heads(env, field) for field in (*fields, dy))
         weights = kept_weights[0] if kept_weights else self._compute_slice_weights(env, p, rows)
         # each rank has only its own cells, so the gradients of tokens and of their projections are partial sums
@@ -171,8 +178,8 @@ class SliceAttention(FieldLayer):
         dvalues = xp.matmul(weights, dsums[..., : self.d_head])
         both = (merge_heads_into_channels(xp, a, dy.shape[2:]).astype(dy.dtype, copy=False) for a in (dx, dvalues))
         slices = self._compute_slice_gradients(env, p, rows, dlogits)
-        names = (f"to_{name}.weight" for name in "qkv")
-        return tuple(both), slices | {n: _multiply_rows(xp, d, tokens) for n, d in zip(names, dheads, strict=True)}
+        heads = {f"to_{name}.weight": _multiply_rows(xp, d, tokens) for name, d in zip("qkv", dheads, strict=True)}
+        return tuple(map(parts.to_channels_first, both)), slices | heads
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:
         for name, gradient in kept.items():

@@ -118,6 +118,8 @@ def test_padding_that_contradicts_the_periods_is_told_of(padding: Any, ghosts: i
         (nn.FieldGradient(), "dim x is periodic, but layer '0' reads it with periodic=False: choose periodic=True for"),
         (nn.FieldDerivative(0, periodic=True), "dim y is not periodic, but layer '0' reads it with periodic=True: cho"),
         (nn.FieldDerivative(0, along=(1, 0)), "dim x is periodic, but layer '0' reads it with periodic=False: choose"),
+        (nn.NeighborhoodAttention(2, 1, 3, (False, True)), ""),
+        (nn.NeighborhoodAttention(2, 1, 3), "dim x is periodic, but layer '0' keeps windows of attention within the f"),
         (nn.Pad(((1, 1), (0, 0)), "circular"), "dim y is not periodic, but layer '0' pads it with 'circular': choose"),
         (nn.Rollout(nn.Conv2d(1, 1, 3, padding=1), 2), "dim x is periodic, but layer '0' pads it with 'zeros': choose"),
     ],

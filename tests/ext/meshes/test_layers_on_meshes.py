@@ -24,6 +24,7 @@ ALL = {
     **CASES,
     **OF_FIELDS,
     "GlobalMean": (nn.GlobalMean, lambda: rows(3, 2, 4)),  # without weights of the cells of a field
+    "PhysicsAttentionOfPoints": (lambda: nn.PhysicsAttention(6, 3, 4), lambda: rows(3, 2, 6)),
     "MoE": (lambda: nn.MoE(4, 3, 5), lambda: rows(3, 2, 4)),
     "MoEBalanced": (lambda: nn.MoE(4, 3, 5, balance=0.1), lambda: rows(3, 2, 4)),
     "LoRALinear": (lambda: nn.LoRALinear(nn.Linear(5, 3), 2, 4.0), lambda: rows(4, 2, 5)),
@@ -37,7 +38,8 @@ RUN = {
     "DropoutEvaluating", "DropoutOfAll", "ELU", "FiLM", "FillNaN", "GELU", "GELUTanh", "GatedMLP", "Gate", "GateGELU",
     "GlobalMax", "GlobalMean", "GlobalSum", "Graph", "HeadNorm", "Lambda", "LambdaOfTwo", "LayerNorm", "LayerNormPlain",
     "LeakyReLU", "Linear", "LinearOfSequences", "LoRALinear", "MLP", "MoE", "Multiply", "MultiplyOfThree", "OneHot",
-    "RMSNorm", "RMSNormUnitOffset", "ReLU", "Residual", "Scale", "ScaleShift", "Sequential", "SiLU", "Sigmoid",
+    "PhysicsAttentionOfPoints", "RMSNorm", "RMSNormUnitOffset", "ReLU", "Residual", "Scale", "ScaleShift", "Sequential",
+    "SiLU", "Sigmoid",
     "Softmax", "Softplus", "Standardize", "Tanh", "WhereType",
 }  # fmt: skip
 """The cases that run on a mesh; all others are refused."""
