@@ -91,6 +91,8 @@ _EQUIVALENTS = {
     "nn.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm",
     "nn.InstanceNorm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d",
     "nn.ChannelLayerNorm": "LayerNorm2d",
+    "nn.RelativeL2": "LpLoss",
+    "nn.RelativeH1": "H1Loss",
     "nn.MultiHeadAttention": "MultiheadAttention",
     "nn.TransformerBlock": "TransformerEncoderLayer",
     "a torch.nn.Module, which distribute accepts unchanged": "LSTM GRU RNN",

@@ -51,9 +51,10 @@ def one_step() -> nn.Layer:
 
 
 def attentions() -> nn.Layer:
-    """Each kind of attention, among patches."""
+    """Each kind of attention, among patches, and a ConvNeXt block."""
     kinds = nn.NeighborhoodAttention(6, 3, 3, (True, False)), nn.GlobalAttention(6, 2), nn.PhysicsAttention(6, 2, 4)
-    return nn.Sequential(nn.Conv2d(2, 6, 2, 2), *map(nn.Residual, kinds), nn.ConvTranspose2d(6, 3, 2, 2))
+    block = nn.ConvNeXtBlock(6, kernel_size=5, layer_scale=0.5, padding=("circular", "replicate"))
+    return nn.Sequential(nn.Conv2d(2, 6, 2, 2), *map(nn.Residual, kinds), block, nn.ConvTranspose2d(6, 3, 2, 2))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int, ...]]]] = {
@@ -65,7 +66,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Layer], tuple[int, ...], list[tuple[int,
     "fno3": (lambda: nn.FNO(2, 3, (2, 4, 2), 4, 1), (4, 6, 5), [(2, 2, 2), (3, 1, 1)]),
     "unet1": (lambda: nn.UNet(2, 3, 1, 4, 3, "circular", None, "relu"), (40,), [(3,), (5,)]),
     "attention": (attentions, (14, 10), [(2, 2), (1, 5), (4, 2)]),
-    "unet3": (lambda: nn.UNet(2, 3, 3, 2, 1, "replicate", "group", "silu"), (8, 6, 10), [(4, 1, 1), (2, 2, 2)]),
+    "unet3": (
+        lambda: nn.UNet(2, 3, 3, 2, 1, "replicate", "group", "silu", attention=2),
+        (8, 6, 10),
+        [(4, 1, 1), (2, 2, 2)],
+    ),
 }
 
 
