@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic test-oldest test-site test-dolfinx test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs links clean
+.PHONY: help train test test-elastic test-oldest test-site test-dolfinx test-cluster test-processors thorough chaos chaos-elastic test-gpu lint type mypy check check-threads replay bench bench-gpu docs links clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -166,9 +166,11 @@ lint: $(VENV)/.ready
 	$(BIN)/lint-imports --no-logo
 	$(PY) -m pytest $(STRUCTURE) -p no:cacheprovider
 
-type: $(VENV)/.ready
-	$(BIN)/mypy
+type: mypy
 	$(PY) -m pytest $(TYPES) -rs -p no:cacheprovider
+
+mypy: $(VENV)/.ready
+	$(BIN)/mypy
 
 check: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j lint type check-threads  # mypy alone leaves a core idle
