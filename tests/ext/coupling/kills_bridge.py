@@ -1,7 +1,7 @@
 """Kill solver ranks or training ranks while they exchange fields, and check that no job hangs: `python kills_bridge.py
 20`.
 
-Two solver ranks and two training ranks under mpiexec send and receive without end. A random one is killed at a random
+A solver rank and two training ranks under mpiexec send and receive without end. A random one is killed at a random
 moment, and the launcher ends the job.
 """
 
@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 from coupled import send_step, solver_grid, trainer_grid  # noqa: E402
 from trials import MPIEXEC, environment, none_left  # noqa: E402
 
-RANKS, PATIENCE_SECONDS = 4, 60.0
+RANKS, PATIENCE_SECONDS = 3, 60.0
 MODES = ("lockstep", "queue", "latest")
 ENDINGS = ("killed", "unclosed")
 """What ranks do: exchange until they are killed or, on the solver, end without closing the bridge."""
