@@ -16,8 +16,13 @@ from steps import demand_equal, observed
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
+from fsdpx.core.array import shapes
+from fsdpx.core.array.random import Random
+from fsdpx.core.array.shapes.flop_counter import counting_work
 from fsdpx.core.comm import Communicator
+from fsdpx.core.comm.mesh import make_single_rank_axes
 from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import LayerContext
 from fsdpx.plan import Compute, Machine, NetworkLevel, predict
 
 OPTIONS: dict[str, Any] = {"loss": nn.RelativeL2(), "optimizer": optim.AdamW()}
@@ -93,6 +98,24 @@ def test_predicted_bytes_calls_and_memory_are_those_of_ranks(
         sum(n for (axis, call), (_, n) in traffic.items() if axis == "domain" and call != "recv")
         for traffic, *_ in real
     )
+
+
+@pytest.mark.parametrize(
+    ("attention", "tokens"),
+    [
+        (nn.GlobalAttention(8, 2), 240 * 240 * 8 * 2),
+        (nn.NeighborhoodAttention(8, 2, 5, (False, True)), (8 * 10 + 4 * 6) * (8 * 12 + 8 * 12 + 4 * 8) * 8 * 2),
+        (nn.PhysicsAttention(8, 2, 6), 240 * 6 * (8 * 3 + 2) + 2 * 6 * 6 * 8 + 3 * 6 * 8 * 4),
+    ],
+)
+def test_the_multiplications_of_attention_are_counted(attention: nn.Layer, tokens: int) -> None:
+    """Those of projections, and those with tiles of keys or with slices, of 12 x 20 cells."""
+    with counting_work() as work:
+        parameters = {name: shapes.ShapeArray(spec.shape, np.dtype("f4")) for name, spec in attention.specs().items()}
+        context = LayerContext(shapes, make_single_rank_axes(), Random(0))
+        attention.forward(context, parameters, shapes.ShapeArray((1, 8, 12, 20), np.dtype("f4")))
+    projections = 3 if isinstance(attention, nn.PhysicsAttention) else 4
+    assert work.flops == 2 * (240 * projections * 8 * 8 + tokens)
 
 
 def test_a_grid_with_ghost_cells_is_planned_in_its_layout() -> None:

@@ -72,8 +72,9 @@ class WindowAttention(FieldLayer):
 
     def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
         channels, (halos, windows) = self.n_heads * self.d_head, self._plan_halos_and_windows(env, x)
-        kv = exchange_halo(env, x[:, channels:], [halo for halo in halos if not halo.is_local])
+        kv = exchange_halo(env, x[:, channels:], halos)
         q, k, v = (self._split_into_heads(env, a) for a in (x[:, :channels], kv[:, :channels], kv[:, channels:]))
+        q = q.copy() if halos else q  # otherwise the keys and values in x would be saved in addition to those in kv
         o, lse = kernels.neighborhood_attention(env.xp, q, k, v, *windows, 1.0 / sqrt(self.d_head))
         kept = (q, k, v, o, lse)
         return self._merge_heads(env, o), (kept, x) if "attention" in env.recompute else (kept,)
@@ -85,7 +86,7 @@ class WindowAttention(FieldLayer):
             env.xp, *saved[0], slopes, *windows, 1.0 / sqrt(self.d_head)
         )
         dkv = env.xp.concatenate([self._merge_heads(env, dk), self._merge_heads(env, dv)], axis=1)
-        dkv = exchange_halo_backward(env, dkv, [halo for halo in halos if not halo.is_local])
+        dkv = exchange_halo_backward(env, dkv, halos)
         return env.xp.concatenate([self._merge_heads(env, dq), dkv], axis=1), ()
 
     def list_dim_ends(self, dims: int) -> list[DimEnds]:
@@ -102,8 +103,8 @@ class WindowAttention(FieldLayer):
     def _plan_halos_and_windows(
         self, env: LayerContext, x: Array
     ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
-        """Return the halos of keys and values and, as the kernels take them, the first key of the window of each query
-        of this rank along each dim, and the sizes of windows."""
+        """Return the halos of keys and values that are exchanged and, as the kernels take them, the first key of the
+        window of each query of this rank along each dim, and the sizes of windows."""
         parts = self.get_partition(x)
         dims = len(parts.cuts)
         window = expand_to_dims(self, "kernel_size", self.kernel_size, dims, 1)
@@ -111,15 +112,9 @@ class WindowAttention(FieldLayer):
             if n < size:
                 name = parts.get_dim_name(d)
                 raise ShapeError(f"{self!r}: the field has {n} cells along {name}, fewer than windows of {size}")
-        halos = _plan_halos(parts, window, self._list_periods(dims))
-        starts = []
-        for d, (halo, size) in enumerate(zip(halos, window, strict=True)):
-            rank = get_rank_along(env, halo.cuts, d)
-            cells = range(halo.cuts[rank], halo.cuts[rank + 1])
-            periodic = halo.mode == "circular"
-            begin = halo.needs[rank][0]
-            starts.append(tuple(_find_window_start(cell, halo.cuts[-1], size, periodic) - begin for cell in cells))
-        return halos, (tuple(starts), window)
+        place = tuple(get_rank_along(env, cuts, d) for d, cuts in enumerate(parts.cuts))
+        halos, starts = _plan_halos_and_starts(parts, window, self._list_periods(dims), place)
+        return halos, (starts, window)
 
     def _split_into_heads(self, env: LayerContext, x: Array) -> Array:
         """Return a view (samples, heads, *cells, d_head) of a field."""
@@ -139,13 +134,19 @@ def _find_window_start(cell: int, cells: int, size: int, periodic: bool) -> int:
 
 
 @lru_cache(1 << 10)
-def _plan_halos(parts: FieldPartition, window: tuple[int, ...], periods: tuple[bool, ...]) -> tuple[HaloSpec, ...]:
-    """Return one halo spec per dim, with the range of cells whose keys and values each rank needs."""
-    made = []
+def _plan_halos_and_starts(
+    parts: FieldPartition, window: tuple[int, ...], periods: tuple[bool, ...], place: tuple[int, ...]
+) -> tuple[tuple[HaloSpec, ...], tuple[tuple[int, ...], ...]]:
+    """Return the halos of keys and values, without those of dims in which each rank needs only its own cells, and the
+    first key of the window of each query along each dim, counted from the first key of the rank with grid coordinates
+    `place`."""
+    halos, starts = [], []
     for d, (cuts, size, periodic) in enumerate(zip(parts.cuts, window, periods, strict=True)):
         find_start = partial(_find_window_start, cells=cuts[-1], size=size, periodic=periodic)
         needs = tuple(
             (find_start(a), find_start(b - 1) + size) if b > a else (a, a) for a, b in zip(cuts, cuts[1:], strict=False)
         )
-        made.append(HaloSpec(d + 2, cuts, needs, "circular" if periodic else "zeros"))
-    return tuple(made)
+        halos.append(HaloSpec(d + 2, cuts, needs, "circular" if periodic else "zeros"))
+        own = range(cuts[place[d]], cuts[place[d] + 1])
+        starts.append(tuple(find_start(cell) - needs[place[d]][0] for cell in own))
+    return tuple(halo for halo in halos if not halo.is_local), tuple(starts)
