@@ -172,7 +172,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         return net, kinds[0]
 
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Array, Any]:
-        first, *others = x if self.n_inputs > 1 else (x,)
+        first, *others = x if self.n_inputs != 1 else (x,)
         walls = self._require_boundary(first, others.pop()) if self.boundary else None
         states, constants = self._split_first_input(first)
         if self._adds_noise(env):
@@ -286,7 +286,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     @property
     def boundary(self) -> bool:
         """Whether the last input holds the boundary values of each step."""
-        return self.n_inputs > len(list_input_names(self.net))
+        return self.n_inputs != len(list_input_names(self.net))
 
     @property
     def _ghost_partition(self) -> FieldPartition | None:

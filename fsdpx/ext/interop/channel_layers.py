@@ -13,7 +13,7 @@ from fsdpx.nn.layer import Array, Layer, LayerContext, ParameterSpec, Params
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import BatchNorm
 
-__all__ = ["ChannelLinear", "ChannelParameter", "FixedBatchNorm"]
+__all__ = ["ChannelLinear", "ChannelParameter", "ChannelRange", "FixedBatchNorm"]
 
 
 class ChannelLinear(Layer):
@@ -92,6 +92,28 @@ class ChannelParameter(Layer):
 _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "add": operator.add, "div": operator.truediv, "mul": operator.mul, "sub": operator.sub,
 }  # fmt: skip
+
+
+class ChannelRange(Layer):
+    """Selects neighboring channels of (samples, channels, *cells), or scalars of (samples, n).
+
+    Parameters
+    ----------
+    start, stop : range in dim 1
+    """
+
+    fields = takes_ghosts = True
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+
+    def forward(self, env: LayerContext, p: Params, x: Array) -> tuple[Array, Any]:
+        return x[:, self.start : self.stop], (tuple(x.shape),)
+
+    def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx = env.xp.zeros(saved[0], dtype=dy.dtype)
+        dx[:, self.start : self.stop] = dy
+        return dx, ()
 
 
 class FixedBatchNorm(BatchNorm):

@@ -13,7 +13,7 @@ import torch
 
 from fsdpx import nn
 from fsdpx.ext.fields.scalars import BroadcastScalars
-from fsdpx.ext.interop.channel_layers import ChannelParameter
+from fsdpx.ext.interop.channel_layers import ChannelParameter, ChannelRange
 from fsdpx.ext.interop.field_twins import NoTwinError, make_dim_layer
 from fsdpx.nn.layer import Layer
 
@@ -96,15 +96,32 @@ class FunctionCall:
         return value if layer is None else FieldValue(self.steps.add_step(layer, value.name))
 
 
-def convert_function(call: FunctionCall) -> FieldValue:
-    """Add the steps that compute the same as a function, and return its result. Raises NoTwinError if there are
+def convert_function(call: FunctionCall) -> list[FieldValue]:
+    """Add the steps that compute the same as a function, and return its results. Raises NoTwinError if there are
     none."""
+    if call.name in ("chunk", "split", "split_with_sizes"):
+        return _split_channels(call)
     if (activate := _ACTIVATIONS.get(call.name)) is not None:
         value = call.steps.get_value(call.x)
-        return replace(value, name=call.steps.add_step(activate(call), value.name), mean_of="")
+        return [replace(value, name=call.steps.add_step(activate(call), value.name), mean_of="")]
     if (convert := _FUNCTIONS.get(call.name)) is None:
         raise NoTwinError("it is not known here")
-    return convert(call)
+    return [convert(call)]
+
+
+def _split_channels(call: FunctionCall) -> list[FieldValue]:
+    value, dim = call.steps.get_value(call.x), call.get(2, "dim", 0)
+    if dim % call.x.ndim != (call.x.ndim - 1 if value.channels_last else 1):
+        raise NoTwinError(f"it splits along dim {dim}; only channels can be split")
+    found, start = list[FieldValue](), 0
+    for piece in call.result:
+        found.append(_take_channels(call.steps, value, start, start + piece.shape[dim]))
+        start += piece.shape[dim]
+    return found
+
+
+def _take_channels(steps: Steps, value: FieldValue, start: int, stop: int) -> FieldValue:
+    return replace(value, name=steps.add_step(ChannelRange(start, stop), value.name), mean_of="")
 
 
 def _combine(call: FunctionCall) -> FieldValue:
@@ -303,21 +320,31 @@ def _pad(call: FunctionCall) -> FieldValue:
 
 
 def _crop(call: FunctionCall) -> FieldValue:
-    """Convert an index such as `x[:, :, 1:-1]`, which keeps the cells in a box, or `s[:, :, None, None]`."""
-    if call.x.ndim == 2:
-        return _reshape(call)
+    """Convert an index such as `x[:, :2, 1:-1]`, which keeps a range of channels and the cells in a box, or such as
+    `s[:, :, None, None]`."""
+    value, last = call.steps.get_value(call.x), call.x.ndim - 1
     index, shape = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],), tuple(call.x.shape)
     if any(one is Ellipsis for one in index):
         at = next(i for i, one in enumerate(index) if one is Ellipsis)
         index = (*index[:at], *(slice(None),) * (len(shape) - len(index) + 1), *index[at + 1 :])
     index = (*index, *(slice(None),) * (len(shape) - len(index)))
+    if last == 1 and all(one in (None, slice(None)) for one in index):
+        return _reshape(call)
     if len(index) != len(shape) or not all(isinstance(one, slice) for one in index):
-        raise NoTwinError("an index may only keep a box of cells, as in x[:, :, 1:-1]")
+        raise NoTwinError("an index may only keep a box of cells, or a range of channels, as in x[:, :2, 1:-1]")
     ranges = [range(n)[one] for n, one in zip(shape, index, strict=True)]
-    if any(r.step != 1 for r in ranges) or any(len(r) != n for r, n in zip(ranges[:2], shape[:2], strict=True)):
-        raise NoTwinError("an index may only keep a box of cells; use AvgPool to coarsen, and all channels")
-    pairs = [(-r.start, r.stop - n) for r, n in zip(ranges[2:], shape[2:], strict=True)]
-    return call.apply(nn.Pad(tuple(pairs)) if any(map(any, pairs)) else None)
+    dim = last if value.channels_last else 1
+    kept, cells = ranges.pop(dim), [n for i, n in enumerate(shape) if i not in (0, dim)]
+    if any(r.step != 1 for r in (*ranges, kept)) or len(ranges.pop(0)) != shape[0]:
+        raise NoTwinError("an index may only keep a box of cells, or a range of channels; use AvgPool to coarsen")
+    if len(kept) != shape[dim]:
+        value = _take_channels(call.steps, value, kept.start, kept.stop)
+    pairs = tuple((-r.start, r.stop - n) for r, n in zip(ranges, cells, strict=True))
+    if not any(map(any, pairs)):
+        return value
+    if value.unit_cells:
+        raise NoTwinError("it crops a field of one cell")
+    return replace(value, name=call.steps.add_step(nn.Pad(pairs), value.name), mean_of="")
 
 
 def _max_pool(call: FunctionCall) -> FieldValue:
@@ -341,6 +368,19 @@ def _adaptive_avg_pool(call: FunctionCall) -> FieldValue:
     return replace(found, mean_of=value.name if set(cells) == {1} else "")
 
 
+def _normalize_channels(call: FunctionCall) -> FieldValue:
+    """Convert a layer norm over channels in the last dim, with a weight and a bias of the calling module."""
+    value, shape = call.steps.get_value(call.x), tuple(call.get(1, "normalized_shape"))
+    names = [call.steps.find_parameter(call.get(at, name)) for at, name in ((2, "weight"), (3, "bias"))]
+    path = names[0].removesuffix("weight")
+    if not value.channels_last or len(shape) != 1 or not names[0] or names != [f"{path}weight", f"{path}bias"]:
+        raise NoTwinError(
+            "it must normalize channels in the last dim, with parameters named weight and bias; use GroupNorm"
+        )
+    layer = nn.ChannelLayerNorm(shape[0], call.get(4, "eps", 1e-5))
+    return replace(value, name=call.steps.add_step(layer, value.name, name=path.removesuffix(".")), mean_of="")
+
+
 def _drop_out(call: FunctionCall) -> FieldValue:
     p, training = call.get(1, "p", 0.5), call.get(2, "training", True)
     value = call.steps.get_value(call.x)
@@ -358,13 +398,22 @@ def _shuffle_pixels(call: FunctionCall) -> FieldValue:
     return call.apply(nn.PixelUnshuffle(call.get(1, "downscale_factor")))
 
 
+def _make_clip(low: float | None, high: float | None) -> Layer:
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return nn.Lambda(lambda x: np.clip(x, low, high), lambda x: (x > low) & (x < high))
+
+
 _ACTIVATIONS: dict[str, Callable[[FunctionCall], Layer]] = {
+    "abs": lambda call: nn.Lambda(np.abs, np.sign),
+    "clamp": lambda call: _make_clip(call.get(1, "min"), call.get(2, "max")),
     "cos": lambda call: nn.Lambda(np.cos, lambda x: -np.sin(x)),
     "elu": lambda call: nn.ELU(call.get(1, "alpha", 1.0)),
     "exp": lambda call: nn.Lambda(np.exp, np.exp),
     "gelu": lambda call: nn.GELU(call.kwargs.get("approximate", "none")),
+    "hardtanh": lambda call: _make_clip(call.get(1, "min_val", -1.0), call.get(2, "max_val", 1.0)),
     "leaky_relu": lambda call: nn.LeakyReLU(call.get(1, "negative_slope", 0.01)),
     "relu": lambda call: nn.ReLU(),
+    "relu6": lambda call: _make_clip(0.0, 6.0),
     "sigmoid": lambda call: nn.Sigmoid(),
     "silu": lambda call: nn.SiLU(),
     "sin": lambda call: nn.Lambda(np.sin, np.cos),
@@ -385,6 +434,7 @@ _CONVERTERS: dict[Callable[[FunctionCall], FieldValue], str] = {
         "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices"
     ),
     _negate: "neg negative",
+    _normalize_channels: "layer_norm",
     _pad: "pad",
     _permute: "permute movedim moveaxis transpose swapaxes swapdims",
     _raise_to_power: "pow square",

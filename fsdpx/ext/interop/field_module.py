@@ -159,12 +159,12 @@ class _FieldTrace(TorchFunctionMode):
             return result
         call = FunctionCall(function, args, kwargs, result, self)
         self._function = call.name
-        value: FieldValue | ConfigError
+        values: Sequence[FieldValue | ConfigError]
         try:
-            value = convert_function(call)
+            values = convert_function(call)
         except NoTwinError as error:
-            value = self._explain(f"{call.name}()", str(error))
-        for tensor in results:
+            values = [self._explain(f"{call.name}()", str(error))] * len(results)
+        for tensor, value in zip(results, values, strict=True):
             self._set_value(tensor, value)
         return result
 
