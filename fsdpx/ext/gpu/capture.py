@@ -31,7 +31,10 @@ class GraphMemory:
     cannot return memory to the driver that a graph uses."""
 
     def __init__(self) -> None:
-        cuda = import_cupy().cuda
+        xp = import_cupy()
+        cuda = xp.cuda
+        cuda.set_pinned_memory_allocator(_allocate_pinned_outside_captures)
+        xp.fft.config.get_plan_cache().set_size(-1)  # graphs use the work memory of plans, so plans must stay
         self.pool = cuda.MemoryPool(self._allocate)
         self.stream = cuda.Stream(non_blocking=True)
         self._kept: list[Any] = []
@@ -117,6 +120,14 @@ class Capture:
         self._graph.launch()
 
 
+def _allocate_pinned_outside_captures(nbytes: int) -> Any:
+    """Allocate pinned memory from CuPy's pool, as CuPy does by default. Raise RuntimeError while a graph is recorded:
+    CuPy would copy an array from the host through this memory, and later launches would find other values there."""
+    if get_active_capture() is not None:
+        raise RuntimeError("an array is copied from the host")
+    return import_cupy().get_default_pinned_memory_pool().malloc(nbytes)
+
+
 def get_active_capture() -> Capture | None:
     """Return the capture that records the work of this thread, or None."""
     return getattr(_thread, "active", None)
@@ -139,6 +150,8 @@ def copy_into_fixed_memory(memory: GraphMemory, array: Any) -> Any:
 
 def make_unowned_view(array: Any) -> Any:
     """Return a view of the memory of an array that does not keep this memory: the pool may reuse it."""
+    if not array.size:
+        return array
     xp = import_cupy()
-    pointer = xp.cuda.MemoryPointer(xp.cuda.UnownedMemory(array.data.ptr, max(array.nbytes, 1), None), 0)
+    pointer = xp.cuda.MemoryPointer(xp.cuda.UnownedMemory(array.data.ptr, array.nbytes, None), 0)
     return xp.ndarray(array.shape, array.dtype, pointer, array.strides)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fsdpx.core.base.messages import log_on_rank0
+from fsdpx.core.base.messages import log_line
 from fsdpx.core.engine.engine import Engine
 from fsdpx.core.engine.observer import Observer
 from fsdpx.core.engine.run import UnitFunctions
@@ -310,10 +310,11 @@ class ReplayObserver(Observer):
         self._report(f"unit {unit.name!r}: {why}")
 
     def _report(self, why: str) -> None:
-        """Log once that something computes as usual."""
-        if why not in self.reasons:
-            self.reasons[why] = None
-            log_on_rank0(self._engine.placement.axes.world, f"replay: not recorded as a CUDA graph, {why}")
+        """Log once that something computes as usual, on the first rank of each pipeline stage."""
+        axes = self._state.placement.axes
+        if why not in self.reasons and axes.data.rank == axes.tensor.rank == 0:
+            log_line(f"fsdpx: replay: not recorded as a CUDA graph, {why}")
+        self.reasons[why] = None
 
     def _can_record(self, now: Recording, call: UnitCall) -> bool:
         if self._state.placement.layout.units[call.unit.index] is not call.unit:

@@ -444,7 +444,12 @@ class Cupy(types.ModuleType):
         kinds = {kind.__name__: kind for kind in (Memory, MemoryPointer, MemoryPool, UnownedMemory)}
         vars(self.cuda).update(kinds, using_allocator=using_allocator)
         self.get_default_memory_pool = lambda: types.SimpleNamespace(free_all_blocks=lambda: None)
-        self.cuda.alloc_pinned_memory = _pinned
+        self.pinned = _pinned
+        self.cuda.alloc_pinned_memory = lambda nbytes: self.pinned(nbytes)
+        self.cuda.set_pinned_memory_allocator = partial(setattr, self, "pinned")
+        self.get_default_pinned_memory_pool = lambda: types.SimpleNamespace(malloc=_pinned)
+        plans = types.SimpleNamespace(set_size=lambda size: None)
+        self.fft = types.SimpleNamespace(**vars(np.fft), config=types.SimpleNamespace(get_plan_cache=lambda: plans))
         self.RawModule = RawModule
         self.cuda.nccl = types.SimpleNamespace(available=False)
         self.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 1)
@@ -466,8 +471,11 @@ class Cupy(types.ModuleType):
     def asarray(self, value: Any, dtype: Any = None) -> Any:
         if isinstance(value, ndarray):
             return value if dtype is None else value.astype(dtype)
-        _require_no_capture("a copy from the host")
-        return _wrapped(np.array(value, dtype))
+        host = np.array(value, dtype)
+        self.cuda.alloc_pinned_memory(max(host.nbytes, 1))
+        if _stream().capturing is not None:  # a launch copies what then lies in the pinned memory
+            return _wrapped(_performed(np.full, (host.shape, 127), {"dtype": host.dtype}))
+        return _wrapped(host)
 
     array = asarray
 

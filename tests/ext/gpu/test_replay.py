@@ -140,6 +140,13 @@ class Drawing(nn.Layer):
         return dy, ()
 
 
+class Rolling(Drawing):
+    """Adds one number that the host draws."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x + float(env.random.get_number_range((1,)).make_fractions(np)[0]), ()
+
+
 class Failing(nn.Layer):
     """Computes forward, but reads values backward."""
 
@@ -156,7 +163,12 @@ def between(layer: type[nn.Layer]) -> Any:
 
 @pytest.mark.parametrize(
     ("layer", "why", "more"),
-    [(Reading, "float: the stream is", 0), (Drawing, "copy from the host", 0), (Failing, "bool: the stream is", 1)],
+    [
+        (Reading, "float: the stream is", 0),
+        (Drawing, "an array is copied from the host", 0),
+        (Rolling, "its random numbers are made on the host", 0),
+        (Failing, "bool: the stream is", 1),
+    ],
 )
 def test_layers_that_read_values_compute_as_usual(layer: type[nn.Layer], why: str, more: int) -> None:
     """The units before and behind are replayed. more: forward passes that were recorded before the backward failed."""
