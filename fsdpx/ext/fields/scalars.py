@@ -104,13 +104,15 @@ class ScaleShift(ScalarsToField):
                 f"{s.shape[1]}"
             )
         gain = (1.0 + _broadcast_to_cells(s[:, : field.shape[1]], field)).astype(field.dtype, copy=False)
-        y = field * gain + _broadcast_to_cells(s[:, field.shape[1] :], field)
-        return self._to_result(env, y.astype(field.dtype, copy=False)), (field, gain)
+        y = field * gain
+        y += _broadcast_to_cells(s[:, field.shape[1] :], field).astype(field.dtype, copy=False)
+        return self.get_partition(y).to_channels_first(y), (field, gain)
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         (field, gain), dy = saved, self.get_partition(dy).to_channels_first(dy)
         ds = env.xp.concatenate([_sum_over_cells(dy * field), _sum_over_cells(dy)], axis=1)
-        return (self._to_result(env, dy * gain), ds), ()
+        dx = dy * gain
+        return (self.get_partition(dx).to_channels_first(dx), ds), ()
 
 
 class BroadcastScalars(ScalarsToField):
