@@ -91,6 +91,9 @@ _EQUIVALENTS = {
     "nn.BatchNorm": "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm",
     "nn.InstanceNorm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d",
     "nn.ChannelLayerNorm": "LayerNorm2d",
+    "nn.NeighborhoodAttention": "NeighborhoodAttention1D NeighborhoodAttention2D NeighborhoodAttention3D",
+    "nn.PhysicsAttention": "Physics_Attention_Irregular_Mesh Physics_Attention_1D Physics_Attention_2D "
+    "Physics_Attention_3D",
     "nn.RelativeL2": "LpLoss",
     "nn.RelativeH1": "H1Loss",
     "nn.MultiHeadAttention": "MultiheadAttention",
