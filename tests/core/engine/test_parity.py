@@ -340,7 +340,7 @@ def test_any_mesh_trains_to_parity_or_is_refused() -> None:
     """It would say nothing if nearly all were refused."""
     found: list[bool] = []
 
-    @settings(max_examples=examples(36))
+    @settings(max_examples=examples(60))
     @given(configurations(), st.integers(0, 9))
     def one(choice: dict[str, Any], delays: int) -> None:
         found.append(attempt(dict(choice), delays))
