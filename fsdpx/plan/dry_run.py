@@ -18,6 +18,7 @@ import numpy as np
 from fsdpx.core.array.shapes.array import measuring_memory
 from fsdpx.core.base import environment
 from fsdpx.core.base.arguments import wrap_with_argument_check
+from fsdpx.core.base.option_names import ForeignModule
 from fsdpx.core.base.safe_files import require_json_fields
 from fsdpx.core.base.version import __version__, get_package_version
 from fsdpx.core.comm.backend import FakeCommunicator, FakeNodeCommunicator
@@ -198,7 +199,7 @@ class DryRun:
 
 @partial(wrap_with_argument_check, when="failed")
 def dry_run(
-    model: Layer,
+    model: Layer | ForeignModule,
     x: Any,
     y: Any,
     *,

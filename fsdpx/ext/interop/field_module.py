@@ -6,6 +6,7 @@ becomes a step of a container."""
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,6 +53,10 @@ class FieldModule(SplitModule):
         self.initial = {n: spec.init for n, spec in self.given_values.make_parameter_specs(shapes, ()).items()}
         for name, spec in self._specs.items():
             self._specs[name] = replace(spec, trainable=spec.trainable and tensors[name].requires_grad)
+
+    def __repr__(self) -> str:
+        steps = (f"{step.name} = {step.layer!r}({', '.join(step.sources)})" for step in self.steps)
+        return f"FieldModule({'; '.join(steps)})"
 
 
 def convert_to_field_layers(module: torch.nn.Module, example: Sequence[Any], grid: Grid) -> FieldModule:
@@ -108,8 +113,10 @@ class _FieldTrace(TorchFunctionMode):
         self.module, self.steps, self.ties = module, list[ChildCall](), dict[str, str]()
         self._tensors = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         taken = {name for name, _ in module.named_modules()} | set(self._tensors.values())
-        names = ["x"] if len(inputs) == 1 else [f"x{i}" for i in range(len(inputs))]
-        self.inputs = [f"{name}_input" if name in taken else name for name in names]
+        found = inspect.signature(module.forward).parameters.items()
+        names = [name for name, parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        names = names if len(names) >= len(inputs) else [f"x{i}" for i in range(len(inputs))]
+        self.inputs = [f"{name}_input" if name in taken else name for name in names[: len(inputs)]]
         self._names, self._used = taken | set(self.inputs), set[str]()
         self._values: dict[int, FieldValue | ConfigError] = {}
         self._alive: list[Any] = []  # values are found by the ids of their tensors, which must not be reused

@@ -238,14 +238,14 @@ def test_what_no_layer_computes_is_refused_by_its_name(last: Any, says: str) -> 
         from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
 
 
-def test_inputs_are_named_by_their_examples() -> None:
+def test_inputs_are_counted_by_examples_and_named_as_in_forward() -> None:
     class Two(tnn.Module):
         def forward(self, u: Any, s: Any) -> Any:
             return torch.cat([u, u * 2], 1), s
 
     grid = fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx")
     layer = from_torch(Two(), torch.zeros(1, 3, 1, 1), torch.zeros(1, 2), domain=grid)
-    assert (layer.n_inputs, layer.n_outputs) == (2, 2)
+    assert (layer.inputs, layer.n_outputs) == (("u", "s"), 2)
     for example in ([torch.zeros(2)], [torch.zeros(1, 2)]):
         with pytest.raises(ConfigError, match="give one per input"):
             from_torch(Two(), *example, domain=grid)
