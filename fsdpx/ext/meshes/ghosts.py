@@ -121,7 +121,7 @@ def _list_sends(env: LayerContext, graph: LocalGraph) -> list[tuple[int, Array]]
     if env.xp is np or has_no_data(env):
         return list(graph.sends)
     key = "sends of a graph", id(graph)
-    if key not in env.constants:
-        env.constants[key] = [(rank, env.xp.asarray(rows)) for rank, rows in graph.sends]
-    found: list[tuple[int, Array]] = env.constants[key]
+    if (cached := env.constants.get(key)) is None or cached[0] is not graph.sends:  # the graph may have been replaced
+        cached = env.constants[key] = graph.sends, [(rank, env.xp.asarray(rows)) for rank, rows in graph.sends]
+    found: list[tuple[int, Array]] = cached[1]
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -44,7 +44,7 @@ class PartSizes(NamedTuple):
         return self.ghosts + sum(rows for _, rows in self.sends)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LocalGraph:
     """One rank's part of a graph: the nodes that it owns, its ghosts (copies of other ranks' nodes), and all edges
     whose receivers it owns.
@@ -91,6 +91,11 @@ class LocalGraph:
         receives = tuple((rank, *ends) for (rank, _), *ends in zip(part.receives, starts, starts[1:], strict=False))
         features = np.zeros((0, edge_features))
         return cls(*part[:3], none, none, none, none, none, none, none, features, sends, receives)
+
+    def replace_with(self, other: LocalGraph) -> None:
+        """Take over all attributes of another graph, so that the layers that hold this one compute on that graph."""
+        vars(self).clear()
+        vars(self).update((one.name, getattr(other, one.name)) for one in fields(other))
 
     @property
     def sizes(self) -> PartSizes:
@@ -172,9 +177,9 @@ class LocalGraph:
         if env.xp is np and dtype in (None, array.dtype):
             return array
         key = "graph", id(self), name, None if dtype is None else np.dtype(dtype).str
-        if key not in env.constants:
-            env.constants[key] = env.xp.asarray(array if dtype is None else array.astype(dtype))
-        return env.constants[key]
+        if (cached := env.constants.get(key)) is None or cached[0] is not array:  # the graph may have been replaced
+            cached = env.constants[key] = array, env.xp.asarray(array if dtype is None else array.astype(dtype))
+        return cached[1]
 
     def _gather(self, env: LayerContext, x: Array, name: str) -> Array:
         if has_no_data(env):

@@ -38,6 +38,7 @@ from fsdpx.ext.meshes.graph_building import (
     build_local_graph,
     exchange_arrays,
     exchange_wanted_rows,
+    find_rows,
 )
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
 from fsdpx.ext.meshes.node_samples import NodeSamples
@@ -393,6 +394,45 @@ class Partition(Domain):
         cuts = tuple(np.cumsum([0, *(part.nodes for part in parts)]).tolist())
         self._parts, self.rank, self.graph, self.dims = tuple(parts), rank, graph, (len(parts),)
         self.total_edges, self.partition = sum(part.edges for part in parts), MeshPartition((cuts,), graph=graph)
+        self._joined_graph = self._make_joined_graph()
+
+    def _make_joined_graph(self) -> LocalGraph:
+        """Return the whole graph, of which only sizes are known, as a single process would hold it."""
+        return LocalGraph.with_sizes_only(PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count)
+
+    def replace_edges(
+        self, edges: Any, *, positions: Any = None, edge_features: Any = None, undirected: bool | None = None
+    ) -> None:
+        """Replace all edges, for graphs that change from step to step. Nodes and their owners remain the same. Trainers
+        that were made with this partition use the new edges from their next call on. Collective over `comm`.
+
+        Parameters
+        ----------
+        edges : integers (2, edges): global numbers of the sender and receiver of each edge. Any rank may pass any edge,
+            and several ranks may pass the same one
+        positions : coordinates (nodes, dims) of the nodes that this rank owns, used as in `Partition`
+        edge_features, undirected : as in `Partition`
+
+        Raises
+        ------
+        ConfigError : on all ranks, as for `Partition`; the edges then remain the same
+        """
+        comm, own = self.comm, self.numbers
+
+        def parse() -> GraphArguments:
+            table = parse_integers("edges", edges, 2)
+            numbers = np.concatenate([own, np.setdiff1d(table, own)])
+            if numbers.max(initial=-1) >= self.total_nodes:
+                raise ConfigError(f"edges has node {numbers.max()}, but there are {self.total_nodes} nodes")
+            rows, mask = find_rows(numbers, table), np.arange(numbers.size) < own.size
+            return parse_graph(numbers, mask, rows, positions, edge_features, undirected)
+
+        given = require_same_choices(comm, parse_on_each_rank(comm, parse))
+        built = build_local_graph(comm, self.rank, self.dims[0], given)
+        self.graph.replace_with(built.graph)
+        self._parts, self.total_edges = built.parts, sum(part.edges for part in built.parts)
+        self._joined_graph.replace_with(self._make_joined_graph())
+        self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
 
     def close(self) -> None:
         """Free the partition's duplicate of the communicator; later calls do nothing. Collective.
@@ -459,9 +499,7 @@ class Partition(Domain):
 
     @property
     def joined_partition(self) -> tuple[MeshPartition]:
-        sizes = PartSizes(self.total_nodes, 0, self.total_edges)
-        whole = LocalGraph.with_sizes_only(sizes, self.edge_feature_count)
-        return (MeshPartition(((0, self.total_nodes),), graph=whole),)
+        return (MeshPartition(((0, self.total_nodes),), graph=self._joined_graph),)
 
     def shard_model(
         self, model: Layer, parts: Sequence[FieldPartition] | None = None

@@ -158,3 +158,61 @@ def test_graphs_are_even_over_ranks_and_come_back() -> None:
 def test_what_does_not_fit_together_is_refused(call: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         call()
+
+
+def draw_batch(step: int) -> tuple[data.PackedGraphs, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return graphs of other sizes for each step, padded to 30 nodes, with positions, values of edges, inputs and
+    targets."""
+    rng = np.random.default_rng(step)
+    sizes = rng.multinomial(24, [0.3, 0.5, 0.2]) + 1
+    edges = [np.stack(np.divmod(rng.choice(n * n, rng.integers(0, n * n), replace=False), n)) for n in sizes]
+    packed = data.pack_graphs([*edges, np.zeros((2, 0), int)], [*sizes, 30 - sizes.sum()])
+    arrays = [rng.standard_normal((30, k)) for k in (2, 3, 2)]
+    arrays[2][sizes.sum() :] = np.nan
+    return packed, rng.standard_normal((packed.edges.shape[1], 1)), *arrays
+
+
+def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
+    packed, _, positions, *_ = draw_batch(0)
+    parts = np.random.default_rng(comm.size).integers(0, comm.size, 30)
+    mesh = fsdpx.Partition.split(comm, packed.edges, 30, parts=parts, positions=positions, undirected=False)
+    trainer = nn.MeshGraphNet(3, 3, 2, 6, 2, edge_inputs=1, activation="silu").as_distributed(
+        loss=nn.MSELoss(skipna=True), optimizer=optim.SGD(lr=0.05, momentum=0.9), comm=comm, domain=mesh,
+        precision=precision,
+    )  # fmt: skip
+    before, losses = trainer.parameters(), []
+    for step in range(STEPS):
+        packed, values, positions, x, t = draw_batch(step)
+        mine = np.arange(packed.edges.shape[1]) % comm.size == comm.rank if step % 2 else slice(None)
+        mesh.replace_edges(packed.edges[:, mine], positions=mesh.take_local(positions), undirected=False)
+        losses.append(trainer.step((mesh.take_local(x), mesh.exchange_edges(values[mine])), mesh.take_local(t)))
+        assert mesh.total_edges == len(values)
+        assert sum(comm.all_gather_data(mesh.graph.edges)) == len(values)
+    with pytest.raises(ConfigError, match="rank 0: edges has node 30, but there are 30 nodes"):
+        mesh.replace_edges([[30], [0]], positions=mesh.take_local(positions))
+    mesh.replace_edges(packed.edges)
+    with pytest.raises(ConfigError, match="edges of the partition have 0 features, but the model expects 3"):
+        trainer.predict((mesh.take_local(x), mesh.exchange_edges(values)))
+    return losses, before, trainer.parameters()
+
+
+@pytest.mark.parametrize(("ranks", "precision"), [(1, "float64"), (2, "float32"), *((n, "float64") for n in (3, 5, 8))])
+def test_graphs_that_change_from_step_to_step_train_as_in_pytorch(ranks: int, precision: str) -> None:
+    found, tolerance = spawn(train_on_changing_graphs, ranks, precision), 1e-12 if precision == "float64" else 1e-5
+    p = {name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in found[0][1].items()}
+    step, wanted = torch.optim.SGD(p.values(), lr=0.05, momentum=0.9), []
+    for i in range(STEPS):
+        packed, values, positions, x, t = draw_batch(i)
+        (s, r), where, known = torch.tensor(packed.edges), torch.tensor(positions), torch.tensor(~np.isnan(t[:, 0]))
+        apart = where[s] - where[r]
+        features = torch.cat([apart, apart.norm(dim=1, keepdim=True), torch.tensor(values)], dim=1)[None]
+        graph = Graph(30, packed.edges, positions, np.zeros(30, np.int64))
+        step.zero_grad()
+        y = mesh_graph_net_in_torch(p, torch.tensor(x)[None], features, graph, torch.nn.functional.silu)
+        loss = torch.nn.functional.mse_loss(y[0, known], torch.tensor(t)[known])
+        loss.backward()
+        step.step()
+        wanted.append(loss.item())
+    for losses, _, parameters in found:
+        np.testing.assert_allclose(losses, wanted, rtol=tolerance)
+        assert_close(parameters, {name: value.detach().numpy() for name, value in p.items()}, tolerance)
