@@ -142,7 +142,7 @@ class Optimizer(Protocol):
     def slots(self) -> tuple[str, ...]:
         """The names of the state arrays. Each array is as large as the shard, and all zeros before step 1.
 
-        An optimizer may also have an attribute `slot_formats`: a dict that maps slot names to `SlotFormat`s, for slots
+        An optimizer may also have an attribute `slot_formats`: a dict with a `SlotFormat` for the name of each slot
         whose dtype differs from that of the shard."""
 
     def update(
