@@ -9,6 +9,7 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Array, LayerContext, require_fraction, require_positive
 from fsdpx.nn.losses import CellWeights, Loss, compute_masked_difference, require_one_output, require_target_shape
+from fsdpx.nn.shard_specs import FieldPartition
 
 __all__ = ["CRPS"]
 
@@ -39,6 +40,9 @@ class CRPS(Loss):
         self.weights = None if weights is None else CellWeights("CRPS", weights)
         self.skipna = bool(skipna)
         self.counts = "unknown" if skipna else "samples"
+
+    def bind_partition(self, parts: FieldPartition) -> Loss:
+        return self  # overridden because only such losses get the features of nodes as channels
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
         xp = env.xp

@@ -45,6 +45,8 @@ class RelativeH1(RelativeL2):
     eps, weights, skipna : as in `RelativeL2`
     """
 
+    needs_grid = True
+
     def __init__(
         self,
         gradient_weight: float = 1.0,

@@ -6,7 +6,7 @@ They can be used for training and as metrics, for example in `fit(metrics={"vrms
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class FieldLoss(Loss):
     have weights."""
 
     parts: FieldPartition | None = None
+    needs_grid: ClassVar[bool] = False
+    """Whether the loss depends on the positions of cells, so that it cannot be computed on a mesh."""
 
     def __init__(self, weights: Any = None, skipna: bool = False) -> None:
         self.weights = None if weights is None else CellWeights(type(self).__name__, weights)
@@ -203,6 +205,8 @@ class BoundaryRMSE(RootLoss):
 
     A cell at an edge or corner counts once for each boundary to which it belongs."""
 
+    needs_grid = True
+
     def __init__(self) -> None:
         super().__init__()
 
@@ -230,6 +234,8 @@ class BandRMSE(RootLoss):
     ----------
     low, high : bounds of the band; high=None (default) means that there is no upper bound
     """
+
+    needs_grid = True
 
     def __init__(self, low: float, high: float | None = None) -> None:
         super().__init__()

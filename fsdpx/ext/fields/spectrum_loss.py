@@ -41,6 +41,8 @@ class SpectrumRMSE(FieldLoss):
         function, and squares are divided by the mean weight
     """
 
+    needs_grid = True
+
     def __init__(
         self,
         low: float = 0,

@@ -6,7 +6,7 @@ from copy import copy
 from typing import Any
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.losses import BandRMSE, BoundaryRMSE
+from fsdpx.ext.fields.losses import FieldLoss
 from fsdpx.ext.fields.physics import PhysicsLoss
 from fsdpx.nn.layer import Array, LayerContext
 from fsdpx.nn.losses import CellWeights, Loss, LossSum, WrappedLoss, require_one_output
@@ -20,7 +20,7 @@ def bind_loss_to_nodes(loss: Loss, cuts: tuple[Cuts, ...]) -> Loss:
     for fields, or one with weights, sees features as channels, and nodes as the cells of a field."""
     if isinstance(loss, LossSum):
         return LossSum([(factor, bind_loss_to_nodes(term, cuts)) for factor, term in loss.terms])
-    if isinstance(loss, BandRMSE | BoundaryRMSE | PhysicsLoss):
+    if isinstance(loss, PhysicsLoss) or (isinstance(loss, FieldLoss) and loss.needs_grid):
         raise ConfigError(f"{loss!r} needs the cells of a grid, and cannot be computed on a mesh")
     weights = getattr(loss, "weights", None)
     of_fields = type(loss).bind_partition is not Loss.bind_partition

@@ -348,6 +348,33 @@ def test_weights_are_of_nodes_or_of_their_features(shape: tuple[int, ...]) -> No
     np.testing.assert_allclose(loss.backward(env, saved, 1 / weight), wide * (y - target) / wide.sum())
 
 
+def test_losses_that_need_neighboring_cells_are_refused() -> None:
+    losses = nn.BandRMSE(0, 2), nn.BoundaryRMSE(), nn.RelativeH1(), nn.SpectrumRMSE()
+    for loss in (*losses, nn.PhysicsLoss(nn.MSELoss(), nn.FieldLaplacian())):
+        with pytest.raises(ConfigError, match="needs the cells of a grid, and cannot be computed on a mesh"):
+            bind_loss_to_nodes(0.5 * nn.MSELoss() + loss, ((0, 5),))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ensembles_of_node_values(weighted: bool) -> None:
+    """Members are blocks of features. Five steps on any partition."""
+    graph, weights = Graph.random(0, 3), np.random.default_rng(1).random(Graph.random(0, 3).nodes)
+    x, y = np.random.default_rng(2).standard_normal((2, graph.nodes, 3))
+
+    def run(comm: Communicator) -> Any:
+        partition = make_partition(comm, graph if comm.size == 3 else Graph.random(0, 1), "split")
+        own = partition.take_local(weights[:, None])[: partition.row_counts[0], 0] if weighted else None
+        trainer = nn.Sequential(nn.Linear(3, 6), nn.Tanh()).as_distributed(
+            loss=nn.CRPS(2, weights=own), optimizer=optim.SGD(lr=0.5), comm=comm, domain=partition, precision="float64"
+        )
+        mine, target = partition.take_local(x), partition.take_local(y)
+        return [trainer.step(mine, target) for _ in range(5)]
+
+    (want,) = spawn(run, 1)
+    for got in spawn(run, 3):
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
 class Doubled(nn.Layer):
     """A layer that claims to keep the rows, but changes them."""
 
