@@ -12,6 +12,8 @@ from fsdpx.ext.fields.cell_heads import FieldAttention, require_divisible_by_hea
 from fsdpx.ext.fields.conv import Sizes, expand_to_dims
 from fsdpx.ext.fields.halo import DimEnds, FieldLayer, HaloSpec, get_rank_along
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
+from fsdpx.ext.fields.kernels.neighborhood import make_neighborhood_masks
+from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
 
@@ -102,9 +104,10 @@ class WindowAttention(FieldLayer):
 
     def _plan_halos_and_windows(
         self, env: LayerContext, x: Array
-    ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]:
+    ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[Array, ...]]]:
         """Return the halos of keys and values that are exchanged and, as the kernels take them, the first key of the
-        window of each query of this rank along each dim, and the sizes of windows."""
+        window of each query of this rank along each dim, the sizes of windows, and the masks, which are cached per
+        context."""
         parts = self.get_partition(x)
         dims = len(parts.cuts)
         window = expand_to_dims(self, "kernel_size", self.kernel_size, dims, 1)
@@ -114,7 +117,10 @@ class WindowAttention(FieldLayer):
                 raise ShapeError(f"{self!r}: the field has {n} cells along {name}, fewer than windows of {size}")
         place = tuple(get_rank_along(env, cuts, d) for d, cuts in enumerate(parts.cuts))
         halos, starts = _plan_halos_and_starts(parts, window, self._list_periods(dims), place)
-        return halos, (starts, window)
+        key = "neighborhood", starts, window, (dtype := accumulation_dtype(x.dtype)).str
+        if key not in env.constants:
+            env.constants[key] = make_neighborhood_masks(env.xp, starts, window, dtype)
+        return halos, (starts, window, env.constants[key])
 
     def _split_into_heads(self, env: LayerContext, x: Array) -> Array:
         """Return a view (samples, heads, *cells, d_head) of a field."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.kernels import WindowStrides
+from fsdpx.ext.fields.kernels.neighborhood import make_neighborhood_masks
 
 __all__ = ["CALLS", "DOUBLE"]
 
@@ -59,12 +60,13 @@ FIELDS = [
 
 
 def neighbors(starts: tuple[tuple[int, ...], ...], window: tuple[int, ...]) -> Any:
-    """q, k, v, o, lse, the gradient of o, the first key of each query's window along each dim, its sizes, and scale."""
+    """q, k, v, o, lse, the gradient of o, the first key of each query's window along each dim, its sizes, the masks of
+    tiles, and scale."""
     box = tuple(first[-1] + k for first, k in zip(starts, window, strict=True))
     q, do = noise(2, 2, 2, *map(len, starts), 3, seed=7)
     given = q, *noise(2, 2, 2, *box, 3, seed=8)
-    o, lse = kernels.neighborhood_attention.__wrapped__(np, *given, starts, window, 0.5)  # type: ignore[attr-defined]
-    return (*given, o, lse, do, starts, window, 0.5)
+    how = starts, window, make_neighborhood_masks(np, starts, window, np.float64), 0.5
+    return (*given, *kernels.neighborhood_attention.__wrapped__(np, *given, *how), do, *how)  # type: ignore[attr-defined]
 
 
 NEIGHBORS = [

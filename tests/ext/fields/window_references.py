@@ -7,6 +7,7 @@ from references import EPS, Case, Cases, attention, of, wide
 
 from fsdpx.ext.fields import kernels
 from fsdpx.ext.fields.kernels import WindowStrides
+from fsdpx.ext.fields.kernels.neighborhood import make_neighborhood_masks
 
 __all__ = ["FAMILIES", "KERNELS"]
 
@@ -168,7 +169,8 @@ def neighborhoods(x, dy, dtype) -> Cases:
     """Attention in windows that contain all keys."""
     (forward,), (backward,) = attention(x, dy, dtype).values()
     keys = forward.arrays[0].shape[2]
-    how = ((0,) * keys,), (keys,), 0.7 / x.shape[1] ** 0.5
+    starts, window = ((0,) * keys,), (keys,)
+    how = starts, window, make_neighborhood_masks(np, starts, window, wide(dtype)), 0.7 / x.shape[1] ** 0.5
 
     def to_all(xp, *a):
         return np.stack(kernels.neighborhood_attention_backward(xp, *a, *how))

@@ -5,7 +5,7 @@ outside the window of a query. No array of scores is larger than a tile's, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 from math import prod
@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx.core.array.kernels.dispatch import kernel
 from fsdpx.core.array.shapes.flop_counter import iterate_once_counting_all
 
-__all__ = ["neighborhood_attention", "neighborhood_attention_backward"]
+__all__ = ["make_neighborhood_masks", "neighborhood_attention", "neighborhood_attention_backward"]
 
 TILE_SIDES = {1: 64, 2: 8, 3: 4}
 """Number of queries of a tile along each dim, by the number of dims."""
@@ -44,7 +44,7 @@ class DimTile(NamedTuple):
 
 @kernel()
 def neighborhood_attention(
-    xp: Any, q: Any, k: Any, v: Any, starts: Starts, window: tuple[int, ...], scale: float
+    xp: Any, q: Any, k: Any, v: Any, starts: Starts, window: tuple[int, ...], masks: tuple[Any, ...], scale: float
 ) -> tuple[Any, Any]:
     """Return softmax(scale q k^T) v, where each query sees the keys of its own window, and the log-sum-exp of its
     scores (Hassani et al. 2023).
@@ -55,6 +55,7 @@ def neighborhood_attention(
     k, v : (B, H, *box, D); box has as many dims as cells
     starts : for each dim, the first key of the window of each query along this dim, in increasing order
     window : number of keys of a window along each dim
+    masks : result of `make_neighborhood_masks`, in float32 for 16-bit arrays
     scale : factor on the scores
 
     Returns
@@ -62,7 +63,7 @@ def neighborhood_attention(
     o (B, H, *cells, D), stored with cells before heads, and lse (B, H, *cells)
     """
     o, lse = _empty_cells_first(xp, q), xp.empty(q.shape[:-1], dtype=q.dtype)
-    for queries, keys, mask in _iterate_tiles(xp, starts, window, q.dtype):
+    for queries, keys, mask in _iterate_tiles(xp, starts, window, masks):
         scores = _compute_scores(xp, _take_rows(q, queries), _take_rows(k, keys), mask, scale)
         top = xp.max(scores, axis=-1, keepdims=True)
         scores -= top
@@ -76,13 +77,14 @@ def neighborhood_attention(
 
 @kernel(narrow=3)
 def neighborhood_attention_backward(
-    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, starts: Starts, window: tuple[int, ...], scale: float
-) -> tuple[Any, Any, Any]:
+    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, starts: Starts, window: tuple[int, ...],
+    masks: tuple[Any, ...], scale: float,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Return the gradients of q, k and v, stored with cells before heads. `o` and `lse` are the results of
     `neighborhood_attention`, `do` is the gradient of `o`, and the other arguments are the same."""
     dq, dk, dv = _empty_cells_first(xp, q), _empty_cells_first(xp, k), _empty_cells_first(xp, v)
     dk[...], dv[...] = 0, 0
-    for queries, keys, mask in _iterate_tiles(xp, starts, window, q.dtype):
+    for queries, keys, mask in _iterate_tiles(xp, starts, window, masks):
         rows, slopes = _take_rows(q, queries), _take_rows(do, queries)
         key_rows, value_rows = _take_rows(k, keys), _take_rows(v, keys)
         p = _compute_scores(xp, rows, key_rows, mask, scale)
@@ -116,39 +118,51 @@ def _compute_scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
     return scores
 
 
+def make_neighborhood_masks(xp: Any, starts: Starts, window: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+    """Return the masks (queries, keys) of all kinds of tiles for the argument `masks` of the kernels. A mask is 0 where
+    a query sees a key, and -inf elsewhere. Most tiles of a field are of the same kind."""
+    return tuple(xp.asarray(_make_mask(kind, window).astype(dtype)) for kind in _plan_tiles(starts, window)[1])
+
+
 def _iterate_tiles(
-    xp: Any, starts: Starts, window: Sequence[int], dtype: Any
+    xp: Any, starts: Starts, window: tuple[int, ...], masks: tuple[Any, ...]
 ) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Any]]:
-    """Yield, for each tile, the index of its queries, the index of its keys, and its mask. The mask is 0 where a query
-    sees a key, and -inf elsewhere.
+    """Yield, for each tile, the index of its queries, the index of its keys, and its mask.
 
     For shape-only arrays, tiles of equal shapes are computed once, and their work is counted as often as they occur."""
-    side = TILE_SIDES[len(starts)]
-    tiles: Any = product(*(_split_dim(first, k, side) for first, k in zip(starts, window, strict=True)))
+    tiles: Any = _plan_tiles(starts, window)[0]
     if getattr(xp, "holds_no_data", False):
         alike: dict[Any, list[Any]] = {}
         for tile in tiles:
-            alike.setdefault(tuple(one.lengths for one in tile), []).append(tile)
+            alike.setdefault(tuple(one.lengths for one in tile[0]), []).append(tile)
         tiles = (tile for same in alike.values() for tile in iterate_once_counting_all(same[0], len(same)))
-    for tile in tiles:
+    for sides, kind in tiles:
         batch = (slice(None), slice(None))
-        mask = xp.asarray(_make_mask(tuple(one.starts for one in tile), tuple(window), np.dtype(dtype).str))
-        yield (*batch, *(one.queries for one in tile)), (*batch, *(one.keys for one in tile)), mask
+        yield (*batch, *(one.queries for one in sides)), (*batch, *(one.keys for one in sides)), masks[kind]
 
 
-@lru_cache(1 << 10)
-def _split_dim(starts: tuple[int, ...], window: int, side: int) -> tuple[DimTile, ...]:
+@lru_cache(256)
+def _plan_tiles(
+    starts: Starts, window: tuple[int, ...]
+) -> tuple[tuple[tuple[tuple[DimTile, ...], int], ...], tuple[Starts, ...]]:
+    """Return the sides of each tile with the number of its kind, and, for each kind, the first keys of the windows of
+    its queries along each dim."""
+    side, kinds = TILE_SIDES[len(starts)], dict[Starts, int]()
+    rows = product(*(_split_dim(first, k, side) for first, k in zip(starts, window, strict=True)))
+    tiles = tuple((row, kinds.setdefault(tuple(one.starts for one in row), len(kinds))) for row in rows)
+    return tiles, tuple(kinds)
+
+
+def _split_dim(starts: tuple[int, ...], window: int, side: int) -> list[DimTile]:
     made = []
     for low in range(0, len(starts), side):
         own = starts[low : low + side]
         keys, relative = slice(own[0], own[-1] + window), tuple(start - own[0] for start in own)
         made.append(DimTile(slice(low, low + len(own)), keys, relative))
-    return tuple(made)
+    return made
 
 
-@lru_cache(256)
-def _make_mask(starts: Starts, window: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Return the mask (queries, keys) of a tile. Most tiles of a field have the same."""
+def _make_mask(starts: Starts, window: tuple[int, ...]) -> np.ndarray:
     seen: Any = np.ones((1, 1), bool)
     for first, k in zip(starts, window, strict=True):
         begin, key = np.array(first)[:, None], np.arange(first[-1] + k)[None, :]
@@ -156,4 +170,4 @@ def _make_mask(starts: Starts, window: tuple[int, ...], dtype: str) -> np.ndarra
         seen = (seen[:, None, :, None] & here[None, :, None, :]).reshape(
             seen.shape[0] * here.shape[0], seen.shape[1] * here.shape[1]
         )
-    return np.where(seen, 0.0, -np.inf).astype(dtype)
+    return np.where(seen, 0.0, -np.inf)
