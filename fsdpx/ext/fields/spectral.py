@@ -407,7 +407,7 @@ def _multiply_dim_by_matrix(xp: Any, y: Array, dim: int, matrix: Array, result_p
     and imaginary parts; in the result, its size is `result_parts`, which is 2, or 1 if results are real."""
     turned = xp.moveaxis(y, dim, -2)
     shape = turned.shape[:-2]
-    product = turned.reshape(math.prod(shape), matrix.shape[0]) @ matrix
+    product = batched_matmul_in_dtype(xp, turned.reshape(math.prod(shape), matrix.shape[0]), matrix)
     return xp.moveaxis(product.reshape(*shape, matrix.shape[1] // result_parts, result_parts), -2, dim)
 
 

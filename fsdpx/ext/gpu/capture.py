@@ -50,9 +50,13 @@ class GraphMemory:
     def add_range(self, owner: Any, address: int, nbytes: int) -> None:
         """Keep `owner`, which has `nbytes` bytes at `address`, as memory of the graphs."""
         at = bisect_right(self._starts, address)
-        self._kept.append(owner)
+        self.keep(owner)
         self._starts.insert(at, address)
         self._stops.insert(at, address + nbytes)
+
+    def keep(self, owner: Any) -> None:
+        """Keep arrays outside the pool that graphs read, as long as the graphs."""
+        self._kept.append(owner)
 
     def has_address(self, address: int) -> bool:
         """Return whether an address is in the memory of the graphs."""

@@ -817,11 +817,31 @@ def channel_norm_backward(
 @register_gpu_kernel("real any any")
 def multiply_along_dim(launch: KernelLauncher, x: Any, dim: int, matrix: Any) -> Any:
     y = launch.xp.empty((*x.shape[:dim], matrix.output_count, *x.shape[dim + 1 :]), dtype=x.dtype)
-    weights = launch.xp.asarray(matrix.weights.astype(launch.wide))
-    entries = launch.xp.asarray(matrix.starts), launch.xp.asarray(matrix.sources), weights
+    entries = _copy_matrix_to_gpu(launch, matrix)
     sizes = y.size, matrix.cells, matrix.output_count, math.prod(x.shape[dim + 1 :])
     launch.launch_elements("multiply_along_dim", y.size, x, y, *entries, *sizes)
     return y
+
+
+MAX_MATRICES_ON_GPU = 1 << 9
+_matrices_on_gpu: dict[tuple[int, Any, int], tuple[Any, tuple[Any, ...]]] = {}
+"""Sparse matrices on GPUs, by (id of an array of the matrix, dtype of the weights, GPU). The matrices on the host are
+kept too, so that their ids stay unique."""
+
+
+def _copy_matrix_to_gpu(launch: KernelLauncher, matrix: Any) -> tuple[Any, ...]:
+    """Return the arrays of a sparse matrix on the current GPU, which are kept for later steps."""
+    key = id(matrix.starts), launch.wide, launch.xp.cuda.Device().id
+    _, entries = _matrices_on_gpu.get(key, (matrix, ()))
+    if not entries:
+        if len(_matrices_on_gpu) >= MAX_MATRICES_ON_GPU:
+            _matrices_on_gpu.pop(next(iter(_matrices_on_gpu)), None)
+        weights = launch.xp.asarray(matrix.weights.astype(launch.wide))
+        entries = launch.xp.asarray(matrix.starts), launch.xp.asarray(matrix.sources), weights
+        _matrices_on_gpu[key] = matrix, entries
+    if (capture := get_active_capture()) is not None:
+        capture.memory.keep(entries)
+    return entries
 
 
 @register_gpu_kernel("real")

@@ -62,6 +62,12 @@ def unet() -> nn.Layer:
     return nn.UNet(2, 3, 2, 4, 1, "circular", "group", "silu")
 
 
+def fourier() -> nn.Layer:
+    """Layers with tables of their own: matrices of Fourier modes, and sparse ones."""
+    resized = nn.Upsample(scale_factor=2, mode="bilinear"), nn.AdaptiveAvgPool2d((8, 4))
+    return nn.Sequential(nn.FNO(2, 3, (3, 3), 4, 1), *resized)
+
+
 def find_observer(engine: Any) -> Any:
     return next((one for one in engine.observers if isinstance(one, ReplayObserver)), None)
 
@@ -98,6 +104,7 @@ CASES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
     "mlp": (1, mlp, rows, {}),
     "float32": (1, mlp, rows, {"precision": "float32"}),
     "unet": (1, unet, fields, {}),
+    "fourier": (1, fourier, fields, {}),
     "norms": (1, norms, rows, {"group_bytes": 1 << 20, "microbatches": 2}),
     "gpt": (1, untied, text, {"optimizer": optim.SGD(lr=optim.schedules.Linear(0.1, 4))}),
     "scaled": (1, mlp, rows, {"precision": Precision(loss_scale="dynamic", growth_interval=1, initial_scale=4.0)}),
