@@ -83,6 +83,45 @@ def make_attention(nn: Any, name: str, ours: tuple[Any, ...], theirs: tuple[Any,
     return getattr(import_module("torch_attention"), name)(*theirs)
 
 
+def make_unet(nn: Any) -> Any:
+    """Return a U-Net of two levels with attention below them, as in diffusion models."""
+    if hasattr(nn, "UNet"):
+        return nn.UNet(2, 2, width=32, depth=2, norm="group", activation="silu", attention=4)
+    import torch
+
+    def block(before: int, channels: int) -> list[Any]:
+        pairs = (before, channels), (channels, channels)
+        return [
+            layer
+            for pair in pairs
+            for layer in (nn.Conv2d(*pair, 3, padding=1, bias=False), nn.GroupNorm(channels // 8, channels), nn.SiLU())
+        ]
+
+    class UNet(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.down = nn.ModuleList(nn.Sequential(*block(*pair)) for pair in ((2, 32), (32, 64)))
+            self.low, self.norm = nn.Sequential(*block(64, 128)), nn.GroupNorm(16, 128)
+            self.attention = nn.MultiheadAttention(128, 4, batch_first=True)
+            self.rise = nn.ModuleList(nn.ConvTranspose2d(2 * n, n, 2, stride=2) for n in (64, 32))
+            self.up = nn.ModuleList(nn.Sequential(*block(2 * n, n)) for n in (64, 32))
+            self.last = nn.Conv2d(32, 2, 1)
+
+        def forward(self, x: Any) -> Any:
+            kept = []
+            for layer in self.down:
+                kept.append(layer(x))
+                x = nn.functional.max_pool2d(kept[-1], 2)
+            x = self.low(x)
+            rows = self.norm(x).flatten(2).mT
+            x = x + self.attention(rows, rows, rows, need_weights=False)[0].mT.reshape(x.shape)
+            for rise, layer in zip(self.rise, self.up, strict=True):
+                x = layer(torch.cat([rise(x), kept.pop()], dim=1))
+            return self.last(x)
+
+    return UNet()
+
+
 def make_chain(nn: Any, channels: tuple[int, ...], stride: int) -> Any:
     """Return 2-D convolutions of 3 x 3 cells with GELU between them."""
     layers = []
@@ -123,6 +162,7 @@ ROWS = (
         lambda nn: make_attention(nn, "NeighborhoodAttention", (32, 2, 7), (32, 2, (7, 7), (False, False))),
     ),
     Row("PhysicsAttention", IMAGES, 2, lambda nn: make_attention(nn, "PhysicsAttention", (32, 4, 32), (32, 4, 32))),
+    Row("UNet with attention", (4, 2, 64, 64), 1, make_unet),
     Row("ReLU", IMAGES, 4, lambda nn: nn.ReLU(), False),
     Row("LeakyReLU", IMAGES, 4, lambda nn: nn.LeakyReLU(), False),
     Row("ELU", IMAGES, 4, lambda nn: nn.ELU(), False),
