@@ -182,7 +182,6 @@ def graphs(x: np.ndarray, edges: np.ndarray, size: str) -> Iterator[Case]:
     order, offsets = np.argsort(senders), np.searchsorted(receivers, np.arange(x.shape[1] + 1))
     most = int(np.diff(offsets).max())
     y = segments.segment_softmax(np, edges, offsets, receivers, most)
-    yield "gather_rows", size, lambda: segments.gather_rows(np, x, senders)
     yield "add_gathered_rows", size, lambda: segments.add_gathered_rows(np, edges, x, senders, x, receivers)
     yield "segment_sum", size, lambda: segments.segment_sum(np, edges, offsets, None, most)
     yield "segment_sum (in another order)", size, lambda: segments.segment_sum(np, edges, offsets, order, most)

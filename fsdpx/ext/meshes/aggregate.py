@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.ext.meshes.ghosts import append_ghosts, append_ghosts_backward
-from fsdpx.ext.meshes.kernels import gather_rows, segment_max, segment_softmax, segment_softmax_backward
+from fsdpx.ext.meshes.kernels import segment_max, segment_softmax, segment_softmax_backward
 from fsdpx.ext.meshes.local_graph import GraphLayer, has_no_data, require_node_features
 from fsdpx.nn.layer import Array, LayerContext, Params
 
@@ -126,7 +126,7 @@ class Aggregate(GraphLayer):
             return graph.gather_receivers(env, dy * graph.compute_inverse_in_degrees(env, dy.dtype)), ()
         spread = graph.gather_receivers(env, dy)
         if self.how == "max":
-            winner = gather_rows(xp, saved, graph.get_on_device(env, "receivers"))
+            winner = xp.take(saved, graph.get_on_device(env, "receivers"), axis=1)
             return xp.where(winner == xp.arange(graph.edges)[None, :, None], spread, 0).astype(dy.dtype), ()
         x, weights = saved
         index = graph.get_on_device(env, "offsets"), graph.get_on_device(env, "receivers")

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.over_parts import PartitionedModel
-from fsdpx.ext.meshes.kernels import gather_rows, segment_sum
+from fsdpx.ext.meshes.kernels import segment_sum
 from fsdpx.ext.meshes.node_loss import bind_loss_to_nodes
 from fsdpx.ext.meshes.over_mesh import TakesRows, partition_model_of_mesh
 from fsdpx.nn.layer import Array, Layer, LayerContext, ShardedLayer
@@ -184,7 +184,7 @@ class LocalGraph:
     def _gather(self, env: LayerContext, x: Array, name: str) -> Array:
         if has_no_data(env):
             return env.xp.empty((x.shape[0], self.edges, *x.shape[2:]), dtype=x.dtype)
-        return gather_rows(env.xp, x, self.get_on_device(env, name))
+        return env.xp.take(x, self.get_on_device(env, name), axis=1)
 
 
 NO_GRAPH = LocalGraph.with_sizes_only(PartSizes(0, 0, 0), 0)

@@ -17,7 +17,6 @@ INDEX = np.array([1, 0, 1])
 ROWS, SLOPES, FEW = (np.random.default_rng(i).standard_normal((2, n, 3)) for i, n in enumerate((9, 9, 3)))
 
 CALLS: dict[str, list[tuple[Any, ...]]] = {
-    "gather_rows": [(ROWS, ORDER)],
     "add_gathered_rows": [(FEW, ROWS, INDEX, SLOPES, INDEX[::-1].copy())],
     "segment_sum": [(ROWS, OFFSETS, None, MOST), (ROWS, OFFSETS, ORDER, MOST)],
     "segment_max": [(ROWS, OFFSETS, MOST)],

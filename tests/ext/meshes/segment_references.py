@@ -36,7 +36,6 @@ def segments(x, dy, dtype) -> Cases:
 
     added = [rows[:, :3], rows, slope]
     return {
-        "gather_rows": [Case(lambda xp, a: kernels.gather_rows(xp, a, ORDER), (rows,), rows[:, ORDER], 0.0)],
         "add_gathered_rows": [
             Case(
                 add_rows,

@@ -11,15 +11,7 @@ from typing import Any
 
 from fsdpx.core.array.kernels.dispatch import kernel
 
-__all__ = [
-    "add_gathered_rows", "gather_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum",
-]  # fmt: skip
-
-
-@kernel(bits=False)
-def gather_rows(xp: Any, x: Any, index: Any) -> Any:
-    """Return the rows of x at `index`: y[n, i] = x[n, index[i]]."""
-    return xp.take(x, index, axis=1)
+__all__ = ["add_gathered_rows", "segment_max", "segment_softmax", "segment_softmax_backward", "segment_sum"]
 
 
 @kernel(bits=False)
