@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from grids import grid_at, random_cuts, whole  # noqa: E402
+from grids import env_of, grid_at, random_cuts, whole  # noqa: E402
 
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim, spawn  # noqa: E402
@@ -254,6 +254,7 @@ def test_inputs_are_counted_by_examples_and_named_as_in_forward() -> None:
 
 
 def test_a_rollout_of_a_module_is_one_of_its_layers() -> None:
+    torch.manual_seed(0)
     module = tnn.Conv2d(1, 1, 3, padding=1).double()
 
     def run(comm: Any) -> np.ndarray:
@@ -266,3 +267,38 @@ def test_a_rollout_of_a_module_is_one_of_its_layers() -> None:
     first = module(torch.ones(1, 1, 9, 6, dtype=torch.float64))
     want = torch.cat([first, module(first)], 1)[0].detach().numpy()
     np.testing.assert_allclose(spawn(run, 2)[0], want.transpose(1, 2, 0), rtol=1e-12)
+
+
+torch.manual_seed(0)
+ARGUMENTS = [
+    tnn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2, bias=False),
+    tnn.Conv2d(2, 2, 4, padding="same", padding_mode="replicate"),
+    tnn.Conv3d(2, 1, 2, padding="valid"),
+    tnn.ConvTranspose2d(2, 4, 3, stride=2, padding=1, output_padding=(1, 0), groups=2, dilation=(1, 2)),
+    tnn.ConvTranspose1d(2, 1, 4, stride=3, bias=False),
+    tnn.MaxPool2d((3, 2), stride=1, padding=1, dilation=(2, 1), ceil_mode=True),
+    tnn.AvgPool2d(3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
+    tnn.AvgPool3d(2, divisor_override=3),
+    tnn.AdaptiveAvgPool2d((3, 2)),
+    tnn.Upsample(size=(9, 13), mode="bicubic", align_corners=True),
+    tnn.Upsample(scale_factor=(1.5, 2.0), mode="bilinear", recompute_scale_factor=True),
+    tnn.UpsamplingBilinear2d(scale_factor=2),
+    tnn.Upsample(scale_factor=3, mode="nearest-exact"),
+    tnn.GroupNorm(1, 2, eps=0.1, affine=False),
+    tnn.InstanceNorm2d(2, eps=0.1),
+    tnn.Sequential(tnn.ZeroPad2d((1, 2, 0, 3)), tnn.ConstantPad2d(1, 0.7), tnn.ReflectionPad2d((2, 1, 0, 1))),
+    tnn.Sequential(tnn.ReplicationPad3d(1), tnn.CircularPad3d((1, 0, 1, 1, 0, 2))),
+    tnn.Sequential(tnn.Conv2d(2, 8, 1), tnn.PixelShuffle(2), tnn.PixelUnshuffle(2), tnn.Dropout2d(), tnn.Dropout()),
+    tnn.Sequential(tnn.GELU("tanh"), tnn.ELU(0.5), tnn.Softplus(2.0, 0.5), tnn.LeakyReLU(0.3), tnn.ReLU6()),
+]
+
+
+@pytest.mark.parametrize("module", ARGUMENTS, ids=str)
+def test_arguments_of_layers_are_those_of_pytorch(module: Any) -> None:
+    cells = {"3d": (4, 3, 5), "1d": (7,)}.get(next((d for d in ("3d", "1d") if d in str(module)), ""), (6, 8))
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 2, *cells)))
+    module = copy.deepcopy(module).double().eval()
+    layer = from_torch(module, x, domain=fsdpx.Grid.from_shape(cells, (1,) * len(cells)))
+    p = {n: t.numpy() for n, t in module.state_dict().items()}
+    y, _ = layer.forward(env_of(None, training=False), p, x.numpy())
+    np.testing.assert_allclose(y, module(x).detach(), rtol=1e-12, atol=1e-12)
