@@ -39,6 +39,7 @@ __all__ = [
     "find_dim_sizes",
     "find_variables",
     "list_arrays_by_group",
+    "read_scalars",
 ]
 
 MAX_GAP_ROWS = 64
@@ -89,6 +90,7 @@ class TrajectoryFile:
         unnamed array
     count : number of trajectories
     windows : number of time windows in each trajectory
+    scalars : for each trajectory, its numbers, such as a Reynolds number
     """
 
     file: Path
@@ -98,6 +100,7 @@ class TrajectoryFile:
     count: int
     forcing: tuple[FieldVariable, ...] = ()
     windows: int = 0
+    scalars: tuple[tuple[float, ...], ...] = ()
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -200,6 +203,33 @@ def _make_variable(
             path, f"{name!r} has {shape}, which are not the dims {found!r}: give dims=, a letter for each"
         )
     return FieldVariable(name, array_path, found, shape, find_number_encoding(path, array))
+
+
+def read_scalars(
+    path: Path, root: Any, group: str, arrays: Mapping[str, tuple[str, Any]], names: Sequence[str], count: int
+) -> tuple[tuple[float, ...], ...]:
+    """Return the numbers `names` of each of `count` trajectories.
+
+    They are looked up among the arrays of the group, in the group "scalars" (The Well), and among the attributes of the
+    group and of the file. Raises DataError unless each is one number, or one number per trajectory."""
+    members = dict(iterate_members(root))
+    places = [{name: array for name, (_, array) in arrays.items()}]
+    places += [dict(iterate_members(members["scalars"]))] if hasattr(members.get("scalars"), "keys") else []
+    places += [getattr(node, "attrs", {}) for node in (members.get(group), root)]
+    rows = []
+    for name in names:
+        found = next((place[name] for place in places if name in place), None)
+        if found is None:
+            raise make_data_error(path, f"there is no scalar {name!r} in {group or 'it'}, nor among its attributes")
+        require_readable_array(path, name, found)
+        values = np.asarray(found[()] if hasattr(found, "shape") else found)
+        if values.dtype.kind not in "fiu" or values.shape not in ((), (1,), (count,)):
+            raise make_data_error(
+                path, f"scalar {name!r} has shape {values.shape} of {values.dtype}: give one real number, or one for "
+                f"each of {count} trajectories, and name what varies in time or space in forcing="
+            )  # fmt: skip
+        rows.append(np.broadcast_to(values.reshape(-1), (count,)).tolist())
+    return tuple(zip(*rows, strict=True))
 
 
 def find_dim_sizes(
@@ -307,6 +337,9 @@ class FieldDataset:
     the time of the last state in `x`, and at the times of all states in `y` except the last. `nn.Rollout(net,
     steps=targets, inputs=inputs, constants=dataset.constants, forcing=...)` accepts these inputs.
 
+    With `scalars`, the last of the inputs holds the scalars (n,) of the trajectory: samples are ((x, s), y), or ((x, f,
+    s), y) if there is forcing as well.
+
     Supported files are HDF5 (with the groups of The Well, or with PDEBench's datasets in one group or in one group per
     trajectory) and NetCDF-4, both read by h5py; Zarr folders that hold a group or an array; and `.npy` files. An array
     that an HDF5 file takes from other files, by an external link or as a virtual dataset, raises DataError. Missing
@@ -326,6 +359,8 @@ class FieldDataset:
     inputs, targets : number of states in `x` and in `y`; default 1
     forcing : names of datasets with a time dim whose future values are known in advance, such as solar radiation; they
         are not part of the states. Default: none
+    scalars : names of numbers that belong to a trajectory, such as a Reynolds number: arrays with one number, or one
+        per trajectory, in the group of the fields or in the group "scalars" of The Well, or attributes. Default: none
     stride : number of file steps from one state to the next; default 1
     every : number of file steps from the start of one window to the start of the next; default 1
     dims : order of the dims of a dataset, one letter per dim, such as "tyx": "n" for trajectories, "t" for time steps,
@@ -349,6 +384,7 @@ class FieldDataset:
         inputs: int = 1,
         targets: int = 1,
         forcing: str | Sequence[str] = (),
+        scalars: str | Sequence[str] = (),
         stride: int = 1,
         every: int = 1,
         dims: str | None = None,
@@ -359,6 +395,7 @@ class FieldDataset:
                 raise ConfigError(f"FieldDataset({key}={value!r}): a whole number, 1 or more, is needed")
         self.inputs, self.targets, self.stride, self.every = map(int, (inputs, targets, stride, every))
         self.forcing = (forcing,) if isinstance(forcing, str) else tuple(forcing)
+        self.scalars = (scalars,) if isinstance(scalars, str) else tuple(scalars)
         self.grid: GridLike | None = NodeRows(grid) if isinstance(grid, MeshLike) else grid
         self.dtype = to_numpy_dtype("FieldDataset", dtype)
         if self.dtype.kind not in "fV":
@@ -381,6 +418,7 @@ class FieldDataset:
         if problem is None:
             own = f"{len(self)} samples of {self.channels} and {self.constants} constant channels"
             own += f", and {self.forcing_channels} of forcing" * bool(self.forcing)
+            own += f", and scalars {_format_names(self.scalars)}" * bool(self.scalars)
             own += f", {self.sources[0].names}" * bool(self.sources[0].names)
         everyone = self.grid.all_gather_data((str(problem or ""), isinstance(problem, ConfigError), own))
         for rank, (text, config, found) in enumerate(everyone):
@@ -413,16 +451,13 @@ class FieldDataset:
                     sizes = find_dim_sizes(path, (*variables, *given), cells, known)
                     names = "" if is_single_array(root) else _format_names(v.name for v in (*variables, *given))
                     shape = tuple(sizes[letter] for letter in letters)
-                    self.sources.append(
-                        self._check_and_add_window_count(
-                            TrajectoryFile(path, group, variables, names, sizes["n"], given), sizes["t"]
-                        )
-                    )
+                    numbers = read_scalars(path, root, group, arrays, self.scalars, sizes["n"]) if self.scalars else ()
+                    source = TrajectoryFile(path, group, variables, names, sizes["n"], given, scalars=numbers)
+                    self.sources.append(self._check_and_add_window_count(source, sizes["t"]))
         assert letters is not None
         self.shape, self._letters = shape or (), letters
         self.layout = f"c{letters}" if self.grid is None else self.grid.layout
         self._bounds = self._find_bounds_with_ghosts()
-        self.channels = sum(v.channel_count for v in self.sources[0].variables if "t" in v.dims)
         most = max(self.channels * self.inputs + self.constants, self.forcing_channels * self.targets)
         if "c" not in self.layout and (most, self.targets) != (1, 1):
             raise DataError(
@@ -466,6 +501,11 @@ class FieldDataset:
         return self.grid.rows if isinstance(self.grid, NodeRows) else None
 
     @property
+    def channels(self) -> int:
+        """Number of channels of a state."""
+        return sum(v.channel_count for v in self.sources[0].variables if "t" in v.dims)
+
+    @property
     def constants(self) -> int:
         """Number of channels in `x` that come from fields without a time dim. They follow the states."""
         return sum(v.channel_count for v in self.sources[0].variables) - self.channels
@@ -482,7 +522,7 @@ class FieldDataset:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
         x, y = self.read_samples(np.array([i % len(self)]))
-        return (x[0][0], x[1][0]) if self.forcing else x[0], y[0]
+        return tuple(one[0] for one in x) if isinstance(x, tuple) else x[0], y[0]
 
     def __repr__(self) -> str:
         size = " x ".join(map(str, self.shape))
@@ -498,7 +538,8 @@ class FieldDataset:
         Returns
         -------
         tuple of (numpy.ndarray, numpy.ndarray)
-            x and y, in the grid's layout, with a leading dim of k samples; with `forcing`, x is a tuple (x, f)
+            x and y, in the grid's layout, with a leading dim of k samples; with `forcing` and `scalars`, x is a tuple
+            (x, f, s), and s has the shape (k, n)
 
         Raises
         ------
@@ -510,7 +551,11 @@ class FieldDataset:
         for row, i in enumerate(indices):
             given = None if f is None else self._view_channels_first(f[row])
             self._read_sample_into(self._view_channels_first(x[row]), self._view_channels_first(y[row]), given, int(i))
-        return x if f is None else (x, f), y
+        inputs = [x] if f is None else [x, f]
+        if self.scalars:
+            rows = [self._locate(int(i))[0].scalars[self._locate(int(i))[1]] for i in indices]
+            inputs.append(np.array(rows, self.dtype).reshape(len(rows), len(self.scalars)))
+        return x if len(inputs) == 1 else tuple(inputs), y
 
     def _allocate_samples(self, rows: int, channels: int) -> np.ndarray:
         sizes = {letter: stop - start for letter, (start, stop) in self._bounds.items()} | {"c": channels}
@@ -530,11 +575,15 @@ class FieldDataset:
         cuts = zip(self._letters, self.grid.parts.cuts, self.grid.coords, self.grid.ghosts, strict=True)
         return {letter: (edges[r] - low, edges[r + 1] + high) for letter, edges, r, (low, high) in cuts}
 
-    def _read_sample_into(self, x: np.ndarray, y: np.ndarray, f: np.ndarray | None, i: int) -> None:
-        """Read sample `i` into the arrays `x`, `y` and, if there is forcing, `f`, which are (channels, *cells)."""
+    def _locate(self, i: int) -> tuple[TrajectoryFile, int, int]:
+        """Return the file that contains sample `i`, and the numbers of its trajectory and time window in this file."""
         k = int(np.searchsorted(self._ends, i, "right"))
         source = self.sources[k]
-        trajectory, window = divmod(i - (self._ends[k - 1] if k else 0), source.windows)
+        return source, *divmod(i - (self._ends[k - 1] if k else 0), source.windows)
+
+    def _read_sample_into(self, x: np.ndarray, y: np.ndarray, f: np.ndarray | None, i: int) -> None:
+        """Read sample `i` into the arrays `x`, `y` and, if there is forcing, `f`, which are (channels, *cells)."""
+        source, trajectory, window = self._locate(i)
         at, fixed = 0, self.inputs * self.channels
         for variable in source.variables:
             if "t" not in variable.dims:

@@ -338,6 +338,26 @@ def test_files_give_what_a_rollout_takes(tmp_path: Path) -> None:
         assert text == "FieldDataset: fields and forcing both name 'sun'"
 
 
+def test_files_give_scalars_of_trajectories(tmp_path: Path) -> None:
+    """From arrays, from the group of The Well, and from attributes."""
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "run.h5", "w") as file:
+        file["u"], file["re"], file["long"] = RNG.standard_normal((2, 4, *SHAPE)), [100.0, 200.0], [1, 2, 3]
+        file["sun"], file["scalars/dt"], file.attrs["nu"] = RNG.standard_normal((2, 4, *SHAPE)), 0.5, 7
+
+    def make(**more: Any) -> Any:
+        return FieldDataset(tmp_path / "run.h5", dims="ntyx", fields="u", **more)
+
+    (x, s), y = make(scalars=("re", "dt", "nu"))[4]
+    assert (x.shape, y.shape, s.tolist()) == ((1, *SHAPE), (1, *SHAPE), [200.0, 0.5, 7.0])
+    (_, f, s), _ = make(scalars="re", forcing="sun").read_samples(np.array([0, 5]))
+    assert (f.shape, s.tolist()) == ((2, 1, *SHAPE), [[100.0], [200.0]])
+    assert make(scalars="re").read_samples(np.array([], int))[0][1].shape == (0, 1)
+    for name, message in (("gone", "there is no scalar 'gone'"), ("long", "for each of 2 trajectories"), ("u", "u")):
+        with pytest.raises(DataError, match=message):
+            make(scalars=name)
+
+
 CONV = nn.Conv2d(2, 2, 3, padding=1)
 
 
