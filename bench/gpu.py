@@ -182,12 +182,13 @@ def in_torch(quick: bool, compiled: bool) -> dict[str, Any]:
 
 def turns(name: str, quick: bool) -> dict[str, Any]:
     """Milliseconds of a step in fsdpx, with replay, and in PyTorch with TF32, in turns; of the host alone, until it has
-    issued a step; and whether replay changes a bit of the losses."""
+    issued a step; of the first two steps; MiB of graphs; and whether replay changes a bit of the losses."""
     import cupy
     import torch
     import workloads
 
     from fsdpx import optim
+    from fsdpx.ext.gpu.replay import ReplayObserver
 
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -214,10 +215,15 @@ def turns(name: str, quick: bool) -> dict[str, Any]:
         return value.item()
 
     steps["PyTorch"] = step
-    for one in steps.values():
-        for _ in range(5):
-            one()
     wait, taken = cupy.cuda.Device().synchronize, {kind: [] for kind in steps}
+    begun: dict[str, list[float]] = {kind: [] for kind in steps}
+    for kind, one in steps.items():
+        for _ in range(5):
+            begin = time.perf_counter()
+            one()
+            wait()
+            begun[kind].append(1e3 * (time.perf_counter() - begin))
+    (observer,) = (one for one in trainer.inspect.engine.observers if isinstance(one, ReplayObserver))
     for _ in range(3 if quick else 30):
         for kind, one in steps.items():
             wait()
@@ -228,7 +234,10 @@ def turns(name: str, quick: bool) -> dict[str, Any]:
             taken[kind].append((time.perf_counter() - begin, issued))
     columns = {kind: list(zip(*rows, strict=True)) for kind, rows in taken.items()}
     whole, host = ({kind: 1e3 * median(two[n]) for kind, two in columns.items()} for n in (0, 1))
-    return {"ms": whole, "host ms": host, "same bits": losses["fsdpx"] == losses["replay"]}
+    graphs = sum(one.memory.nbytes for one in observer.recordings.values()) / 2**20
+    first = {kind: times[:2] for kind, times in begun.items()}
+    more = {"graphs MiB": graphs, "not recorded": [*observer.reasons], "same bits": losses["fsdpx"] == losses["replay"]}
+    return {"ms": whole, "host ms": host, "first ms": first, **more}
 
 
 def ranks_on_one_gpu(quick: bool) -> dict[str, Any]:
@@ -359,7 +368,9 @@ def summarize(found: dict[str, dict[str, Any]]) -> list[str]:
         elif "ms" in one:
             numbers = [f"{one[what][kind]:.2f}" for what in ("ms", "host ms") for kind in one[what]]
             gain = one["ms"]["PyTorch"] / min(one["ms"]["fsdpx"], one["ms"]["replay"])
-            turned.append([name, *numbers, f"{gain:.2f}", "yes" if one["same bits"] else "NO"])
+            turned.append(
+                [name, *numbers, f"{one['graphs MiB']:.0f}", f"{gain:.2f}", "yes" if one["same bits"] else "NO"]
+            )
         elif "wrong" in one:
             bad = "; ".join(f"{what}: {why}" for what, why in one["wrong"].items())
             said.append(f"{name}: NCCL {one['nccl']}, {len(one['checks'])} checks, wrong: {bad or 'none'}")
@@ -372,7 +383,14 @@ def summarize(found: dict[str, dict[str, Any]]) -> list[str]:
         shown += lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], gpts).splitlines()
     if turned:
         kinds = ("fsdpx", "replay", "PyTorch")
-        head = ["ms of a step", *kinds, *(f"host: {kind}" for kind in kinds), "PyTorch / best", "same bits"]
+        head = [
+            "ms of a step",
+            *kinds,
+            *(f"host: {kind}" for kind in kinds),
+            "graphs MiB",
+            "PyTorch / best",
+            "same bits",
+        ]
         shown += lines(head, turned).splitlines()
     shown += [line[:200] for line in said]
     left = len(shown) - SUMMARY_LINES

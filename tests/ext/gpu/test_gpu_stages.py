@@ -58,6 +58,8 @@ def test_models_take_turns(script: Any, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(kind, "cuda", lambda self: self)
     found = script.turns("small", quick=True)
     assert found["same bits"]
+    assert found["graphs MiB"] > 0
+    assert found["not recorded"] == []
     assert found["ms"].keys() == found["host ms"].keys() == {"fsdpx", "replay", "PyTorch"}
 
 
@@ -66,13 +68,13 @@ def test_the_summary_has_forty_lines_at_most(script: Any) -> None:
     found: dict[str, Any] = {
         "products": {"peak": 800.0},
         "fsdpx": {"tokens": 400_000.0, "memory": 8 << 30},
-        "turns of unet2d": {"ms": times, "host ms": times, "same bits": True},
+        "turns of unet2d": {"ms": times, "host ms": times, "graphs MiB": 5.0, "same bits": True},
         "NCCL, 2 ranks": {"nccl": 23007, "checks": ["a", "b"], "wrong": {"b": "ValueError: x"}},
         "PyTorch": {"failed": "no result after 58 s"},
     }
     text = script.summarize(found)
     assert text[1].split() == ["fsdpx", "400,000", "37%", "8.0"]
-    assert text[3].split()[-3:] == ["3.00", "2.00", "yes"]
+    assert text[3].split()[-4:] == ["3.00", "5", "2.00", "yes"]
     assert "NCCL, 2 ranks: NCCL 23007, 2 checks, wrong: b: ValueError: x" in text
     assert "PyTorch: failed no result after 58 s" in text
     long = script.summarize({**found, **{f"stage {n}": {"failed": "x" * 500} for n in range(60)}})

@@ -16,18 +16,27 @@ from fsdpx import LocalSGD, Mesh, Precision, nn, optim, spawn
 from fsdpx.core.engine.observer import Observer
 from fsdpx.errors import ConfigError, NumericsError
 from fsdpx.ext.gpu import gemm, replay
+from fsdpx.ext.gpu.cupy_devices import list_gpu_pci_addresses
 from fsdpx.ext.gpu.replay import ReplayObserver
+
+try:
+    list_gpu_pci_addresses()
+    WHY = ""
+except ConfigError as error:
+    WHY = str(error)
+
+PLACES = ["stand-in", pytest.param("gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=WHY)])]
 
 
 @pytest.fixture(autouse=True)
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
-    made = Cupy()
-    for name, module in made.modules().items():
+def _stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("gpu"):
+        return
+    for name, module in Cupy().modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     library = gemm.CublasLibrary(Cublas())
     monkeypatch.setattr(gemm, "_load_cublas_library", lambda: library)
     Device(0).use()
-    return made
 
 
 class Trained(NamedTuple):
@@ -118,8 +127,9 @@ CASES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
-def test_steps_have_the_bits_of_steps_without(case: str) -> None:
+def test_steps_have_the_bits_of_steps_without(case: str, place: str) -> None:
     size, model, batch, options = CASES[case]
     for one in both(size, model, batch, **options):
         assert one.launches
