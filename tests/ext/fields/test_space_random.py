@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.halo import MODES
 from fsdpx.testing import assert_close
 
-KINDS = ("conv", "transposed", "max", "avg", "nearest", "linear", "group", "skip")
+KINDS = ("conv", "transposed", "max", "avg", "nearest", "linear", "group", "skip", "attention")
 
 
 def layer(draw: Any, kind: str, dims: int, channels: int) -> nn.Layer:
@@ -50,6 +50,17 @@ def layer(draw: Any, kind: str, dims: int, channels: int) -> nn.Layer:
         return nn.Upsample(size=each(1, 9), mode=mode, align_corners=draw(st.booleans()))
     if kind == "group":
         return nn.GroupNorm(draw(st.sampled_from([1, channels])), channels)
+    if kind == "attention":
+        heads, windows, periods = draw(st.integers(1, 2)), tuple(2 * n + 1 for n in each(0, 1)), each(0, 1)
+        return draw(
+            st.sampled_from(
+                [
+                    nn.NeighborhoodAttention(channels, heads, windows, tuple(map(bool, periods))),
+                    nn.GlobalAttention(channels, heads),
+                    nn.PhysicsAttention(channels, heads, 3),
+                ]
+            )
+        )
     strided = nn.Sequential(of("Conv")(channels, channels, 3, 2, 1), nn.Upsample(scale_factor=2, mode="nearest"))
     return nn.Residual(strided)
 
