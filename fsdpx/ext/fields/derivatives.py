@@ -126,13 +126,18 @@ class _DerivativeLayer(FieldLayer):
         dims = x.ndim - 2
         if not 1 <= dims <= 3 or not self._count_output_channels(x.shape[1], dims):
             raise ShapeError(f"{self!r} wants {self._describe_input(dims)}, got {tuple(x.shape)}")
-        y = env.xp.zeros((x.shape[0], self._count_output_channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
+        y = env.xp.empty((x.shape[0], self._count_output_channels(x.shape[1], dims), *x.shape[2:]), dtype=x.dtype)
+        begun: set[int | None] = set()  # the channels, by their first one, that a term has filled
         for term in self._list_terms(dims):
             halo, taps, d = self._find_halo_taps_and_dim(env, term, x)
             wide, out = exchange_halo(env, x[:, term.taken], (halo,)), y[:, term.given]
-            for tap in taps:
-                weight = _shape_weight(env, tap.weight, x, d)
-                out[_index_cells_along(d, tap.out)] += weight * wide[_index_cells_along(d, tap.cells)]
+            for i, tap in enumerate(taps):
+                value = _shape_weight(env, tap.weight, x, d) * wide[_index_cells_along(d, tap.cells)]
+                if term.given.start in begun or (i and tap.out == taps[i - 1].out):
+                    out[_index_cells_along(d, tap.out)] += value
+                else:
+                    out[_index_cells_along(d, tap.out)] = value
+            begun.add(term.given.start)
         return y, x
 
     def backward_input(self, env: LayerContext, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:

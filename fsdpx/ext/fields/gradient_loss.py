@@ -76,7 +76,9 @@ class RelativeH1(RelativeL2):
         xp, channels, scale = env.xp, y.shape[1], math.sqrt(self.gradient_weight)
         both = xp.concatenate([error, target], axis=1)
         slopes, _ = self._gradient.forward(env.child("gradient"), {}, both)
-        slopes, at = slopes * scale, channels * (y.ndim - 2)
+        at = channels * (y.ndim - 2)
+        if scale != 1:
+            slopes *= scale
         if w is not None:
             w = xp.broadcast_to(w, (w.shape[0], *y.shape[1:]))
             unknown, _ = self._reach.forward(env.child("gradient"), {}, (w <= 0).astype(error.dtype))
@@ -92,5 +94,7 @@ class RelativeH1(RelativeL2):
         *kept, dtype = saved
         slopes = super().backward(env, (*kept, kept[0].dtype), seed)
         channels = slopes.shape[1] // (slopes.ndim - 1)
-        dy, dgradient = slopes[:, :channels], slopes[:, channels:] * math.sqrt(self.gradient_weight)
+        dy, dgradient = slopes[:, :channels], slopes[:, channels:]
+        if self.gradient_weight != 1:
+            dgradient = dgradient * math.sqrt(self.gradient_weight)
         return (dy + self._gradient.backward_input(env.child("gradient"), {}, dy, dgradient)[0]).astype(dtype)
