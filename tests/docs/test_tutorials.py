@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from amount import in_full
+from ports import free_port
 
 import fsdpx
 
@@ -20,31 +21,42 @@ MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathse
 pytestmark = pytest.mark.mpi_skip
 
 
-def printed(folder: Path, *command: str) -> list[str]:
-    """The lines that a command prints, but for what fsdpx says of itself."""
+def start(*command: str) -> "subprocess.Popen[str]":
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
     kept |= {"OMP_NUM_THREADS": "1", "FSDPX_TUNE": "0", "PYTHONPATH": str(TUTORIAL.parents[1])}
-    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("epoch")]
+    return subprocess.Popen(command, env=kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def printed(process: "subprocess.Popen[str]") -> str:
+    """The lines that a process prints until its end, but for what fsdpx says of itself."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return "".join(line for line in out.splitlines(keepends=True) if line.startswith("epoch"))
 
 
 @in_full
 def test_a_script_for_torchrun_and_its_port_print_the_same_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One rank is this process, which has PyTorch already; each other process takes seconds to import it."""
+    """This process, which has PyTorch already, is rank 0 of what torchrun would start, and then the only one of the
+    port: each other process takes seconds to import it."""
     torch = pytest.importorskip("torch")
     (shown,) = re.findall(r"^```text\n(epoch.*?)^```", (TUTORIAL / "torchrun.md").read_text(), re.S | re.M)
-    theirs = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(TUTORIAL / "ddp.py")]
-    assert printed(tmp_path, *theirs) == shown.splitlines()
     monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "1"}
+        for name, value in where.items():
+            patch.setenv(name, value)
+        other = start(sys.executable, str(TUTORIAL / "ddp.py"))
+        patch.setenv("RANK", "0")
+        runpy.run_path(str(TUTORIAL / "ddp.py"))
+        assert (printed(other), capsys.readouterr().out) == ("", shown)
     fsdpx.finalize()
     runpy.run_path(str(TUTORIAL / "ported.py"))
     fsdpx.finalize()
     assert capsys.readouterr().out == shown
     assert MPIEXEC is not None
-    assert printed(tmp_path, MPIEXEC, "-n", "2", sys.executable, str(TUTORIAL / "ported.py")) == shown.splitlines()
+    assert printed(start(MPIEXEC, "-n", "2", sys.executable, str(TUTORIAL / "ported.py"))) == shown
     net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
     load_file = pytest.importorskip("safetensors.torch").load_file
     net.load_state_dict(load_file(tmp_path / "net/model.safetensors"))
