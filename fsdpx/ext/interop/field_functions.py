@@ -105,7 +105,9 @@ def convert_function(call: FunctionCall) -> list[FieldValue]:
         value = call.steps.get_value(call.x)
         return [replace(value, name=call.steps.add_step(activate(call), value.name), mean_of="")]
     if (convert := _FUNCTIONS.get(call.name)) is None:
-        raise NoTwinError("it is not known here")
+        is_spectral = "fft" in call.name or "einsum" in call.name
+        other = "fsdpx.models.from_state_dict converts FNOs" if is_spectral else "it is not known here"
+        raise NoTwinError(other)
     return [convert(call)]
 
 

@@ -84,7 +84,8 @@ def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid) ->
         )
     each = iter(parts if len(parts) == fields else parts * fields)
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    wide = [(*shape[:2], *next(each).shape) if len(shape) > 2 else shape for shape in shapes]
+    # two samples, because batch norms of one sample with one cell fail
+    wide = [(2, shape[1], *(next(each).shape if len(shape) > 2 else ())) for shape in shapes]
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in wide]
 
 

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.ext.fields.grid import Grid
 from fsdpx.ext.interop.export import find_tied_names, split_module
-from fsdpx.ext.interop.field_module import convert_to_field_layers
 from fsdpx.ext.interop.module import TorchModule
 from fsdpx.ext.interop.tensors import to_array, to_tensor
 from fsdpx.nn.container import Sequential
 from fsdpx.nn.layer import Array, Layer, LayerContext, join_path
 from fsdpx.nn.losses import Loss
+
+if TYPE_CHECKING:
+    from fsdpx.ext.fields.grid import Grid
 
 __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", "to_tensor"]
 
@@ -27,9 +28,17 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Return the model and the loss, with a PyTorch module converted to a layer and a PyTorch loss to a `TorchLoss`.
     Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run over it."""
-    grid = domain if isinstance(domain, Grid) else None
-    layer = from_torch(model, domain=grid) if isinstance(model, torch.nn.Module) else model
+    is_module = isinstance(model, torch.nn.Module)
+    layer = from_torch(model, domain=domain if _is_grid(domain) else None) if is_module else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss
+
+
+def _is_grid(domain: Any) -> bool:
+    if domain is None:
+        return False
+    from fsdpx.ext.fields.grid import Grid  # only with a domain, because other jobs need no fields
+
+    return isinstance(domain, Grid)
 
 
 def from_torch(
@@ -75,6 +84,8 @@ def from_torch(
             raise ConfigError(
                 "from_torch(domain=...): units= and output= are for modules without a grid; leave them out"
             )
+        from fsdpx.ext.interop.field_module import convert_to_field_layers
+
         return convert_to_field_layers(module, example, domain)
     if example:
         return split_module(module, example, units, output)

@@ -118,7 +118,8 @@ class Gated(tnn.Module):
         super().__init__()
         self.register_buffer("mean", torch.tensor([0.3, -0.1]).reshape(2, 1, 1))
         self.std, self.gain = tnn.Parameter(torch.tensor([[[2.0]]])), tnn.Parameter(torch.tensor([0.4]))
-        self.gates = tnn.Sequential(tnn.AdaptiveAvgPool2d(1), tnn.Conv2d(2, 3, 1), tnn.ReLU(), tnn.Conv2d(3, 2, 1))
+        self.gates = tnn.Sequential(tnn.AdaptiveAvgPool2d(1), tnn.Conv2d(2, 3, 1), tnn.BatchNorm2d(3))
+        self.gates.extend([tnn.ReLU(), tnn.Conv2d(3, 2, 1)])
         self.shifts, self.weights = tnn.Linear(2, 2), tnn.Linear(2, 2)
 
     def forward(self, x: Any) -> Any:
@@ -221,6 +222,7 @@ class Refused(tnn.Module):
         (tnn.utils.parametrizations.weight_norm(tnn.Conv2d(4, 1, 1)), "'last' \\(.*Conv2d\\).*parametrization"),
         (lambda own, y: y + own.table, "Refused calls add.*'table'.*StaticChannels"),
         (lambda own, y: y.softmax(-1), "Refused calls softmax"),
+        (lambda own, y: torch.fft.rfft2(y), "Refused calls fft_rfft2.*from_state_dict"),
         (lambda own, y: y[:, :, ::2], "Refused calls getitem.*AvgPool"),
         (lambda own, y: y.chunk(2, 2)[0], "Refused calls chunk.*only channels"),
         (lambda own, y: y - y[..., :1], "Refused calls sub.*equal shape"),
