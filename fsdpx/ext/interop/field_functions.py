@@ -405,6 +405,20 @@ def _make_clip(low: float | None, high: float | None) -> Layer:
     return nn.Lambda(lambda x: np.clip(x, low, high), lambda x: (x > low) & (x < high))
 
 
+def _make_mish() -> Layer:
+    def differentiate(x: Any) -> Any:
+        t = np.tanh(np.logaddexp(0, x))
+        return t + x * (1 - t * t) * np.exp(-np.logaddexp(0, -x))
+
+    return nn.Lambda(lambda x: x * np.tanh(np.logaddexp(0, x)), differentiate)
+
+
+def _make_hardswish() -> Layer:
+    return nn.Lambda(
+        lambda x: x * np.clip(x + 3, 0, 6) / 6, lambda x: (x > -3) * np.where(x < 3, (2 * x + 3) / 6, np.ones_like(x))
+    )
+
+
 _ACTIVATIONS: dict[str, Callable[[FunctionCall], Layer]] = {
     "abs": lambda call: nn.Lambda(np.abs, np.sign),
     "clamp": lambda call: _make_clip(call.get(1, "min"), call.get(2, "max")),
@@ -412,13 +426,19 @@ _ACTIVATIONS: dict[str, Callable[[FunctionCall], Layer]] = {
     "elu": lambda call: nn.ELU(call.get(1, "alpha", 1.0)),
     "exp": lambda call: nn.Lambda(np.exp, np.exp),
     "gelu": lambda call: nn.GELU(call.kwargs.get("approximate", "none")),
+    "hardsigmoid": lambda call: nn.Lambda(
+        lambda x: np.clip(x / 6 + 0.5, 0, 1), lambda x: (abs(x) < 3) * np.full_like(x, 1 / 6)
+    ),
+    "hardswish": lambda call: _make_hardswish(),
     "hardtanh": lambda call: _make_clip(call.get(1, "min_val", -1.0), call.get(2, "max_val", 1.0)),
     "leaky_relu": lambda call: nn.LeakyReLU(call.get(1, "negative_slope", 0.01)),
+    "mish": lambda call: _make_mish(),
     "relu": lambda call: nn.ReLU(),
     "relu6": lambda call: _make_clip(0.0, 6.0),
     "sigmoid": lambda call: nn.Sigmoid(),
     "silu": lambda call: nn.SiLU(),
     "sin": lambda call: nn.Lambda(np.sin, np.cos),
+    "softsign": lambda call: nn.Lambda(lambda x: x / (1 + abs(x)), lambda x: (1 + abs(x)) ** -2),
     "softplus": lambda call: nn.Softplus(call.get(1, "beta", 1.0), call.get(2, "threshold", 20.0)),
     "tanh": lambda call: nn.Tanh(),
 }

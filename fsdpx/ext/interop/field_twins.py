@@ -26,7 +26,7 @@ INSTEAD = {
     "Embedding EmbeddingBag": "pass scalars as an input of shape (samples, n)",
     "FractionalMaxPool2d FractionalMaxPool3d LPPool1d LPPool2d LPPool3d": "use AvgPool or MaxPool",
     "GRU LSTM RNN GRUCell LSTMCell RNNCell": "train a convolutional network over several steps with fsdpx.nn.Rollout",
-    "Hardswish Hardsigmoid Mish PReLU RReLU CELU SELU GLU": "use SiLU, GELU, ELU or LeakyReLU",
+    "PReLU RReLU CELU SELU GLU": "use SiLU, GELU, ELU or LeakyReLU",
     "MaxUnpool1d MaxUnpool2d MaxUnpool3d": "use ConvTranspose or Upsample",
     "MultiheadAttention Transformer TransformerEncoder TransformerEncoderLayer TransformerDecoderLayer": (
         "its result for a cell depends on all cells; use convolutions or fsdpx.nn.FNO"

@@ -213,7 +213,7 @@ class Refused(tnn.Module):
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        (tnn.Mish(), "'last' \\(Mish\\) calls mish.*use SiLU"),
+        (tnn.SELU(), "'last' \\(SELU\\) calls selu.*use SiLU"),
         (tnn.Sequential(tnn.Tanh(), tnn.LayerNorm([4, 4, 8])), "'last.1' \\(LayerNorm\\).*GroupNorm\\(1"),
         (tnn.Linear(8, 8), "'last' \\(Linear\\).*kernel_size=1"),
         (tnn.MaxPool2d(2, return_indices=True), "'last' \\(MaxPool2d\\).*ConvTranspose"),
@@ -292,6 +292,7 @@ ARGUMENTS = [
     tnn.Sequential(tnn.ReplicationPad3d(1), tnn.CircularPad3d((1, 0, 1, 1, 0, 2))),
     tnn.Sequential(tnn.Conv2d(2, 8, 1), tnn.PixelShuffle(2), tnn.PixelUnshuffle(2), tnn.Dropout2d(), tnn.Dropout()),
     tnn.Sequential(tnn.GELU("tanh"), tnn.ELU(0.5), tnn.Softplus(2.0, 0.5), tnn.LeakyReLU(0.3), tnn.ReLU6()),
+    tnn.Sequential(tnn.Mish(), tnn.Hardswish(), tnn.Hardsigmoid(), tnn.Softsign(), tnn.Hardtanh(-0.5, 0.2)),
 ]
 
 
