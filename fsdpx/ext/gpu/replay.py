@@ -7,8 +7,7 @@ graphs. What cannot be recorded computes as usual, and a message says why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from fsdpx.core.state.units import Unit
 from fsdpx.errors import ConfigError
 from fsdpx.ext.gpu.capture import Capture, GraphMemory, copy_into_fixed_memory, make_unowned_view
 from fsdpx.ext.gpu.cupy_devices import import_cupy, is_on_gpu
-from fsdpx.nn.gradient_accumulation import Gradients
+from fsdpx.ext.gpu.recording import Kept, RecordedCall, Recording, UnitCall, UnitPart
 
 __all__ = ["MAX_RECORDINGS", "ReplayObserver"]
 
@@ -36,126 +35,6 @@ COMPUTE_OPS = frozenset("FCRBIW")
 MAX_RECORDINGS = 4
 """Maximum number of programs and batch shapes that are recorded, because each recording holds memory."""
 Arrays = dict[int, Any]
-
-
-class Kept(list[Any]):
-    """What a replayed forward pass returns in place of the values saved for backward, which are in the memory of its
-    graph.
-
-    Attributes
-    ----------
-    source : the call that computed the values
-    """
-
-    def __init__(self, source: RecordedCall) -> None:
-        super().__init__()
-        self.source = source
-
-
-@dataclass
-class UnitCall:
-    """One call of a function of `UnitFunctions`.
-
-    Attributes
-    ----------
-    function : function that computes the call, given `saved`
-    unit : the unit whose layers run
-    params, grads : parameters and gradients of each of its nodes
-    values : activation number -> array; inputs before the call, and also outputs after it
-    saved : what an earlier call kept for this one, or None
-    """
-
-    function: Callable[[Any], Any]
-    unit: Unit
-    values: Arrays
-    params: Sequence[Any] = ()
-    grads: Sequence[Gradients] = ()
-    saved: list[Any] | None = None
-
-    @property
-    def flags(self) -> list[bytearray]:
-        """The flags that say which gradients of the call are blank, for all buffers with such gradients."""
-        entries = [entry for node in self.grads for entry in node.entries.values()]
-        return list({id(entry.flags): entry.flags for entry in entries}.values())
-
-    def copy_flags(self) -> list[bytes]:
-        return [bytes(flags) for flags in self.flags]
-
-    def restore_flags(self, contents: Sequence[bytes]) -> None:
-        for flags, content in zip(self.flags, contents, strict=True):
-            flags[:] = content
-
-    def list_arrays(self) -> list[Any]:
-        """Return the arrays of the parameters and gradients."""
-        arrays = [array for node in self.params for array in node.values()]
-        return arrays + [entry.array for node in self.grads for entry in node.entries.values()]
-
-
-@dataclass
-class RecordedCall:
-    """A call that was recorded as a graph.
-
-    Attributes
-    ----------
-    unit, params, grads : as in `UnitCall`
-    addresses : addresses of the parameters and gradients
-    inputs, outputs : activation number -> array in the memory of the graphs
-    blank, written : contents of the gradient flags before and after the call
-    source : the call that computed `UnitCall.saved`
-    keeps : whether the call saves values for another call
-    """
-
-    capture: Capture
-    unit: Unit
-    params: Sequence[Any]
-    grads: Sequence[Gradients]
-    addresses: list[int]
-    inputs: Arrays
-    outputs: Arrays
-    blank: list[bytes]
-    written: list[bytes]
-    source: RecordedCall | None
-    keeps: bool
-
-    def find_mismatch(self, call: UnitCall) -> str:
-        """Return why the graph cannot compute a call; "" if it can."""
-        if self.unit is not call.unit:
-            return "an observer has replaced its layers"
-        if self.source is not None and getattr(call.saved, "source", None) is not self.source:
-            return "its forward pass was not replayed"
-        is_same = self.params is call.params and self.grads is call.grads
-        if not is_same and self.addresses != [array.data.ptr for array in call.list_arrays()]:
-            return "its parameters or gradients have moved"
-        if call.copy_flags() != self.blank:
-            return "its gradients are added to others"
-        if self.inputs.keys() != call.values.keys() or not all(
-            _is_alike(array, call.values[number]) for number, array in self.inputs.items()
-        ):
-            return "its inputs have other shapes"
-        return ""
-
-
-@dataclass
-class Recording:
-    """The graphs of one program for batches of given shapes.
-
-    Attributes
-    ----------
-    program : the program, which is kept so that its id stays unique
-    runs : number of complete runs so far
-    seen : number of calls of the current run
-    calls : name of an action -> its recorded call
-    refusals : index of a unit that computes as usual -> the reason
-    kept : id of a list of saved values -> (the list, the call that saved it), during the run that records
-    """
-
-    program: Program
-    memory: GraphMemory
-    runs: int = 0
-    seen: int = 0
-    calls: dict[str, RecordedCall] = field(default_factory=dict)
-    refusals: dict[int, str] = field(default_factory=dict)
-    kept: dict[int, tuple[list[Any], RecordedCall]] = field(default_factory=dict)
 
 
 class ReplayObserver(Observer):
@@ -234,7 +113,8 @@ class ReplayObserver(Observer):
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
     def _finish_run(self) -> None:
-        """Count the previous run if it was complete. If the run that records was not, drop what it has recorded."""
+        """Count the previous run if it was complete. If the run that records was not, or if units are to be split
+        otherwise, begin to record again."""
         now = self._now
         if now is None:
             return
@@ -244,10 +124,13 @@ class ReplayObserver(Observer):
         if complete:
             now.runs += 1
         if not complete and now.runs == 1:
-            now.calls.clear()
-            now.runs, now.memory = 0, GraphMemory()
-        elif now.runs == 2 and now.refusals:
-            now.calls = {w: one for w, one in now.calls.items() if one.unit.index not in now.refusals}
+            now.restart(runs=0)
+        elif complete and now.runs == 2:
+            if now.regroup(self._state.placement.layout.units):
+                now.restart(runs=1)
+            refused = {key for key, one in now.calls.items() if (one.unit.index, key[1]) in now.refusals}
+            for key in refused:
+                del now.calls[key]
 
     def on_action_begin(self, words: str, now: float) -> None:
         self._words = words
@@ -256,35 +139,73 @@ class ReplayObserver(Observer):
         if self._now is not None and action.op in COMPUTE_OPS:
             self._now.seen += 1
 
+    def _get_parts(self, unit: Unit) -> list[UnitPart]:
+        """Return the parts of a unit that are recorded; the unit itself if it is not split."""
+        now = self._now
+        assert now is not None
+        if unit.index in now.parts and self._state.placement.layout.units[unit.index] is unit:
+            return now.parts[unit.index]
+        return [UnitPart(0, unit, slice(0, len(unit.nodes)))]
+
     def _forward(
-        self, run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, keep: bool, *rest: Any
-    ) -> list[Any]:
-        call = UnitCall(lambda _: run(unit, envs, params, values, keep, *rest), unit, values, params)
-        found: list[Any] = self._run_call(call)
-        return found
+        self, run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, keep: bool, constant: Any = (),
+        released: Any = (),
+    ) -> list[Any]:  # fmt: skip
+        parts, found = self._get_parts(unit), []
+        for part in parts:
+            at, inputs = part.nodes, part.inputs
+            inner = values if len(parts) == 1 else {v: values[v] for v in inputs}
+            function = partial(_run_forward, run, part.unit, envs[at], params[at], inner, keep, constant, released[at])
+            found.append(self._run_call(UnitCall(function, part.unit, inner, params[at]), part))
+            if inner is not values:
+                for v in inputs - inner.keys():
+                    del values[v]
+                values.update(inner)
+        return found[0] if len(parts) == 1 else found
 
     def _backward(
         self, run: Any, unit: Unit, envs: Any, params: Any, grads: Any, saved: Any, dvalues: Arrays, constant: Any
     ) -> None:
-        function = lambda held: run(unit, envs, params, grads, held, dvalues, constant)  # noqa: E731
-        self._run_call(UnitCall(function, unit, dvalues, params, grads, saved))
+        for part, held, inner in self._iterate_backward(unit, saved, dvalues):
+            at = part.nodes
+            function = partial(_run_backward, run, part.unit, envs[at], params[at], grads[at], inner, constant)
+            self._run_call(UnitCall(function, part.unit, inner, params[at], grads[at], held), part)
 
     def _backward_input(
-        self, run: Any, unit: Unit, envs: Any, params: Any, saved: Any, dvalues: Arrays, constant: Any
+        self, run: Any, unit: Unit, envs: Any, params: Any, saved: Any, dvalues: Arrays, constant: Any = ()
     ) -> list[Any]:
-        function = lambda held: run(unit, envs, params, held, dvalues, constant)  # noqa: E731
-        found: list[Any] = self._run_call(UnitCall(function, unit, dvalues, params, (), saved))
-        return found
+        found = []
+        for part, held, inner in self._iterate_backward(unit, saved, dvalues):
+            at = part.nodes
+            function = partial(_run_backward, run, part.unit, envs[at], params[at], None, inner, constant)
+            found.append(self._run_call(UnitCall(function, part.unit, inner, params[at], (), held), part))
+        return found[0] if len(found) == 1 else found[::-1]
 
     def _backward_params(self, run: Any, unit: Unit, envs: Any, grads: Any, kept: Any) -> None:
-        self._run_call(UnitCall(lambda held: run(unit, envs, grads, held), unit, {}, (), grads, kept))
+        for part, held, inner in self._iterate_backward(unit, kept, {}):
+            at = part.nodes
+            function = partial(_run_backward_params, run, part.unit, envs[at], grads[at])
+            self._run_call(UnitCall(function, part.unit, inner, (), grads[at], held), part)
 
-    def _run_call(self, call: UnitCall) -> Any:
+    def _iterate_backward(self, unit: Unit, saved: Any, dvalues: Arrays) -> Iterator[tuple[UnitPart, Any, Arrays]]:
+        """Yield the parts of a unit, last part first, with what they have saved and the gradients that they need. After
+        each part, put its gradients into `dvalues`."""
+        parts = self._get_parts(unit)
+        if len(parts) == 1:
+            yield parts[0], saved, dvalues
+            return
+        for part in reversed(parts):
+            inner = {v: dvalues.pop(v) for v in part.activations & dvalues.keys()}
+            held, saved[part.number] = saved[part.number], None
+            yield part, held, inner
+            dvalues.update(inner)
+
+    def _run_call(self, call: UnitCall, part: UnitPart) -> Any:
         now = self._now
         assert now is not None
         if now.runs == 0:
             return self._compute_and_watch(now, call)
-        recorded = now.calls.get(self._words)
+        recorded = now.calls.get((self._words, part.number))
         if recorded is not None:
             why = recorded.find_mismatch(call)
             if not why:
@@ -292,8 +213,8 @@ class ReplayObserver(Observer):
             if isinstance(call.saved, Kept):
                 raise RuntimeError(f"{why}, but its forward pass was replayed: use replay=False")
             self._report(f"unit {call.unit.name!r}: {why}")
-        elif now.runs == 1 and call.unit.index not in now.refusals and self._can_record(now, call):
-            return self._record_call(now, call)
+        elif now.runs == 1 and (call.unit.index, part.number) not in now.refusals and self._can_record(now, call, part):
+            return self._record_call(now, call, part)
         return call.function(call.saved)
 
     def _compute_and_watch(self, now: Recording, call: UnitCall) -> Any:
@@ -302,11 +223,12 @@ class ReplayObserver(Observer):
         before = counters.total
         result = call.function(call.saved)
         if counters.total != before:
-            self._refuse(now, call.unit, "its layers communicate")
+            self._refuse(now, call.unit, 0, "its layers communicate")
         return result
 
-    def _refuse(self, now: Recording, unit: Unit, why: str) -> None:
-        now.refusals.setdefault(unit.index, why)
+    def _refuse(self, now: Recording, unit: Unit, number: int, why: str) -> None:
+        """Let part `number` of a unit compute as usual from now on."""
+        now.refusals.add((unit.index, number))
         self._report(f"unit {unit.name!r}: {why}")
 
     def _report(self, why: str) -> None:
@@ -316,18 +238,20 @@ class ReplayObserver(Observer):
             log_line(f"fsdpx: replay: not recorded as a CUDA graph, {why}")
         self.reasons[why] = None
 
-    def _can_record(self, now: Recording, call: UnitCall) -> bool:
-        if self._state.placement.layout.units[call.unit.index] is not call.unit:
-            self._refuse(now, call.unit, "an observer has replaced its layers")
+    def _can_record(self, now: Recording, call: UnitCall, part: UnitPart) -> bool:
+        index = call.unit.index
+        if index not in now.parts and self._state.placement.layout.units[index] is not call.unit:
+            why = "an observer has replaced its layers"
         elif not all(map(is_on_gpu, call.values.values())):
-            self._refuse(now, call.unit, "one of its inputs is not an array")
+            why = "one of its inputs is not an array"
         elif call.saved is not None and id(call.saved) not in now.kept:
-            self._refuse(now, call.unit, "its forward pass was not recorded")
+            why = "its forward pass was not recorded"
         else:
             return True
+        self._refuse(now, call.unit, part.number, why)
         return False
 
-    def _record_call(self, now: Recording, call: UnitCall) -> Any:
+    def _record_call(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
         """Record a call as a graph and launch it. If that fails, compute the call as usual."""
         blank, saved, values = call.copy_flags(), call.saved, dict(call.values)
         source = None if saved is None else now.kept.pop(id(saved))[1]
@@ -340,7 +264,11 @@ class ReplayObserver(Observer):
             with capture.recording(self._state.moment):
                 result = call.function(None if saved is None else list(saved))  # the call clears the list
         except Exception as error:
-            self._refuse(now, call.unit, _describe_error(error))
+            if call.unit.index in now.parts or len(call.unit.nodes) == 1:
+                self._refuse(now, call.unit, part.number, _describe_error(error))
+            else:  # the reason is reported once the layer is known
+                now.splitting.add(call.unit.index)
+                now.refusals.add((call.unit.index, 0))
             call.restore_flags(blank)
             call.values.clear()
             call.values.update(values)
@@ -349,7 +277,7 @@ class ReplayObserver(Observer):
             saved.clear()
         capture.launch()
         self.launches += 1
-        now.calls[self._words] = recorded = RecordedCall(
+        now.calls[self._words, part.number] = recorded = RecordedCall(
             capture, call.unit, call.params, call.grads, [array.data.ptr for array in call.list_arrays()], inputs,
             {number: make_unowned_view(array) for number, array in call.values.items()}, blank, call.copy_flags(),
             source, isinstance(result, list),
@@ -379,8 +307,20 @@ class ReplayObserver(Observer):
             values[number] = values[number].copy()
 
 
-def _is_alike(one: Any, other: Any) -> bool:
-    return is_on_gpu(other) and (one.shape, one.dtype) == (other.shape, other.dtype)
+def _run_forward(run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, *rest: Any) -> Any:
+    """Run the forward pass of a part; the last argument, what an earlier call has saved, is None."""
+    return run(unit, envs, params, values, *rest[:-1])
+
+
+def _run_backward(
+    run: Any, unit: Unit, envs: Any, params: Any, grads: Any, dvalues: Arrays, constant: Any, saved: Any
+) -> Any:
+    given = (params,) if grads is None else (params, grads)
+    return run(unit, envs, *given, saved, dvalues, constant)
+
+
+def _run_backward_params(run: Any, unit: Unit, envs: Any, grads: Any, kept: Any) -> Any:
+    return run(unit, envs, grads, kept)
 
 
 def _describe_error(error: BaseException) -> str:

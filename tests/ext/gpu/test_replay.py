@@ -175,23 +175,36 @@ class Failing(nn.Layer):
 
 
 def between(layer: type[nn.Layer]) -> Any:
-    return lambda: nn.Sequential(nn.Linear(12, 8), layer(), nn.Linear(8, 8), nn.Linear(8, 5))
+    return lambda: nn.Sequential(
+        nn.Linear(12, 8), nn.Tanh(), nn.ReLU(), layer(), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 5)
+    )
 
 
 @pytest.mark.parametrize(
-    ("layer", "why", "more"),
+    ("layer", "why"),
     [
-        (Reading, "float: the stream is", 0),
-        (Drawing, "an array is copied from the host", 0),
-        (Rolling, "its random numbers are made on the host", 0),
-        (Failing, "bool: the stream is", 1),
+        (Reading, "float: the stream is capturing"),
+        (Drawing, "an array is copied from the host"),
+        (Rolling, "its random numbers are made on the host"),
+        (Failing, "bool: the stream is capturing"),
     ],
 )
-def test_layers_that_read_values_compute_as_usual(layer: type[nn.Layer], why: str, more: int) -> None:
-    """The units before and behind are replayed. more: forward passes that were recorded before the backward failed."""
-    (got,) = both(1, between(layer), rows)
-    assert [why in one for one in got.reasons] == [True]
-    assert got.launches == 2 * 2 * 3 + more
+@pytest.mark.parametrize(
+    ("options", "launches"),
+    [({}, [40]), ({"group_bytes": 1 << 20}, [24]), ({"mesh": Mesh(pipe=2), "schedule": "zb-h1"}, [80, 120])],
+    ids=["units", "one unit", "pipe"],
+)
+def test_layers_that_read_values_compute_as_usual(
+    layer: type[nn.Layer], why: str, options: dict[str, Any], launches: list[int]
+) -> None:
+    """The layers before and behind are replayed: the second step finds that there is such a layer, the third which one,
+    the fourth records what is before and behind it, and the last two launch that."""
+    found = both(len(launches), between(layer), rows, steps=6, **options)
+    reasons = [one for rank in found for one in rank.reasons]
+    assert [why in one for one in reasons] == [True]
+    assert reasons[0].startswith("unit '3'")
+    more = 2 * len(launches) * (layer is Failing)  # forward passes that were recorded before the backward failed
+    assert sum(rank.launches for rank in found) == sum(launches) + more
 
 
 def growing(random: np.random.Generator) -> Any:

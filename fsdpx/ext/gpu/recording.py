@@ -1,0 +1,222 @@
+"""What a recording of a program consists of: parts of units, their calls, and the graphs that replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from fsdpx.core.program import Program
+from fsdpx.core.state.units import Unit
+from fsdpx.ext.gpu.capture import Capture, GraphMemory
+from fsdpx.ext.gpu.cupy_devices import is_on_gpu
+from fsdpx.nn.gradient_accumulation import Gradients
+
+__all__ = ["Kept", "PartKey", "RecordedCall", "Recording", "UnitCall", "UnitPart"]
+
+Arrays = dict[int, Any]
+PartKey = tuple[int, int]
+"""Index of a unit, and number of a part of it."""
+
+
+class Kept(list[Any]):
+    """What a replayed forward pass returns in place of the values saved for backward, which are in the memory of its
+    graph.
+
+    Attributes
+    ----------
+    source : the call that computed the values
+    """
+
+    def __init__(self, source: RecordedCall) -> None:
+        super().__init__()
+        self.source = source
+
+
+@dataclass
+class UnitCall:
+    """One call of a function of `UnitFunctions`.
+
+    Attributes
+    ----------
+    function : function that computes the call, given `saved`
+    unit : the unit whose layers run
+    params, grads : parameters and gradients of each of its nodes
+    values : activation number -> array; inputs before the call, and also outputs after it
+    saved : what an earlier call kept for this one, or None
+    """
+
+    function: Callable[[Any], Any]
+    unit: Unit
+    values: Arrays
+    params: Sequence[Any] = ()
+    grads: Sequence[Gradients] = ()
+    saved: list[Any] | None = None
+
+    @property
+    def flags(self) -> list[bytearray]:
+        """The flags that say which gradients of the call are blank, for all buffers with such gradients."""
+        entries = [entry for node in self.grads for entry in node.entries.values()]
+        return list({id(entry.flags): entry.flags for entry in entries}.values())
+
+    def copy_flags(self) -> list[bytes]:
+        return [bytes(flags) for flags in self.flags]
+
+    def restore_flags(self, contents: Sequence[bytes]) -> None:
+        for flags, content in zip(self.flags, contents, strict=True):
+            flags[:] = content
+
+    def list_arrays(self) -> list[Any]:
+        """Return the arrays of the parameters and gradients."""
+        arrays = [array for node in self.params for array in node.values()]
+        return arrays + [entry.array for node in self.grads for entry in node.entries.values()]
+
+
+@dataclass
+class RecordedCall:
+    """A call that was recorded as a graph.
+
+    Attributes
+    ----------
+    unit, params, grads : as in `UnitCall`
+    addresses : addresses of the parameters and gradients
+    inputs, outputs : activation number -> array in the memory of the graphs
+    blank, written : contents of the gradient flags before and after the call
+    source : the call that computed `UnitCall.saved`
+    keeps : whether the call saves values for another call
+    """
+
+    capture: Capture
+    unit: Unit
+    params: Sequence[Any]
+    grads: Sequence[Gradients]
+    addresses: list[int]
+    inputs: Arrays
+    outputs: Arrays
+    blank: list[bytes]
+    written: list[bytes]
+    source: RecordedCall | None
+    keeps: bool
+
+    def find_mismatch(self, call: UnitCall) -> str:
+        """Return why the graph cannot compute a call; "" if it can."""
+        if self.unit is not call.unit:
+            return "an observer has replaced its layers"
+        if self.source is not None and getattr(call.saved, "source", None) is not self.source:
+            return "its forward pass was not replayed"
+        is_same = _are_same(self.params, call.params) and _are_same(self.grads, call.grads)
+        if not is_same and self.addresses != [array.data.ptr for array in call.list_arrays()]:
+            return "its parameters or gradients have moved"
+        if call.copy_flags() != self.blank:
+            return "its gradients are added to others"
+        if self.inputs.keys() != call.values.keys() or not all(
+            _is_alike(array, call.values[number]) for number, array in self.inputs.items()
+        ):
+            return "its inputs have other shapes"
+        return ""
+
+
+class UnitPart(NamedTuple):
+    """Consecutive nodes of a unit that are recorded together.
+
+    Attributes
+    ----------
+    number : number of the part in the unit
+    unit : a unit that consists of these nodes
+    nodes : their positions in the whole unit
+    """
+
+    number: int
+    unit: Unit
+    nodes: slice
+
+    @property
+    def inputs(self) -> set[int]:
+        """Numbers of the activations that the part reads and other parts compute."""
+        made: set[int] = set()
+        needed: set[int] = set()
+        for node in self.unit.nodes:
+            needed |= {*node.inputs} - made
+            made.add(node.output)
+        return needed
+
+    @property
+    def activations(self) -> set[int]:
+        """Numbers of all activations that the part reads or computes."""
+        return {v for node in self.unit.nodes for v in (*node.inputs, node.output)}
+
+
+def _split_unit(unit: Unit, lengths: Iterable[int]) -> list[UnitPart]:
+    parts, first = [], 0
+    for number, n in enumerate(lengths):
+        nodes = slice(first, first + n)
+        parts.append(UnitPart(number, replace(unit, nodes=unit.nodes[nodes], trains=unit.trains[nodes]), nodes))
+        first += n
+    return parts
+
+
+@dataclass
+class Recording:
+    """The graphs of one program for batches of given shapes.
+
+    A unit with a layer that cannot be recorded is recorded again node by node, to find this layer, and then in as few
+    parts as possible.
+
+    Attributes
+    ----------
+    program : the program, which is kept so that its id stays unique
+    runs : number of complete runs so far
+    seen : number of calls of the current run
+    calls : (name of an action, number of the part) -> its recorded call
+    refusals : parts that compute as usual
+    kept : id of a list of saved values -> (the list, the call that saved it), during the run that records
+    parts : index of a unit that is split -> its parts
+    splitting : indices of units that are to be split
+    """
+
+    program: Program
+    memory: GraphMemory
+    runs: int = 0
+    seen: int = 0
+    calls: dict[tuple[str, int], RecordedCall] = field(default_factory=dict)
+    refusals: set[PartKey] = field(default_factory=set)
+    kept: dict[int, tuple[list[Any], RecordedCall]] = field(default_factory=dict)
+    parts: dict[int, list[UnitPart]] = field(default_factory=dict)
+    splitting: set[int] = field(default_factory=set)
+
+    def restart(self, runs: int) -> None:
+        """Forget all graphs, and continue as after `runs` complete runs."""
+        self.calls.clear()
+        self.runs, self.memory = runs, GraphMemory()
+
+    def regroup(self, units: Sequence[Unit]) -> bool:
+        """Split the units in which a layer could not be recorded into nodes, or join nodes that can be recorded, once
+        all are known. Return whether any unit has other parts now."""
+        changed = bool(self.splitting)
+        for index in self.parts:
+            changed |= self._join_parts(units[index])
+        for index in self.splitting:
+            self.refusals.discard((index, 0))
+            self.parts[index] = _split_unit(units[index], [1] * len(units[index].nodes))
+        self.splitting.clear()
+        return changed
+
+    def _join_parts(self, unit: Unit) -> bool:
+        """Join adjacent parts that can be recorded, and adjacent parts that cannot. Return whether there are any."""
+        runs = groupby(self.parts[unit.index], lambda part: (unit.index, part.number) in self.refusals)
+        found = [(refused, sum(len(part.unit.nodes) for part in parts)) for refused, parts in runs]
+        if len(found) == len(self.parts[unit.index]):
+            return False
+        self.refusals = {key for key in self.refusals if key[0] != unit.index}
+        self.refusals |= {(unit.index, n) for n, (refused, _) in enumerate(found) if refused}
+        self.parts[unit.index] = _split_unit(unit, [length for _, length in found])
+        return True
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    return is_on_gpu(other) and (one.shape, one.dtype) == (other.shape, other.dtype)
