@@ -9,11 +9,11 @@ __all__ = ["count_threads_per_rank", "count_usable_cores", "set_threads_per_rank
 
 
 def set_threads_per_rank(ranks_here: int) -> int:
-    """Set the number of threads that fsdpx uses in each rank, and return it. It is the number that the user has set, or
-    otherwise the number of cores divided by `ranks_here`, the number of ranks on the host, but at least 1.
+    """Set the number of threads that fsdpx uses in each rank, and return it. It is the number that the user has set. If
+    there is none, it is the number of cores divided by `ranks_here` (the number of ranks on the host), but at least 1.
 
-    By default, each of the R ranks on a host would run one thread per core, and the threads would slow each other down.
-    Matrix products of the user's program use the number of threads that the user has chosen."""
+    Without this limit, each rank on a host would run one thread per core, and the threads would slow each other down.
+    The limit does not apply to matrix products of the user's program."""
     wanted, threads = environment.read_environment().threads, count_threads_per_rank(ranks_here)
     blas.set_thread_limit(threads if wanted is None else None)
     parallel.set_threads(threads)

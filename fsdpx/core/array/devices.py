@@ -115,8 +115,8 @@ class Device:
         return False
 
     def run_shard_update(self, run: Callable[[], None], p: Any, g: Any, slots: Mapping[str, Any]) -> bool:
-        """Call `run`, which updates a shard p of the parameters, given its gradients g and the optimizer's state arrays
-        `slots`. If the arrays have no values, return False without calling `run`."""
+        """Call `run`, which updates the parameter shard p in place. If the arrays have no values, return False without
+        calling `run`. g are the gradients of the shard, and `slots` are the optimizer's state arrays."""
         run()
         return True
 

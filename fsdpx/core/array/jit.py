@@ -68,11 +68,12 @@ class CodeStore(Protocol):
 
     def load_or_compile(self, function: CompiledFunction, kinds: tuple[str, ...]) -> Callable[..., Any] | None:
         """Load a function from disk for arguments of these kinds (dtypes and layouts), or compile and store it. Return
-        a callable that returns NotImplemented for arguments of other kinds, or None if the code cannot be stored."""
+        the loaded function, which returns NotImplemented for arguments of other kinds. If the code cannot be stored,
+        return None."""
 
     def enable_disk_cache(self, dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-        """Make Numba's dispatcher store the code that it compiles on disk. `bare` is true if the code has no entry
-        point for Python."""
+        """Make Numba's dispatcher write the code that it compiles to the disk cache. `bare` is true if the code has no
+        entry point for Python."""
 
     def compile_dispatcher(self, dispatcher: Any, kinds: tuple[str, ...] | None) -> Any:
         """Compile Numba's dispatcher for arguments of these kinds and return it. If the kinds were declared with
@@ -135,8 +136,8 @@ def _format_array_kind(a: np.ndarray) -> str | None:
 
 
 class CompiledFunction:
-    """A Python function that is compiled when it is called. `wanted` is a function that maps the arguments of a call
-    to the argument kinds to compile for (default: their own kinds)."""
+    """A Python function that is compiled when it is called. `wanted` is a function that takes the arguments of a call
+    and returns the kinds of arguments for which to compile (default: the kinds of these arguments)."""
 
     def __init__(self, function: Callable[..., Any], fastmath: Any, wanted: Any = get_argument_kinds) -> None:
         self.function = function
@@ -173,8 +174,8 @@ class CompiledFunction:
             return self._dispatcher
 
     def get_bare_dispatcher(self) -> Any:
-        """Return Numba's dispatcher without an entry point for Python, for a function that is called only by compiled
-        code."""
+        """Return a Numba dispatcher that omits the entry point for Python, because only compiled code calls the
+        function."""
         key = self.function, self.freedom
         with _lock:
             if key not in _bare:

@@ -47,8 +47,9 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Return normal random numbers with indices [start, stop) in the stream (seed, name), as float64 with mean 0 and
     variance 1. Number i is computed from the 64-bit numbers 2i and 2i + 1.
 
-    The formula is sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). For some elements, NumPy and the compiled code
-    compute different last bits. NumPy's last bits also differ between processors.
+    The formula is `sqrt(-2 * log(u)) * cos(2 * pi * v)` (Box and Muller, 1958), where u and v are made from the two
+    64-bit numbers. For some elements, NumPy and the compiled code compute different last bits. NumPy's last bits also
+    differ between processors.
     """
     from fsdpx.core.array.kernels.choice import find_compiled_kernel
 
@@ -77,8 +78,9 @@ class TrainingMoment:
 
     Attributes
     ----------
-    on_numbers : function that is called each time a layer asks for random numbers, with these numbers and a function
-        that returns the numbers of the same call at a later moment; None if nobody needs to know
+    on_numbers : function (numbers, repeat) that is called whenever a layer requests random numbers. `repeat` is a
+        function without arguments that makes the same request again, so it returns the numbers of the step in which it
+        is called. None: no function is called
     """
 
     step: int = 0
@@ -181,7 +183,7 @@ class NumberRange:
     def make_16bit_numbers(self) -> np.ndarray:
         """Return random 16-bit numbers, one per position, as uint32.
 
-        Each number consists of the upper bits of mix(mix(position ^ key0) ^ key1), where mix is the 32-bit mixing
+        Each number consists of the upper bits of `mix(mix(position ^ key0) ^ key1)`, where mix is the 32-bit mixing
         function from C. Wellons' "hash prospector". This is faster than Philox, and random enough for stochastic
         rounding.
         """
@@ -236,8 +238,8 @@ class NumberSubarray:
         return xp.asarray(out)
 
     def _find_lead_dim(self) -> int:
-        """Return the dim at which the work is divided. The dims before it are looped over. All numbers along this dim
-        and the dims after it are generated in one call; those outside the part are dropped."""
+        """Return the dim at which the work is divided. There is a loop over the dims before it. In each iteration, one
+        call generates all numbers along this dim and the dims after it; numbers outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0

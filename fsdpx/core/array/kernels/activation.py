@@ -75,14 +75,14 @@ GATED_FORMS = ("silu", "gelu", "gelu tanh")
 
 @kernel()
 def gated(xp: Any, a: Any, b: Any, form: str = "silu") -> Any:
-    """Return the elementwise product act(a) b of a gated activation (Shazeer 2020). `form`, one of `GATED_FORMS`, names
-    the function act."""
+    """Return the result of a gated activation, `act(a) * b`, elementwise (Shazeer 2020). `form`, one of `GATED_FORMS`,
+    names the function act."""
     return _apply_activation(xp, a, form) * b
 
 
 @kernel(narrow=2)
 def gated_backward(xp: Any, a: Any, b: Any, dy: Any, form: str = "silu") -> tuple[Any, Any]:
-    """Return the gradients of `gated` with respect to a and b: dy b act'(a) and dy act(a)."""
+    """Return the gradients of `gated` with respect to a and b: `dy * b * act'(a)` and `dy * act(a)`."""
     plain = (silu_backward if form == "silu" else gelu_backward).__wrapped__  # type: ignore[attr-defined]
     da = plain(xp, a, dy * b) if form == "silu" else plain(xp, a, dy * b, get_gelu_approximation(form))
     return da, dy * _apply_activation(xp, a, form)
@@ -129,21 +129,21 @@ def sigmoid(xp: Any, x: Any) -> Any:
 
 @kernel()
 def silu(xp: Any, x: Any) -> Any:
-    """Return x sigmoid(x) (Elfwing et al. 2018)."""
+    """Return `x * sigmoid(x)` (Elfwing et al. 2018)."""
     return x * sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
 
 
 @kernel()
 def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
-    """Return the gradient of `silu`: dy (s + x s (1 - s)) with s = sigmoid(x)."""
+    """Return the gradient of `silu`: `dy * (s + x * s * (1 - s))`, where `s = sigmoid(x)`."""
     s = sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
     return dy * (s + x * s * (1.0 - s))
 
 
 @kernel()
 def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
-    """Return GELU(x) = x Phi(x), or, with approximate="tanh", x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
-    (Hendrycks, Gimpel 2016)."""
+    """Return GELU(x), which is `x * Phi(x)` or, with approximate="tanh",
+    `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))` (Hendrycks, Gimpel 2016)."""
     if is_exact_gelu(approximate):
         return x * gaussian_cdf(xp, x, unnormalized_gaussian_density(xp, x))
     return x * sigmoid.__wrapped__(xp, _tanh_argument(x))  # type: ignore[attr-defined]
@@ -151,8 +151,10 @@ def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
 
 @kernel()
 def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
-    """Return the gradient of `gelu`: dy (Phi(x) + x phi(x)) or, for the tanh form, dy (s + x s (1 - s) u') with u = 2
-    sqrt(2/pi) (x + 0.044715 x^3) and s = sigmoid(u)."""
+    """Return the gradient of `gelu`: `dy * (Phi(x) + x * phi(x))`.
+
+    For the tanh form, it is `dy * (s + x * s * (1 - s) * u')`, where `u = 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)` and
+    `s = sigmoid(u)`."""
     if is_exact_gelu(approximate):
         bell = unnormalized_gaussian_density(xp, x)
         return dy * (gaussian_cdf(xp, x, bell) + x * bell * DENSITY)
@@ -171,8 +173,8 @@ def is_exact_gelu(approximate: str) -> bool:
 
 
 def _tanh_argument(x: Any) -> Any:
-    """Return u = 2 sqrt(2/pi) (x + 0.044715 x^3), so that the tanh form of GELU is x/2 (1 + tanh(u / 2)) = x
-    sigmoid(u)."""
+    """Return `u = 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)`. The tanh form of GELU is `x * sigmoid(u)`, which equals
+    `x / 2 * (1 + tanh(u / 2))`."""
     return x * (x * x * CUBIC + 1.0) * SLOPE
 
 

@@ -34,8 +34,9 @@ def kernel(
     into : names of arguments that are modified in place, and are therefore not converted to float32
     bits : whether the compiled code accepts views of the bits of bfloat16 arrays; otherwise these are converted to
         float32
-    choose_algorithm : function that takes the shapes of the arguments after xp, and returns the name of the algorithm
-        that the compiled code uses ("" for the usual one) and the value of `ProductCount.windows`
+    choose_algorithm : function that takes the arguments after xp, of which it uses only the shapes, and returns two
+        values: the name of the algorithm that the compiled code uses ("" for the usual one), and the value of
+        `ProductCount.windows`
     compiled_in : name of the file of the compiled code, if it differs from the plain code's file
     """
 

@@ -27,14 +27,14 @@ def softmax(xp: Any, x: Any) -> Any:
 
 @kernel()
 def softmax_backward(xp: Any, y: Any, dy: Any) -> Any:
-    """Return the gradient of `softmax`, y (dy - sum(y dy)), where y is its result."""
+    """Return the gradient of `softmax`: `y * (dy - sum(y * dy))`, where y is the result of `softmax`."""
     return y * (dy - xp.sum(y * dy, axis=-1, keepdims=True))
 
 
 @kernel()
 def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
-    """Apply rotary position embedding (Su et al. 2021): return (a cos - b sin, b cos + a sin), where a and b are the
-    halves of the last dim, as in Llama. The gradient is `rotate` with -sin.
+    """Apply rotary position embedding (Su et al. 2021): return `(a * cos - b * sin, b * cos + a * sin)`, where a and b
+    are the halves of the last dim, as in Llama. The gradient is `rotate` with -sin.
 
     Parameters
     ----------
@@ -51,7 +51,8 @@ def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
 def attention(
     xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    """Return softmax(scale q k^T) v for each head (Vaswani et al. 2017), and the log-sum-exp of each row of scores.
+    """Return `softmax(scale * q @ k^T) @ v` for each head (Vaswani et al. 2017), and the log-sum-exp of each row of
+    scores.
 
     Parameters
     ----------
@@ -98,7 +99,8 @@ def attention_backward(
     The array is stored as (B, T, 3, H, D), like the gradient of a fused projection to queries, keys and values. If k
     has a different length or fewer heads than q, three separate arrays are returned.
 
-    With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
+    The formulas are `dv = p^T @ do`, `dq = ds @ k` and `dk = ds^T @ q`. p are the probabilities, and the score
+    gradients are `ds = p * (do @ v^T - sum(do * o)) * scale`.
     """
     d = empty_attention_gradients(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]

@@ -50,16 +50,16 @@ def _convert_dtype(array: Any, dtype: Any) -> Any:
 
 @kernel(narrow=0)
 def binary_entropy(xp: Any, y: Any, target: Any) -> float:
-    """Return the binary cross entropy of logits y, summed in float64: the sum of max(y, 0) - y target + log(1 +
-    exp(-|y|))."""
+    """Return the binary cross entropy of logits y, summed in float64: the sum of
+    `max(y, 0) - y * target + log(1 + exp(-|y|))`."""
     each = xp.maximum(y, 0) - y * target + xp.log1p(xp.exp(-xp.abs(y)))
     return float(xp.sum(each, dtype=np.float64))
 
 
 @kernel()
 def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """Return `factor` times the gradient of `binary_entropy`, that is, factor (sigmoid(y) - target), in the dtype of
-    y."""
+    """Return `factor` times the gradient of `binary_entropy`, that is, `factor * (sigmoid(y) - target)`, in the dtype
+    of y."""
     return ((sigmoid(xp, y) - target) * factor).astype(y.dtype, copy=False)
 
 
@@ -69,8 +69,8 @@ def cross_entropy(
 ) -> tuple[float, float, Any]:
     """Return the cross entropy of logits and integer targets, summed over rows, with label smoothing e.
 
-    The loss is minus the sum of wanted log softmax(logits) over all rows and classes, where wanted = (1 - e)
-    onehot(target) + e / classes.
+    The loss is the sum of `-wanted * log(softmax(logits))` over all rows and classes, where
+    `wanted = (1 - e) * onehot(target) + e / classes`.
 
     Parameters
     ----------
@@ -103,8 +103,8 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0,
     classes: int = 0,
 ) -> Any:  # fmt: skip
-    """Return `seed` times the gradient of `cross_entropy`, that is, seed (softmax(logits) - wanted), and 0 in ignored
-    rows. `lse` is the third result of `cross_entropy`.
+    """Return `seed` times the gradient of `cross_entropy`, that is, `seed * (softmax(logits) - wanted)`, and 0 in
+    ignored rows. `lse` is the third result of `cross_entropy`.
 
     If the logits (n, some) cover only a slice of the classes, `classes` is the total number of classes (0: the logits
     cover all classes), and a target equal to `some` stands for a class outside the slice.
@@ -118,11 +118,11 @@ def cross_entropy_backward(
 
 @kernel(narrow=0)
 def squared_error(xp: Any, y: Any, target: Any) -> float:
-    """Return the sum of (y - target)^2 for two arrays of equal shape, summed in float64."""
+    """Return the sum of `(y - target)^2` for two arrays of equal shape, summed in float64."""
     return square_sum.fallback(xp, (y - target).reshape(-1))  # type: ignore[attr-defined]
 
 
 @kernel()
 def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
-    """Return factor (y - target), in the dtype of y. With factor 2, this is the gradient of `squared_error`."""
+    """Return `factor * (y - target)`, in the dtype of y. With factor 2, this is the gradient of `squared_error`."""
     return ((y - target) * factor).astype(y.dtype, copy=False)

@@ -17,7 +17,8 @@ __all__ = [
 
 @kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
-    """Normalize each row of x: return (x - mean) rstd weight + bias, with rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
+    """Normalize each row of x (Ba et al. 2016): return `(x - mean) * rstd * weight + bias`, where
+    `rstd = 1 / sqrt(var + eps)`.
 
     Parameters
     ----------
@@ -40,8 +41,8 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any
 
 @kernel()
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
-    """Return the gradient of `layer_norm` with respect to x: rstd (h - mean(h) - n mean(h n)), where h = dy weight and
-    n is the normalized row."""
+    """Return the gradient of `layer_norm` with respect to x: `rstd * (h - mean(h) - n * mean(h * n))`, where
+    `h = dy * weight` and n is the normalized row."""
     n = (x - mean[:, None]) * rstd[:, None]
     h = dy if weight is None else dy * weight
     along = xp.mean(h * n, axis=1)[:, None]
@@ -50,8 +51,8 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the parameter gradients of `layer_norm`: the sum of dy n over the rows to gw, and the sum of dy over the rows
-    to gb, where n is the normalized row. gw or gb may be None."""
+    """Add the parameter gradients of `layer_norm`: the sum of `dy * n` over the rows to gw, where n is the normalized
+    row, and the sum of dy over the rows to gb. gw or gb may be None."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:
@@ -60,8 +61,8 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
 
 @kernel()
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
-    """Normalize each row of x by its root mean square: return x rstd weight, with rstd = 1 / sqrt(mean(x^2) + eps)
-    (Zhang and Sennrich 2019).
+    """Normalize each row of x by its root mean square (Zhang and Sennrich 2019): return `x * rstd * weight`, where
+    `rstd = 1 / sqrt(mean(x^2) + eps)`.
 
     Parameters
     ----------
@@ -80,7 +81,8 @@ def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
 
 @kernel()
 def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
-    """Return the gradient of `rms_norm` with respect to x: rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
+    """Return the gradient of `rms_norm` with respect to x: `rstd * (h - n * mean(h * n))`, where `h = dy * weight` and
+    `n = x * rstd`."""
     n = x * rstd[:, None]
     h = dy if weight is None else dy * weight
     return (h - n * xp.mean(h * n, axis=1)[:, None]) * rstd[:, None]
@@ -88,7 +90,7 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 @kernel(narrow=0, into=("gw",))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    """Add the weight gradient of `rms_norm` to gw. It is the sum of dy x rstd over the rows."""
+    """Add the weight gradient of `rms_norm` to gw. It is the sum of `dy * x * rstd` over the rows."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)
 
 
@@ -100,20 +102,21 @@ def channel_sums(xp: Any, x: Any) -> Any:
 
 @kernel(narrow=0)
 def channel_squares(xp: Any, x: Any, mean: Any) -> Any:
-    """Given the means (channels,), return the per-channel sums of (x - mean)^2, as (channels,) float64."""
+    """Given the means (channels,), return the per-channel sums of `(x - mean)^2`, as (channels,) float64."""
     return xp.sum(xp.square(x - _broadcast_channels(mean, x)), axis=_list_non_channel_dims(x), dtype=np.float64)
 
 
 @kernel()
 def channel_affine(xp: Any, x: Any, mean: Any, scale: Any, shift: Any) -> Any:
-    """Return (x - mean) scale + shift for x (samples, channels, ...), where mean, scale and shift are (channels,)."""
+    """Return `(x - mean) * scale + shift` for x (samples, channels, ...), where mean, scale and shift are
+    (channels,)."""
     return (x - _broadcast_channels(mean, x)) * _broadcast_channels(scale, x) + _broadcast_channels(shift, x)
 
 
 @kernel(narrow=0)
 def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
-    """Return the per-channel sums that the backward pass of batch norm needs, as (2 channels,) float64: the sums of
-    dy, followed by the sums of dy (x - mean) rstd."""
+    """Return the per-channel sums that the backward pass of batch norm needs, as a float64 array of size 2 * channels:
+    the sums of dy, followed by the sums of `dy * (x - mean) * rstd`."""
     normal = (x - _broadcast_channels(mean, x)) * _broadcast_channels(rstd, x)
     sums = [xp.sum(a, axis=_list_non_channel_dims(x), dtype=np.float64) for a in (dy, dy * normal)]
     return xp.concatenate(sums)
@@ -121,8 +124,8 @@ def channel_sums_with(xp: Any, dy: Any, x: Any, mean: Any, rstd: Any) -> Any:
 
 @kernel()
 def channel_norm_backward(xp: Any, dy: Any, x: Any, mean: Any, scale: Any, along: Any, across: Any) -> Any:
-    """Return the input gradient of batch norm, (dy - along - (x - mean) across) scale, where mean, scale, along and
-    across are (channels,)."""
+    """Return the input gradient of batch norm, `(dy - along - (x - mean) * across) * scale`, where mean, scale, along
+    and across are (channels,)."""
     return (
         dy - _broadcast_channels(along, x) - (x - _broadcast_channels(mean, x)) * _broadcast_channels(across, x)
     ) * _broadcast_channels(scale, x)
@@ -135,9 +138,9 @@ def batch_norm_scales(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Compute the factors of batch norm from its statistics, and update the running statistics in place.
 
-    Returns rstd = 1 / sqrt(var + eps) with var = squares / count, and the product of rstd and weight; both are
-    (channels,) float64. weight, running_mean and running_var are (channels,) or None. The running statistics move
-    towards the mean and the unbiased variance by the fraction `momentum`.
+    Returns `rstd = 1 / sqrt(squares / count + eps)` and the product of rstd and weight; both are (channels,) float64.
+    weight, running_mean and running_var are (channels,) or None. The running statistics move towards the mean and the
+    unbiased variance by the fraction `momentum`.
     """
     var = squares / max(count, 1.0)
     rstd = 1.0 / xp.sqrt(var + eps)

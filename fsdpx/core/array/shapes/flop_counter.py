@@ -32,8 +32,8 @@ class ProductCount(NamedTuple):
     kernel : name of the kernel that computes the product, possibly without storing its operands or its result in
         memory; "" for a product outside kernels
     places : number of products in one call of that kernel
-    windows : for a convolution, the length of a row of outputs divided by the length of the window; for a convolution
-        with one-cell windows, the total number of windows
+    windows : for a convolution, a size that determines its speed: the length of a row of outputs divided by the length
+        of the window or, for one-cell windows, the total number of windows
     """
 
     rows: int
@@ -63,10 +63,10 @@ class ProductCount(NamedTuple):
 
 
 class KernelPass(NamedTuple):
-    """One call of a kernel that reads and writes `nbytes` bytes, with elements of `itemsize` bytes.
+    """One call of a kernel, which reads and writes `nbytes` bytes in total. Elements have `itemsize` bytes.
 
-    `kernel` is the name of the kernel or, for plain array code, the kind of NumPy operation: "elements", "functions"
-    such as exp, "sums" or "copy".
+    `kernel` is the name of the kernel or, for plain array code, the kind of NumPy operation: "functions" (such as exp),
+    "elements" (other elementwise operations), "sums" or "copy".
     """
 
     kernel: str

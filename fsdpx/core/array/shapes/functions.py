@@ -97,8 +97,8 @@ def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
 
 
 def _make_selection_result(dims: tuple[int, ...], x: Array, indices: Array) -> ShapeArray:
-    """Return an array of shape `dims`, which stands for elements selected from x by `indices`. Count a copy that reads
-    the indices, and reads as many elements of x as it writes."""
+    """Return an array of shape `dims`, which stands for elements selected from x by `indices`. Count it as a copy that
+    reads all indices, and reads one element of x for each element that it writes."""
     result = ShapeArray(dims, x.dtype)
     record_traffic(result, result, indices, kernel="copy")
     return result

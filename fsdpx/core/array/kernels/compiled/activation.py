@@ -120,7 +120,7 @@ def _relu_backward_loop(y, dy, dx):
 
 
 def _make_backward_loop(derivative: Any) -> Any:
-    """Return a compiled loop that computes dx = dy derivative(x) for each element."""
+    """Return a compiled loop that computes `dx = dy * derivative(x)` for each element."""
 
     def slope_loop(x, dy, dx):
         use_widest_vectors()
@@ -180,7 +180,7 @@ def gelu_backward(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "no
 
 
 def _make_gated_loop(function: Any) -> Any:
-    """Return a compiled loop that computes y = function(a) * b elementwise."""
+    """Return a compiled loop that computes `y = function(a) * b` for each element."""
 
     def gated_loop(a, b, y):
         use_widest_vectors()
@@ -191,7 +191,8 @@ def _make_gated_loop(function: Any) -> Any:
 
 
 def _make_gated_backward_loop(function: Any, derivative: Any) -> Any:
-    """Return a compiled loop that computes da = dy b derivative(a) and db = dy function(a) for each element."""
+    """Return a compiled loop that computes `da = dy * b * derivative(a)` and `db = dy * function(a)` for each
+    element."""
 
     def gated_backward_loop(a, b, dy, da, db):
         use_widest_vectors()

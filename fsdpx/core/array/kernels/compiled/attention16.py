@@ -49,8 +49,8 @@ def round_up_to_multiple(size):
 
 @jit
 def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words, add):
-    """Compute c = a b, or c += a b if `add` is true, for bfloat16 matrices a and b and a float32 matrix c. The matrices
-    are passed as addresses.
+    """Compute `c = a @ b`, or `c += a @ b` if `add` is true, for bfloat16 matrices a and b and a float32 matrix c. The
+    matrices are passed as addresses.
 
     c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns), where each
     word holds two neighboring numbers of the summed dim. `b_row` and `c_row` are the distances between rows of b and
@@ -241,8 +241,9 @@ def _exponentiate_row_into_and_sum(x, top, p):
 
 @jit
 def _softmax_backward_row_into(s, dp, scale, lse, along, p, ds, seen):
-    """Compute a row of attention probabilities p = exp(s scale - lse), and a row of score gradients ds = p (dp - along)
-    scale. Both are 0 from index `seen` on."""
+    """Compute a row of attention probabilities, `p = exp(s * scale - lse)`, and a row of score gradients,
+    `ds = p * (dp - along) * scale`. Both are 0 from index `seen` on. `along` is the dot product of the row's output and
+    its gradient."""
     use_widest_vectors()
     for j in range(p.size):
         e = exp(s[j] * scale - lse)

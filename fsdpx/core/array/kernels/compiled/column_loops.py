@@ -24,8 +24,8 @@ def make_column_loop(formula: Formula, writes: bool) -> Any:
 
     If `writes` is true, the formula computes each element of the last matrix from the elements of the other matrices.
     Otherwise it computes several terms for each element, and the sum of term k over the rows of column j is written to
-    sums[k][j - start]. values[k][j - start] is value k of column j. Results are bitwise equal for any `start` and
-    `stop`."""
+    `sums[k][j - start]`. The formula may use values that belong to a column: number k of column j is
+    `values[k][j - start]`. Results are bitwise equal for any `start` and `stop`."""
     unrolled, wide, narrow, single = (
         _make_loop_over_vectors(formula, writes, *size) for size in ((WIDE, UNROLLED), (WIDE, 1), (NARROW, 1), (0, 1))
     )
@@ -61,8 +61,8 @@ def _get_itemsize(typingctx: Any, values: Any, sums: Any) -> Any:
 
 
 def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors: int) -> Any:
-    """Return a loop like that of `make_column_loop`, but for the columns in `vectors` vectors of `nbytes` bytes,
-    beginning at a given column. With `nbytes` = 0, a vector is a single number."""
+    """Return a loop like that of `make_column_loop`, which processes as many columns as fit into `vectors` vectors of
+    `nbytes` bytes, beginning at a given column. If `nbytes` is 0, a vector is a single number."""
 
     @intrinsic
     def run_column_loop(typingctx: Any, matrices: Any, first: Any, last: Any, column: Any, start: Any, values: Any,
@@ -117,7 +117,8 @@ def _list_addresses(
 
 
 def _get_vector_pointer(builder: Any, at: Any, kind: Any, lanes: int, n: int) -> tuple[Any, int]:
-    """Return a pointer to vector number n, counted from the address `at`, and the size of an element in bytes."""
+    """Return two values: a pointer to vector number n, counted from the address `at`; and the size of an element in
+    bytes."""
     word = kind.width // 8 if isinstance(kind, ir.IntType) else 4 if isinstance(kind, ir.FloatType) else 8
     at = builder.add(at, at.type(n * lanes * word)) if n else at
     return builder.inttoptr(at, ir.VectorType(kind, lanes).as_pointer()), word

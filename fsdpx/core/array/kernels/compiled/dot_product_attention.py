@@ -125,8 +125,8 @@ def _exponentiate_and_sum_row(x, top):
 
 @jit
 def _softmax_backward_row_in_place(s, dp, scale, lse, along):
-    """Replace a row of scores s with its probabilities p, and the probability gradients dp with the score gradients p
-    (dp - along) scale."""
+    """Replace a row of scores s with its probabilities p, and the probability gradients dp with the score gradients,
+    `p * (dp - along) * scale`. `along` is the dot product of the row's output and its gradient."""
     use_widest_vectors()
     for j in range(s.size):
         p = exp(s[j] - lse)

@@ -50,7 +50,7 @@ def _norm_loop(x, y, mean, rstd, weight, bias, eps, centred):
 
 @jit(fastmath=REORDER)
 def _sum_row_gradient_products(x, weight, mean, rstd, dy):
-    """Return the sums of h and of h n over one row, where h = dy weight and n is the normalized row."""
+    """Return the sums of `h` and of `h * n` over one row, where `h = dy * weight` and n is the normalized row."""
     sum_h = sum_hn = accumulation_zero(x)
     for j in range(x.size):
         h = to_float(dy[j]) * weight[j]

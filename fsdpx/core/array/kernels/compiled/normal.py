@@ -95,7 +95,7 @@ _area = _make_power_series([2.0 / (2 * k + 1) for k in range(12)])  # 2 atanh(s)
 
 @intrinsic
 def _split_mantissa_and_exponent(typingctx: Any, x: Any) -> Any:
-    """Return (m, e) with x = m 2^e and m in [sqrt(1/2), sqrt(2)), for a positive normal float64."""
+    """Return (m, e) with `x = m * 2^e` and m in [sqrt(1/2), sqrt(2)), for a positive normal float64 x."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, real = ir.IntType(64), ir.DoubleType()

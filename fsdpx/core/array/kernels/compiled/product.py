@@ -70,8 +70,8 @@ def _find_transpose_flag_and_leading_dim(size, rows, columns, down, across):
 
 @register_jitable
 def _multiply_few_rows_into(out, a, b):
-    """Compute out = a b for a matrix a with few rows and a matrix b with contiguous columns. An element is bitwise the
-    same for any number of rows.
+    """Compute `out = a @ b` for a matrix a with few rows and a matrix b with contiguous columns. An element is bitwise
+    the same for any number of rows.
 
     The order of a sum depends on the width of vectors, so all callers whose results must agree bitwise call
     `use_widest_vectors`.
@@ -85,8 +85,8 @@ def _multiply_few_rows_into(out, a, b):
 
 @register_jitable
 def try_multiply_matrices_into(address, out, a, b, alpha, beta):
-    """Compute out = alpha a b + beta out for 2-D arrays. Return False, without computing, if BLAS does not support
-    their shapes or strides, or if BLAS is needed and `address` is 0."""
+    """Compute `out = alpha * a @ b + beta * out` for 2-D arrays. Return False, without computing, if BLAS does not
+    support their shapes or strides, or if BLAS is needed and `address` is 0."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -148,8 +148,9 @@ def linear_backward_params(address, dweight, dbias, dy, x, accumulate_weight, ac
 
 @jit
 def linear_backward(address, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
-    """Compute `dx = dy @ weight`, and the parameter gradients as `linear_backward_params` does (`add_weight` and
-    `add_bias` are its accumulate flags). Return False if the arrays are not supported."""
+    """Compute `dx = dy @ weight`, and the parameter gradients as in `linear_backward_params`. `add_weight` and
+    `add_bias` have the meaning of `accumulate_weight` and `accumulate_bias` there. Return False if the arrays are not
+    supported."""
     one, zero = dy.dtype.type(1), dy.dtype.type(0)
     if not try_multiply_matrices_into(address, dx, dy, weight, one, zero):
         return False
@@ -165,8 +166,8 @@ def _widen_matrix_into(x, out):
 
 @register_jitable
 def _round_total_into(out, total, bias, accumulate):
-    """Compute out = total + bias, or out += total if `accumulate` is true, rounded once. If `bias` is empty, there is
-    no bias."""
+    """Compute `out = total + bias`, or `out += total` if `accumulate` is true, rounded once. If `bias` is empty, there
+    is no bias."""
     for i in range(out.shape[0]):
         row, sums = out[i], total[i]
         if bias.size:
@@ -182,8 +183,8 @@ def _round_total_into(out, total, bias, accumulate):
 
 @jit
 def try_multiply_small_bfloat16_into(address, out, a, b, bias, accumulate, transposed_a, transposed_b):
-    """Compute out = a b + bias, or out += a b if `accumulate` is true. If `bias` is empty, there is no bias. Return
-    False if the arrays are not supported.
+    """Compute `out = a @ b + bias`, or `out += a @ b` if `accumulate` is true. If `bias` is empty, there is no bias.
+    Return False if the arrays are not supported.
 
     a and b are bfloat16 bits, and `out` is bfloat16 bits or float32. If `transposed_a` or `transposed_b` is true, that
     matrix is passed transposed.

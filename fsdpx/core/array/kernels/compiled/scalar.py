@@ -43,7 +43,7 @@ LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
 
 @intrinsic
 def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a b + c, rounded once."""
+    """Return `a * b + c`, rounded once."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
@@ -103,7 +103,7 @@ def _remove_magic_number(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
-    """Return x 2^n for x near 1, where n is the integer in the low bits of `shifted`, a result of `_add_magic_number`.
+    """Return `x * 2^n` for x near 1. n is the integer in the low bits of `shifted`, a result of `_add_magic_number`.
 
     Half of n is added to the exponent of x, which cannot overflow. The result is then multiplied by 2 to the power of
     the other half, so that overflow and gradual underflow are correct."""
@@ -314,8 +314,8 @@ def _restore_control_register(typingctx: Any, before: Any) -> Any:
 
 
 def _emit_control_register_access(builder: Any, operation: str, slot: Any = None) -> tuple[Any, Any]:
-    """Emit the instruction that stores ("st") or loads ("ld") the control register of the vector unit; return its
-    value and a pointer to it."""
+    """Emit the instruction that stores ("st") the control register of the vector unit in memory, or loads ("ld") the
+    register from memory. Return the value of the register and a pointer to the memory."""
     slot = cgutils.alloca_once(builder, ir.IntType(32)) if slot is None else slot
     pointer = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer])
