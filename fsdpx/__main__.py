@@ -98,8 +98,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(_print_error_on_first_rank(line))
 
     def _suggest_option(self, word: str) -> str:
-        """Return a suggestion such as "; did you mean '--steps'?" for the mistyped option `word`, or "". It names the
-        options that begin with `word`, or a similar option."""
+        """Return a suggestion such as "; did you mean '--steps'?" for the mistyped option `word`, or "". The suggestion
+        names the options that begin with `word`, or a similar option."""
         from fsdpx.core.base.name_hints import did_you_mean
 
         known = [option for action in self._actions for option in action.option_strings]
@@ -166,8 +166,8 @@ def _has_connected_to_ranks() -> bool:
 
 
 def _print_error_on_first_rank(line: str) -> int:
-    """Print an error, and return exit status 2. Only the first rank prints, because all ranks meet the same error as
-    long as they have not connected to each other."""
+    """Print an error on the first rank only, and return exit status 2 on every rank. The other ranks need not print,
+    because ranks that have not connected to each other yet all meet the same error."""
     from fsdpx.core.base import environment
     from fsdpx.core.base.messages import wrap_for_terminal
 

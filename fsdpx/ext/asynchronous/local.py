@@ -179,8 +179,8 @@ class LocalSGD(SyncChoice):
     fragments : number of parts into which the model is divided; each part is sent at a different point of the round
     delay : number of steps that the transfers of a fragment may take while training continues, less than `sync_every`.
         The outer gradient is sent during the first half of these steps, and the new parameters during the second half
-    mix : weight in [0, 1) of a replica's own parameters in the weighted mean with the new outer parameters from which
-        the replica continues after an outer step
+    mix : number in [0, 1). After an outer step, a replica continues from `mix` times its own parameters plus 1 - `mix`
+        times the new outer parameters
     compression : codec of outer gradients, as in `fsdpx.distribute`
     inner_strategy : strategy of the ranks within one replica (default: "ddp", or "fsdp" if the mesh shards a replica)
     """

@@ -209,8 +209,8 @@ def select_largest_elements(
     """Compiled version of `topk.select_largest_elements`: write the elements of each block that are largest in absolute
     value to `values`, and their indices within the block to `positions`.
 
-    `per_block` is the number of elements to take from each full block, and `rest` the number to take from the
-    remainder."""
+    `per_block` is the number of elements to take from each full block, and `rest` is the number to take from the last,
+    shorter block."""
     if residual is not None and residual is not x:
         residual[...] = x
     left = x if residual is None else residual

@@ -32,8 +32,9 @@ this number."""
 class CompressedCodec(Codec):
     """Base class of lossy codecs that compress element by element or block by block, such as `Int8` and `TopK`.
 
-    Each rank packs (compresses) one part of its gradient for every owner, an all-to-all sends the parts, and owners
-    unpack and add them in rank order. Subclasses define how a part is packed.
+    Each rank owns one part of the sum of all gradients. Each rank packs (compresses) its own gradient part by part, an
+    all-to-all sends each part to its owner, and the owners unpack the parts and add them in rank order. Subclasses
+    define how a part is packed.
 
     Error feedback (Seide et al. 2014; Karimireddy et al. 2019): the error of packing is kept and added to the rank's
     next gradient, so that the sum of everything sent and the error kept equals the sum of all gradients. In
@@ -76,8 +77,8 @@ class CompressedCodec(Codec):
         """Decompress `wire`, as filled by `pack_part`, into `out`, or add the result to `out` if `add`."""
 
     def add_error_feedback(self, grad: Array, memory: Memory, step: int) -> Array:
-        """Add `grad` in place to the error kept from earlier reductions, and return the sum, which is packed next. If
-        no error is kept, return `grad`."""
+        """Add `grad` to the array with the error kept from earlier reductions, and return this array, which is packed
+        next. If no error is kept, return `grad`."""
         if "error" not in memory:
             return grad
         error = memory["error"]
@@ -189,7 +190,8 @@ class CompressedCodec(Codec):
     def get_and_advance_reduce_number(self, memory: Memory) -> int:
         """Return the number of this reduction, which is the same on all ranks, and advance the counter.
 
-        Numbers begin at 0 and wrap around at MAX_REDUCES. A dry run always uses the first number after the warm-up."""
+        Numbers begin at 0. The first `warmup` reductions may send more data than later ones. After MAX_REDUCES - 1, the
+        numbers continue at `warmup`. A dry run always uses the number `warmup`."""
         if not self._has_reduce_counter or not _has_data(namespace_of(memory["turn"])):
             return self.warmup
         step = int(memory["turn"][0])

@@ -23,14 +23,14 @@ with NaN above all others."""
 
 
 def count_chosen_elements(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many of `size` elements are sent, as (total for all full blocks, number for the remainder). From each
-    full block, ceil(share * block) elements are sent."""
+    """Return how many of `size` elements are sent, as (total for all full blocks, number for the last, shorter block).
+    From each full block, ceil(share * block) elements are sent."""
     each, rest = _count_chosen_per_block(size, block, share)
     return size // block * each, rest
 
 
 def _count_chosen_per_block(size: int, block: int, share: float) -> tuple[int, int]:
-    """Return how many elements are sent from each full block, and how many from the remainder."""
+    """Return how many elements are sent from each full block, and how many from the last, shorter block."""
     return ceil(share * block), ceil(share * (size % block))
 
 
@@ -82,8 +82,8 @@ def scatter_largest_into(xp: Any, values: Any, positions: Any, block: int, share
 
 
 def _split_into_blocks(x: Any, block: int, share: float) -> list[tuple[Any, slice]]:
-    """Return two pairs (matrix, slice), one for all full blocks and one for the remainder: the matrix has one block per
-    row, and the slice selects the elements of `values` that were taken from it."""
+    """Return two pairs (matrix, slice), one for all full blocks and one for the last, shorter block. The matrix has one
+    block per row. The slice selects those elements of `values` that were taken from the matrix."""
     whole, rest = count_chosen_elements(x.size, block, share)
     edge = x.size // block * block
     return [(x[:edge].reshape(-1, block), slice(0, whole)), (x[None, edge:], slice(whole, whole + rest))]

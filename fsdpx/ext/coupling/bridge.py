@@ -80,9 +80,9 @@ class Bridge:
     mode : what happens if one side is faster. All ranks pass the same mode. "lockstep": `send` returns when the other
         side has received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit.
         "latest": `send` drops snapshots for which the other side is not ready. On solver ranks, it never waits, neither
-        for the trainer nor for other solver ranks; the trainer receives the first snapshot that all solver ranks can
-        send after it asks. From trainer to solver, `send` is collective over the training ranks, and the newest
-        snapshot and weights always arrive in the end, even if the trainer has closed the bridge
+        for the trainer nor for other solver ranks; when the trainer asks for a snapshot, it receives the first one that
+        all solver ranks can still send. From trainer to solver, `send` is collective over the training ranks, and the
+        newest snapshot and weights always arrive in the end, even if the trainer has closed the bridge
     depth : maximum number of snapshots in transit in mode "queue"; default 2
 
     Raises
@@ -142,8 +142,8 @@ class Bridge:
         self._senders[0].send(make_body)
 
     def receive(self, wait: bool = True) -> Snapshot | None:
-        """Receive fields that the other side has sent. Collective over this side if `wait` is False, and, on training
-        ranks, also in mode "latest".
+        """Receive fields that the other side has sent. Collective over this side if `wait` is False. On training ranks,
+        also collective in mode "latest".
 
         Parameters
         ----------

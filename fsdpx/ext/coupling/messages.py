@@ -80,8 +80,9 @@ def find_overlaps_with_receivers(
 ) -> list[Overlap]:
     """Return the overlaps of a sender's part with the parts of the receivers to which it sends messages.
 
-    These are the first receiver, all receivers whose parts overlap with this part, and some receivers without any
-    cells, so that every receiver gets a message. `place` is the index of this rank among the `senders` sender ranks."""
+    Messages go to the first receiver, to all receivers whose parts overlap with this part, and to some receivers
+    without any cells, so that every receiver gets a message. `place` is the index of this rank among the `senders`
+    sender ranks."""
     found = [(i, find_overlap(rank, own, theirs)) for i, (rank, theirs) in enumerate(receivers.items())]
     return [overlap for i, overlap in found if exchanges_messages(place, senders, i, overlap.theirs, overlap.ranges)]
 

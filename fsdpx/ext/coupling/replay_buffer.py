@@ -58,10 +58,10 @@ class ReplayBuffer:
     ----------
     capacity : maximum number of samples
     grid : the grid over which the added fields are partitioned; it must have no ghost cells
-    policy : which sample a new one replaces when the buffer is full. "fifo": it replaces the oldest. "reservoir": a
-        random one or none, so that every sample that was ever added is kept with the same probability (algorithm R of
-        Vitter 1985). "priority": the oldest; samples are drawn with probabilities proportional to priority^0.6 (Schaul
-        et al. 2016), and a new sample gets the highest priority in the buffer
+    policy : which sample a new sample replaces when the buffer is full. "fifo": the oldest sample. "reservoir": a
+        random sample or none, so that every sample that was ever added is kept with the same probability (algorithm R
+        of Vitter 1985). "priority": the oldest sample; in addition, samples are drawn with probabilities proportional
+        to priority^0.6 (Schaul et al. 2016), and a new sample gets the highest priority in the buffer
     seed : seed of the random numbers, an integer of at least 0, the same on all ranks; default 0
 
     Raises
@@ -246,8 +246,8 @@ class ReplayBuffer:
             raise CheckpointError(f"ReplayBuffer.save({str(folder)!r}): {texts[0]}")
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the content of this buffer with that of a saved one, which may have been saved by any number of
-        ranks. The state of the random number generator is restored as well. Collective over the grid.
+        """Replace the content of this buffer with the content of a saved buffer. Any number of ranks may have saved it.
+        The state of the random number generator is restored as well. Collective over the grid.
 
         Parameters
         ----------

@@ -139,9 +139,11 @@ class Sender:
     comm : communicator of both sides
     tag : tag of the data; control messages have the next higher tag
     receivers : ranks that receive messages from this rank; the first one is the lead
-    depth : how many snapshots may be unanswered when `send` returns, if every snapshot arrives; 0 means lockstep
-    agree : a collective that returns whether all ranks of this side pass True; used by the second way to send
-    on_request : whether to use the third way to send, in which the receivers ask for snapshots
+    depth : maximum number of snapshots that receivers have not answered yet when `send` returns; 0 means lockstep. Used
+        if every snapshot must arrive, that is, without `agree` and `on_request`
+    agree : a collective that returns whether all ranks of this side pass True. If given, the sender ranks agree on
+        whether to send a snapshot or keep it for later. Default None
+    on_request : whether a snapshot is sent only after the receivers have asked for one
     """
 
     def __init__(
@@ -159,8 +161,8 @@ class Sender:
         self._has_ended_receiver = False
 
     def send(self, make_body: MakeBody) -> None:
-        """Send a snapshot, keep it for later or drop it, depending on the way to send. Does nothing once a receiver has
-        closed the stream."""
+        """Send a snapshot or, if receivers are not ready, wait for them (default), keep the snapshot for later (with
+        `agree`) or drop it (if `on_request`). Does nothing once a receiver has closed the stream."""
         raise_if_rank_lost(self._comm, "send to the other side of the bridge")
         number, self._number = self._number, self._number + 1
         is_closed = self.has_closed_receiver()
@@ -308,7 +310,8 @@ class SnapshotChoice:
         return True
 
     def adjust_margin(self, headers: Sequence[Header]) -> None:
-        """Adjust the margin to how late or early the sender ranks learned which snapshot was wanted."""
+        """Adjust the margin, by which the wanted snapshot lies ahead of the newest one: increase it if a sender rank
+        learned too late which snapshot was wanted, and reduce it if all learned early."""
         late = max((header.number - self.wanted for header in headers if header.kind == MISSED), default=0)
         early = min(header.early for header in headers)
         self._margin = self._margin + 2 * late if late else max(1, self._margin - early // 2)
@@ -378,8 +381,8 @@ class Receiver:
         return None
 
     def start_closing(self, is_ending: bool = False) -> None:
-        """Tell the senders that this rank accepts no more snapshots. `is_ending` tells them that its script is ending,
-        so it will not even receive the messages in transit."""
+        """Tell the senders that this rank accepts no more snapshots. `is_ending` tells them that this rank's script is
+        ending, so that the rank will not even receive the messages in transit."""
         if self._choice is not None:
             self._choice.cancel()
         self._send_control(CLOSED, int(is_ending))

@@ -21,8 +21,9 @@ __all__ = [
 
 
 class FieldAttention(AttentionContainer):
-    """Base class for attention among the cells of a field. One matrix product computes queries, keys and values of each
-    cell from its channels; they are attended to by the layer `attend`, whose result another product projects.
+    """Base class for attention among the cells of a field. One matrix product computes the queries, keys and values of
+    each cell from the cell's channels. From these, the layer `attend` computes attention, and a second matrix product
+    projects the result.
 
     Parameters are named and initialized as in `MultiHeadAttention`."""
 

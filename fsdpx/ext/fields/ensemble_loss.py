@@ -18,11 +18,11 @@ class CRPS(Loss):
     """Continuous ranked probability score of an ensemble of M members x_m and a target t: the mean of |x_m - t|, minus
     half of the mean difference |x_m - x_n| between members, for each element (Gneiting and Raftery 2007).
 
-    The output is (samples, members channels, *cells), with all channels of the first member first; the target is
+    The output is (samples, members x channels, *cells), with all channels of the first member first; the target is
     (samples, channels, *cells). The fair score divides the sum of differences by M (M - 1), the standard score by M^2
-    (Ferro 2014). Only the fair score is minimal if members are drawn from the distribution of the targets. With a
-    number a for `fair`, the loss is a times the fair score plus 1 - a times the standard score, as in Lang et al.
-    (2024), where a = 0.95.
+    (Ferro 2014). Only the fair score is minimal if members are drawn from the distribution of the targets. If `fair` is
+    a number a, the loss is a times the fair score plus 1 - a times the standard score, as in Lang et al. (2024), where
+    a = 0.95.
 
     Parameters
     ----------

@@ -45,7 +45,8 @@ class NeighborMove(NamedTuple):
     """How outputs are computed along a dim. Each output is a weighted sum of two neighbors: y[i] = lower[i] x[i +
     first] + upper[i] x[i + first + 1].
 
-    `outputs` are the cuts of the outputs, and `lower` and `upper` are the weights for all outputs of the field."""
+    `outputs` says how the outputs are divided over the ranks. `lower` and `upper` are the weights for all outputs of
+    the field."""
 
     outputs: Cuts
     halo: HaloSpec

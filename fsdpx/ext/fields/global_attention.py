@@ -25,8 +25,8 @@ class GlobalAttention(FieldAttention):
     `qkv.weight (3 channels, channels)`, `qkv.bias`, `out.weight (channels, channels)` and `out.bias`. Its time grows
     with the square of the number of cells, so vision transformers first reduce a field to patches. On a grid of ranks,
     each rank keeps the queries of its cells, and the keys and values of all parts are passed around the ring of ranks
-    (Liu et al. 2023), in the backward pass followed by their gradients. Parts may have any size. The layer is one FSDP
-    unit.
+    (Liu et al. 2023). In the backward pass, their gradients are passed around in the same way. Parts may have any size.
+    The layer is one FSDP unit.
 
     Parameters
     ----------

@@ -31,8 +31,10 @@ class _StencilReach(FieldGradient):
 
 
 class RelativeH1(RelativeL2):
-    """Relative error of fields and their gradients: sqrt(|e|^2 + w |grad e|^2) / sqrt(|target|^2 + w |grad target|^2)
-    of each sample, where e = y - target, averaged over samples.
+    """Relative error of fields and their gradients, averaged over samples.
+
+    The error of a sample is `sqrt(|e|^2 + w |grad e|^2) / sqrt(|target|^2 + w |grad target|^2)`, where e = y - target
+    and w is `gradient_weight`.
 
     With w = 1, this is the norm of the Sobolev space H1, which neural operators use to learn small scales (Li et al.
     2022). Norms are over all elements of a sample, and gradients are finite differences as in `FieldGradient`.

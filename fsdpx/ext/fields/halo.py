@@ -211,8 +211,8 @@ def _iterate_pieces_of_rank(rank: int, halo: HaloSpec) -> Iterator[HaloPiece]:
 
 
 def _map_padding_to_cells(cells: np.ndarray, n: int, sides: tuple[PaddingSide, PaddingSide]) -> np.ndarray:
-    """Replace the indices of cells beyond the ends of a field of n cells by those of the cells that provide the padding
-    values. Indices of cells with fixed values, as in mode "zeros", are left unchanged."""
+    """Replace the indices of cells beyond the ends of a field of n cells by the indices of the cells that provide the
+    padding values. Indices of cells with fixed values, as in mode "zeros", are left unchanged."""
     turned = [np.where(cells < 0, -cells, 2 * (n - 1) - cells)] if "reflect" in sides else []
     maps = {"circular": lambda: cells % n, "replicate": lambda: np.clip(cells, 0, n - 1), "reflect": lambda: turned[0]}
     low, high = (maps[side]() if side in maps else cells for side in sides)

@@ -21,8 +21,9 @@ __all__ = [
 
 @kernel()
 def group_norm(xp: Any, x: Any, weight: Any, bias: Any, groups: int, eps: float) -> tuple[Any, Any, Any]:
-    """Return (x - mean) * rstd * weight + bias, mean, and rstd. Mean and rstd = 1 / sqrt(var + eps) are (samples,
-    channels), where each channel has the values of its group. weight and bias are (channels,) or None."""
+    """Return three arrays: the value `(x - mean) * rstd * weight + bias`, `mean`, and `rstd`, which is
+    `1 / sqrt(var + eps)`. Both `mean` and `rstd` are (samples, channels), with equal values for all channels of a
+    group. `weight` and `bias` are (channels,) or None."""
     size, cells = x.shape[1] // groups, math.prod(x.shape[2:])
     moments = group_norm_moments.__wrapped__(xp, x)  # type: ignore[attr-defined]
     mean, squares = merge_moments_of_groups(xp, moments, groups, cells)

@@ -119,8 +119,8 @@ def _compute_scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
 
 
 def make_neighborhood_masks(xp: Any, starts: Starts, window: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-    """Return the masks (queries, keys) of all kinds of tiles for the argument `masks` of the kernels. A mask is 0 where
-    a query sees a key, and -inf elsewhere. Most tiles of a field are of the same kind."""
+    """Return the argument `masks` of the kernels: one mask (queries, keys) for each kind of tile. A mask is 0 where a
+    query sees a key, and -inf elsewhere. Most tiles of a field are of the same kind."""
     return tuple(xp.asarray(_make_mask(kind, window).astype(dtype)) for kind in _plan_tiles(starts, window)[1])
 
 
@@ -145,8 +145,8 @@ def _iterate_tiles(
 def _plan_tiles(
     starts: Starts, window: tuple[int, ...]
 ) -> tuple[tuple[tuple[tuple[DimTile, ...], int], ...], tuple[Starts, ...]]:
-    """Return the sides of each tile with the number of its kind, and, for each kind, the first keys of the windows of
-    its queries along each dim."""
+    """Return two tuples. The first has, for each tile, its sides (one `DimTile` per dim) and the number of its kind.
+    The second has, for each kind, the first keys of the windows of a tile's queries, along each dim."""
     side, kinds = TILE_SIDES[len(starts)], dict[Starts, int]()
     rows = product(*(_split_dim(first, k, side) for first, k in zip(starts, window, strict=True)))
     tiles = tuple((row, kinds.setdefault(tuple(one.starts for one in row), len(kinds))) for row in rows)

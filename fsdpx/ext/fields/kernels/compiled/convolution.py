@@ -110,11 +110,11 @@ _copy = make_linear_combination_function([[1]])
 def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return a compiled loop that transforms image patches to planes, the operands of Winograd's matmuls.
 
-    For an image (samples, height, width, channels) and a matrix with k rows, the loop computes planes[i k + j, tile] =
-    (matrix patch matrix^T)[i, j]. The patch of the first tile begins at pixel `edge`, and each further patch begins
-    `step` pixels after the previous one. Pixels outside the image are 0. The loop handles the tiles from `first` to
-    `last`, numbered over all samples. `base` is the number of the first tile in the planes, and each sample has `down`
-    x `right` tiles."""
+    For an image (samples, height, width, channels) and a matrix with k rows, the loop computes
+    `planes[i * k + j, tile] = (matrix @ patch @ matrix.T)[i, j]`. The patch of the first tile begins at pixel `edge`,
+    and each further patch begins `step` pixels after the previous one. Pixels outside the image are 0. The loop handles
+    the tiles from `first` to `last`, numbered over all samples. `base` is the number of the first tile in the planes,
+    and each sample has `down` x `right` tiles."""
     rows, size, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def input_loop(first, last, image, planes, base, edge, down, right):
@@ -151,8 +151,8 @@ def make_winograd_input_loop(matrix: Matrix, step: int, name: str) -> Any:
 def make_winograd_output_loop(matrix: Matrix, step: int, name: str) -> Any:
     """Return a compiled loop that transforms planes, the results of Winograd's matmuls, to image patches.
 
-    The loop computes patch = matrix planes[., tile] matrix^T, and drops pixels outside the image. It takes the same
-    arguments as the loop from `make_winograd_input_loop`."""
+    The loop computes `patch = matrix @ planes[:, tile] @ matrix.T`, where the planes of a tile form a square matrix,
+    and drops pixels outside the image. It takes the same arguments as the loop from `make_winograd_input_loop`."""
     size, rows, combine = len(matrix), len(matrix[0]), make_linear_combination_function(matrix)
 
     def output_loop(first, last, image, planes, base, edge, down, right):
@@ -219,8 +219,8 @@ _to_weight = make_winograd_output_loop(_transpose(G), TILE, "to_weight")
 
 @jit
 def _multiply_planes(first, last, gemm_address, out, a, b, m, n, k, accumulate):
-    """Compute a[t]^T b[t] with BLAS for the planes `first` to `last`, and write it to out[t], or add it there if
-    `accumulate`."""
+    """For each plane t from `first` to `last`, compute `a[t].T @ b[t]` with BLAS, and write it to out[t], or add it to
+    out[t] if `accumulate`."""
     one = out.dtype.type(1)
     beta = one if accumulate else out.dtype.type(0)
     for t in range(first, last):

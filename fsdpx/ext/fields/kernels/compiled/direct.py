@@ -553,8 +553,8 @@ def direct_backward_input(
 
 @lru_cache(1 << 10)
 def _plan_phases(strides: WindowStrides) -> list[tuple[tuple[slice, ...], tuple[tuple[int, ...], ...], WindowStrides]]:
-    """Return, for each phase of the stride, the index of its cells, and the window offsets and the window of the
-    convolution that computes their gradient, as `convolve_direct` takes them."""
+    """Return (cells, places, strides) for each phase (set of cells spaced one stride apart). `cells` is the index of
+    the cells. `places` and `strides` are the arguments for `convolve_direct` to compute the gradient at these cells."""
     plans: list[tuple[Any, Any, WindowStrides]] = []
     for phase in product(*map(range, strides.stride)):
         firsts, places, into = [], [(1, 0, 1)] * (3 - len(phase)), [slice(None)]

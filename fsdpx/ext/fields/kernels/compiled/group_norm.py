@@ -183,7 +183,7 @@ def _find_row_shape(shape: tuple[int, ...]) -> tuple[int, tuple[int, int, int]]:
 
 def _repeat_for_row(a: np.ndarray, x: np.ndarray, per_row: int) -> np.ndarray:
     """Repeat values (samples, channels) for each cell of a row, and cast them to the dtype in which the kernels compute
-    if the field is x."""
+    for the field x."""
     values = as_contiguous(view_bits_as_bfloat16(a), accumulation_dtype(x.dtype))
     return values if per_row == 1 else np.tile(values, (1, per_row))
 
@@ -262,7 +262,7 @@ def group_norm_backward(
 
 def _convert_or_fill(values: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
     """Return the values for each channel, or `default` for each channel if `values` is None, in the dtype in which the
-    kernels compute if the field is x."""
+    kernels compute for the field x."""
     dtype = accumulation_dtype(x.dtype)
     if values is None:
         return np.full(x.shape[1], default, dtype)
