@@ -149,7 +149,7 @@ def test_halos_go_to_neighbors() -> None:
 
 
 def test_grids_are_searched() -> None:
-    options = OPTIONS | {"domain": "any", "microbatches": 1, "recompute": None}
+    options = OPTIONS | {"domain": "any", "strategy": "ddp", "microbatches": 1, "recompute": None}
     found = fsdpx.plan(unet(), batch=fields(1, 256, 256), ranks=4, machine="laptop", **options)
     tried = {one.options.get("domain") for one in found.candidates}
     assert {(4, 1), (1, 4), (2, 2)} <= tried
@@ -171,7 +171,7 @@ def test_grids_are_searched() -> None:
 
 
 def test_the_line_for_parts_that_differ_cuts_them_evenly() -> None:
-    options = OPTIONS | {"domain": (3, 1), "strategy": "fsdp", "microbatches": 1}
+    options = OPTIONS | {"domain": (3, 1), "strategy": "fsdp", "microbatches": 1, "recompute": None}
     found = fsdpx.plan(unet(), batch=fields(1, 16, 20), ranks=3, machine="laptop", **options)
     assert {one.options["domain"] for one in found.candidates} == {(3, 1)}
 
