@@ -57,8 +57,8 @@ def get_config_or_make_from_folder(config_class: Callable[..., T], value: Any, p
     """Return `value` itself if it is an instance of `config_class`. If `value` is a folder, return
     `config_class(value)`. Otherwise raise ConfigError.
 
-    The error message begins with `prefix`, such as "trace={}", and uses `other_field`, another field of the class, in
-    an example.
+    The error message begins with `prefix`, such as "trace={}", and ends with an example call that sets `other_field`,
+    another field of the class.
     """
     if isinstance(value, str | PathLike):
         return config_class(value)

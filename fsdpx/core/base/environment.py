@@ -100,7 +100,8 @@ class Environment:
         (FSDPX_START_TIMEOUT)
     launcher : the launcher that started this process as one of several ranks; None if there is none
     expected_size : number of ranks that the launcher started (FSDPX_EXPECT_SIZE takes precedence); None if unknown
-    watch : whether every rank has a watchdog and a flight record (FSDPX_WATCH=0: neither)
+    watch : whether every rank has a watchdog, and a flight record that shows what the rank is doing (FSDPX_WATCH=0:
+        neither)
     run : folder for the flight records and notes of this job, created by `fsdpx run` (FSDPX_RUN; None: temporary files)
     restart : number of times that `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
     ulfm : whether Open MPI lets the job continue after a rank has failed (mpiexec --with-ft ulfm, which sets
@@ -191,8 +192,8 @@ def set_rank_variables(
 ) -> None:
     """Set RANK, LOCAL_RANK and WORLD_SIZE for the user's script, regardless of the launcher that started it.
 
-    Set nothing if these variables would make fsdpx detect a different launcher. Together with FSDPX_STORE, for
-    example, they declare a rank without MPI."""
+    Set nothing if these variables would make fsdpx detect a different launcher. For example, if FSDPX_STORE is set as
+    well, they mean that the ranks do not use MPI."""
     numbers = {"RANK": launcher.rank, "LOCAL_RANK": launcher.local_rank, "WORLD_SIZE": size}
     rank_texts = {name: str(value) for name, value in numbers.items() if value is not None}
     if _find_launcher({**environ, **rank_texts}) == _find_launcher(environ):

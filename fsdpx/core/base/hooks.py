@@ -89,7 +89,8 @@ class _Holder:
 
     Attributes
     ----------
-    comm : weak reference to the communicator whose `abort` ends all ranks, so that a holder does not keep it alive
+    comm : the communicator whose `abort` ends all ranks. It is a weak reference, so that the holder does not keep the
+        communicator alive
     end : finalizer that runs when the owner is garbage-collected
     """
 
@@ -168,8 +169,8 @@ class _ExceptionHolder:
 def releasing_hooks_after_block() -> Iterator[None]:
     """Return a context manager that, when its block ends, removes all hook owners that were added inside the block.
 
-    If an exception leaves the block, the exception becomes an owner instead, so that all ranks end if nobody catches
-    it."""
+    If an exception leaves the block, the exception becomes an owner in their place. The hooks then stay installed, and
+    they end all ranks if nobody catches the exception."""
     begun: list[Any] = []
     token = _visit.set(begun)
     try:

@@ -164,8 +164,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def suggest_number_format(given: Any, known: Collection[Any]) -> str:
-    """Return a suggestion for an unknown number format, as the end of a sentence. The suggestion is the format in
-    `known` that another library calls `given`, which may also be a dtype. Return "" if there is none."""
+    """Return a suggestion for an unknown number format, as the end of a sentence. `given` is the name of a format in
+    another library, or a dtype. The suggestion is the corresponding format in `known`. Return "" if there is none."""
     word = given if isinstance(given, str) else getattr(given, "__name__", str(given)).rpartition(".")[2]
     ours = _FORMATS_ELSEWHERE.get(word, word)
     return f"; here that is {ours!r}" if ours in known else ""

@@ -155,8 +155,8 @@ def verify_checksums_on_all_ranks(
 def fill_state(
     state: TrainState, where: str, read: Callable[[Iterable[LocalShard]], None], replicas: int | None = None
 ) -> None:
-    """Fill the arrays of the train state. `read(shards)` is called and must fill the arrays of these shards. Before
-    this call, loading has not changed anything in the trainer. Collective.
+    """Fill the arrays of the train state. To do so, call `read(shards)`, which must fill the array of each shard. This
+    is the first function in a load that changes the trainer. Collective.
 
     For `replicas`, see `iterate_local_shards`."""
     world = state.placement.axes.world

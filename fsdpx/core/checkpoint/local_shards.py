@@ -50,7 +50,8 @@ class ShardBlock:
 
 class ByteCounter:
     """Counts the tensor bytes that a rank writes to files during a save, or reads from files during a load. Bytes that
-    are read only for verification count too, as do bytes between the ranges of the rank's shards."""
+    are read only for verification count too. So do gaps between the ranges of the rank's shards, if they are read
+    together with the ranges."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -174,10 +175,10 @@ class CodecMemoryName(NamedTuple):
     ----------
     axis : axis over which the codec sums, "shard" or "replica"
     memory : the codec's name for the array
-    rank_number : index of the rank among all ranks that have such an array; if all ranks along the axis have the same
-        array, they form one group, and this is the index of the group among all groups
-    tensor : name of the parameter, or of the page (flat parameter buffer) if the array does not have one element per
-        parameter element
+    rank_number : index of the rank among all ranks that have such an array. If all ranks along the axis have the same
+        array, they count as one rank
+    tensor : name of the parameter. If the array does not have one element per parameter element, name of the page (flat
+        parameter buffer)
     """
 
     axis: str
@@ -206,8 +207,9 @@ class SavedPart:
 
 
 def iterate_codec_memory(state: TrainState, instead: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
-    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps keys of rows of the
-    ledger (table of a rank's arrays) to arrays that are used in place of those in the ledger."""
+    """Yield the shards of the arrays that compression codecs keep on this rank. `instead` maps keys of the ledger
+    (table of a rank's arrays) to arrays. Such an array is used in place of the array that the ledger has under the same
+    key."""
     return (part.held for one in _iterate_codec_rows(state, instead or {}) for part in one.iterate_saved_parts())
 
 
@@ -218,9 +220,11 @@ def iterate_codec_memory_to_write(state: TrainState) -> Iterator[LocalShard]:
 
 
 def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[CodecArrival]:
-    """Yield (shard, target) pairs for the shards that must be read from a checkpoint to fill this rank's codec arrays.
-    `target` is the array to which the caller must add the shard after reading it, or None if the shard is read directly
-    into its final array. Arrays that the checkpoint lacks are set to zero.
+    """Yield a pair (shard, target) for each shard that must be read from a checkpoint to fill this rank's codec arrays.
+    Arrays that the checkpoint lacks are set to zero.
+
+    If `target` is None, the shard is read directly into its final array. Otherwise the final array is `target`, and the
+    caller must add the shard to it after reading the shard.
 
     `found` maps the names of the tensors in the checkpoint to their shapes. Tensors that this rank does not need are
     ignored."""
@@ -241,8 +245,8 @@ def iterate_reads_and_zero_missing(state: TrainState, found: Mapping[str, tuple[
 
 
 def iterate_and_add_to_targets(arriving: Iterable[CodecArrival]) -> Iterator[LocalShard]:
-    """Yield the shards to read. The caller must fill each shard before it asks for the next one. A shard that has a
-    target array is then added to that array."""
+    """Yield the shard of each pair (shard, target) in `arriving`. The caller must fill the shard before it asks for the
+    next one. The filled shard is then added to `target`, unless `target` is None."""
     for piece, target in arriving:
         yield piece
         if target is not None:
@@ -295,9 +299,10 @@ class CodecMemory:
             yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
     def find_saved_summands(self, part: SavedPart, names: Sequence[CodecMemoryName]) -> list[CodecMemoryName]:
-        """Return the names of the saved tensors whose sum is `part`; usually there is only one. `names` holds the saved
-        tensors that belong to the same codec array and the same parameter (or page) as `part` and have the same shape
-        as its full tensor."""
+        """Return the names of the saved tensors whose sum is `part`; usually there is only one.
+
+        `names` are the candidates: all saved tensors of the same codec array and the same parameter (or page) as `part`
+        that have the shape of the full tensor."""
         if not self.is_summed:
             return [part.name] if part.name in names else list(names[:1])
         place, name = self.placement, part.name
@@ -313,11 +318,12 @@ class CodecMemory:
         return axis, memory
 
     def _get_saved_index_and_count(self, axis: str, spec: ParameterSpec) -> tuple[int, int]:
-        """Return the index of the saved tensor that this rank uses for a parameter, and the number of saved tensors
-        for that parameter.
+        """A checkpoint may store several tensors of this codec array for one parameter. Return the index of the tensor
+        that this rank uses, and the number of these tensors.
 
-        If the parameter is not sharded over the tensor axis, all tensor ranks share one saved tensor. If, however, each
-        of them computes only a partial sum of its gradient, each has its own saved tensor."""
+        If the parameter is not sharded over the tensor axis, all tensor ranks usually use the same tensor. The
+        exception is a parameter for which each tensor rank computes only a partial sum of the gradient: each tensor
+        rank then has its own tensor."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
         if spec.cut is None and self.page.partial:

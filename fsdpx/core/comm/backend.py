@@ -99,8 +99,8 @@ class Backend(Communicator):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of all ranks with two all-gathers: one of the sizes, and one of the data. Collective.
 
-        Both are ordinary calls of this communicator, so a rank that never makes them is reported as in any other
-        call."""
+        Both are ordinary calls of this communicator. If a rank never makes them, it is therefore reported as in any
+        other call."""
         own_bytes = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([own_bytes.size]), sizes, what="sizes of objects").wait()

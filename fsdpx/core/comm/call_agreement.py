@@ -184,7 +184,8 @@ class AgreementStage(ABC):
         return alike is True
 
     def is_complete_or_failed(self) -> bool:
-        """Return whether waiting can end. If the comparison has failed, the next call of `test` raises its error."""
+        """Return whether the comparison is complete or has failed, so that waiting can end. If it has failed, the next
+        call of `test` raises the error."""
         try:
             return self.test()
         except DesyncError:

@@ -256,14 +256,14 @@ class Communicator(ABC):
         """Reduce `send` over the ranks, and store each rank's piece of the result in its `recv`. Collective.
 
         With an optimal algorithm, each of N ranks sends n(N-1)/N bytes, where n is the size of `send` in bytes. 16-bit
-        arrays need n bytes of scratch memory; other arrays need none. If `wire` is given, no scratch memory is needed
-        if all `counts` are equal; otherwise, its size is that of `send` in the dtype `wire`.
+        arrays need n bytes of scratch memory; other arrays need none. With `wire`, no scratch memory is needed if all
+        `counts` are equal. If they are not, the scratch memory has as many elements as `send`, in the dtype `wire`.
 
         Parameters
         ----------
         send : this rank's input, (sum of counts,)
-        recv : this rank's piece of the result, (counts[rank],); the call is in place if `recv` is the start of `send`
-            (`send[:count]`) or this rank's piece of `send`, and the rest of `send` is then undefined after the call
+        recv : this rank's piece of the result, (counts[rank],). If `recv` is the start of `send` (`send[:count]`) or
+            this rank's piece of `send`, the call is in place, and the rest of `send` is undefined after the call
         op : reduction operation
         counts : number of elements of each rank's piece; all ranks must pass the same list (default: the balanced
             partition)
@@ -385,7 +385,7 @@ class Communicator(ABC):
     def scatter(
         self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Send each rank its piece of `send` on rank `root`. Collective.
+        """Divide the array `send` of rank `root` into pieces, and send each rank its piece. Collective.
 
         With an optimal algorithm on N ranks, the root sends n(N-1)/N bytes, where n is the size of `send` in bytes.
 

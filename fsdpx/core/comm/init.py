@@ -190,12 +190,12 @@ def open_world(
 
     Parameters
     ----------
-    backend : "node", MPI between hosts and shared memory inside them; "mpi", only messages; "gloo", ranks without MPI
-        that connect through MASTER_ADDR and MASTER_PORT or through FSDPX_STORE, with Gloo between hosts and shared
-        memory inside them; "nccl", MPI, with NCCL for GPU arrays; "local", a single rank (for several, use
-        `fsdpx.spawn`); "fake", a rank that transfers nothing. The default is "node" if an MPI launcher started this
-        process ("mpi" with FSDPX_NODE=0, or if ranks may die, because shared memory does not outlive them), "gloo" if
-        torchrun or a similar launcher started it, and "local" otherwise
+    backend : "node": MPI between hosts, shared memory inside a host. "mpi": MPI messages only. "gloo": ranks without
+        MPI, which connect through MASTER_ADDR and MASTER_PORT or through FSDPX_STORE; Gloo between hosts, shared memory
+        inside a host. "nccl": MPI, and NCCL for GPU arrays. "local": a single rank (for several, use `fsdpx.spawn`).
+        "fake": a rank that transfers nothing. The default is "node" if an MPI launcher started this process ("mpi" if
+        FSDPX_NODE=0, or if ranks may die, because shared memory does not outlive them), "gloo" if torchrun or a similar
+        launcher started it, and "local" otherwise
     comm : existing communicator to use instead of opening one. An mpi4py communicator is duplicated; a `Communicator`
         is returned unchanged
     rank, size : rank and size of a fake communicator

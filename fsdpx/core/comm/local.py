@@ -173,8 +173,9 @@ class ThreadGroup:
         """Return the error for a collective or message that can never complete because of a death or a revocation.
         Return None if it can still complete. The caller must hold the lock.
 
-        If data is already being copied, a revocation does not make the transfer fail: otherwise a rank could see its
-        transfer fail while another thread is still writing to its arrays. Only the death of the copying rank does."""
+        If data is already being copied, only the death of the copying rank makes the transfer fail. A revocation does
+        not, because a rank could otherwise see its transfer fail while another thread is still writing to its
+        arrays."""
         lost = self.get_failed_ranks()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
@@ -225,7 +226,7 @@ class ThreadCollective:
 
     def find_mismatch(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
         """Return an error if the call of rank `rank` differs from that of the ranks that have arrived before it.
-        Otherwise return None. `terms` are its arguments that must be equal on all ranks."""
+        Otherwise return None. `terms` are the arguments of the call that must be equal on all ranks."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(self.waiting_ranks)

@@ -380,7 +380,8 @@ class SampleGroups(NamedTuple):
     axis : name under which messages between the ranks of a group are counted
     dims : number of ranks along each divided dimension
     own_ranks : world ranks that hold parts of this rank's samples; the position along the last dimension varies fastest
-    members : for each group on this data axis, its world ranks, in the same order as `own_ranks`"""
+    members : for each group of ranks on this data axis, a list of the world ranks in it, in the same order as
+        `own_ranks`"""
 
     axis: str
     dims: tuple[int, ...]

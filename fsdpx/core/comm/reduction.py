@@ -88,7 +88,7 @@ def reduce_in_rank_order_into(arrays: Sequence[Array], op: ReduceOp, outs: Seque
     reduced in float32. Each array is read only once.
 
     The same array may be in both `arrays` and `outs`. If `wire` is not None, values are rounded to this dtype before
-    they are combined. If there are also several `outs`, the result is rounded to it too."""
+    they are combined. The result is rounded to this dtype too, but only if `outs` contains several arrays."""
     ufunc, first = get_ufunc(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
     block_size = BLOCK_ELEMENTS if xp is np else max(first.size, 1)

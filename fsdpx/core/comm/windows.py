@@ -80,8 +80,8 @@ class Window(ABC):
         """Announce that this rank will not access the window until the next synchronization of all ranks is over."""
 
     def wait_until_none_missing(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """Wait until `missing()` returns an empty list. It lists the ranks that have not acted yet. Raise CommTimeout
-        if this takes more than `timeout` seconds.
+        """Wait until `missing()`, the list of ranks that have not acted yet, is empty. Raise CommTimeout if this takes
+        more than `timeout` seconds.
 
         Once the list is empty, it must stay empty. `what` is a description of what this rank waits for."""
         self.poll_until_none_missing(missing, what)

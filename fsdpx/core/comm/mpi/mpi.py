@@ -65,7 +65,7 @@ does not support user-level failure mitigation (ULFM)."""
 @cache
 def is_ulfm_active() -> bool:
     """Return whether this job continues when a rank dies. This is the case only with Open MPI, started by `mpiexec
-    --with-ft ulfm`. All other launchers end the job, even the one of MPICH with -disable-auto-cleanup."""
+    --with-ft ulfm`. All other launchers end the job, even MPICH's launcher with -disable-auto-cleanup."""
     return bool(DEATH_ERROR_CODES) and "Open MPI" in MPI.Get_library_version() and environment.read_environment().ulfm
 
 
@@ -185,11 +185,11 @@ class MpiWindow(Window):
     """An MPI window for one-sided access, with a part for each rank of `comm`. Creating it is collective.
     `open_locked_part` yields a copy of the data, which is written back if `write` is true.
 
-    If the network does not support remote memory access, MPI libraries serve requests for a part only while its owner
-    is inside an MPI call that polls the network. Accesses to parts on the same host may not poll the network, so ranks
-    that wait for each other only by reading words could hold up ranks on other hosts. A waiting rank therefore also
-    polls the network itself. For the same reason, no rank leaves a synchronization before all ranks have arrived: until
-    then, other ranks may still need to read its words."""
+    If the network does not support remote memory access, other hosts can access a part only while its owner is inside
+    an MPI call that polls the network. Reading a part on the same host does not always poll the network. A rank that
+    waits by reading such a part could therefore hold up ranks on other hosts, so it also polls the network explicitly.
+    For the same reason, no rank leaves a synchronization before all ranks have arrived: until then, other ranks may
+    still need to read its part."""
 
     def __init__(self, comm: MPI.Intracomm, nbytes: int, timeout: float) -> None:
         self._win = MPI.Win.Allocate(max(nbytes, 8), 1, comm=comm)
@@ -357,9 +357,10 @@ class MpiCommunicator(MessageBackend):
         return self._average_when_done(call, handle, recv)
 
     def _start_long_reduce_scatter(self, call: Call) -> Handle:
-        """Start a reduce-scatter whose array is too long for one MPI call, as one reduce for each rank's piece. If the
-        call is in place, the result is first written to this rank's piece of `send`, because reduces to other ranks may
-        still be reading the start of `send`."""
+        """Start a reduce-scatter whose array is too long for one MPI call, as one reduce for each rank's piece.
+
+        If `recv` is the start of `send`, the result is first written to this rank's piece of `send` and copied at the
+        end, because reduces to other ranks may still be reading the start of `send`."""
         (send, recv), (pieces,) = call.arrays, call.partitions
         own_part, requests = pieces.get_piece(send, self.rank), []
         target = own_part if is_in_place(send, recv) else recv
@@ -455,7 +456,7 @@ SECONDS_BETWEEN_ABORTS, SECONDS_TO_ABORT = 0.5, 5.0
 
 
 class MpiWorld:
-    """A stand-in for the communicator of all MPI ranks. It is used to abort them while no communicator is open yet."""
+    """An object that can abort all MPI ranks while no communicator is open yet. It has only `rank` and `abort`."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
 
@@ -520,8 +521,8 @@ class UlfmCommunicator(MpiCommunicator, SurvivorCommunicator):
 
     Without ULFM, this class works as long as no rank dies: `agree_on_flags` is an all-reduce, `shrink` returns a
     duplicate, and `revoke` does nothing. With ULFM, the death of a rank on this host is detected within milliseconds.
-    The death of an entire host is detected as soon as the launcher detects it, either with a heartbeat, if it has one
-    (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), or through its sockets."""
+    The death of an entire host is detected when the launcher detects it: either through its sockets or, if the launcher
+    has a heartbeat, within the heartbeat's timeout (10 s, `--prtemca errmgr_detector_heartbeat_timeout`)."""
 
     def _initialize(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._initialize(comm, timeout, limit, progress)

@@ -104,8 +104,8 @@ def make_rank_sum_intrinsic(lines: int, streaming: bool = False, through: Any = 
     """Return a Numba intrinsic that adds the arrays of all ranks in rank order. One call adds `lines` cache lines at a
     given byte offset, or a single element if `lines` is 0.
 
-    If `streaming` is true, stores bypass the caches. `through` is applied to each value before it is added, and also to
-    the sum if that is written to several arrays."""
+    If `streaming` is true, stores bypass the caches. `through` is a conversion, such as rounding, that is applied to
+    each value before it is added. If the sum is written to several arrays, it is applied to the sum too."""
 
     @intrinsic
     def add_vectors(

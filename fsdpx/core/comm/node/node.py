@@ -361,8 +361,8 @@ class NodeCommunicator(Backend):
     def _start_and_cache_persistent(
         self, call: Call, made: PersistentCollective, pieces: FlatPartition | None = None
     ) -> Handle:
-        """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If its partition
-        `pieces` is balanced, it is also used for calls without counts."""
+        """Start the new compiled collective `made`, and cache it for later calls with the same arrays. If the partition
+        `pieces` is balanced, the collective is also used for calls without counts."""
         if len(self._persistent_calls) >= MAX_PERSISTENT_CALLS:
             self._persistent_calls.clear()
         counts: list[AllCounts] = [call.counts]

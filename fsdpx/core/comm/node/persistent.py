@@ -55,11 +55,11 @@ def make_persistent_gather_or_barrier(group: NodeGroup, call: Call, own: Array |
 def make_persistent_sum(
     group: NodeGroup, call: Call, address: WindowAddress, pieces: FlatPartition
 ) -> PersistentCollective:
-    """Return a persistent collective in which this rank adds the first arrays of all ranks, but only the elements of
-    its own piece.
+    """Return a persistent collective that adds the input arrays of all ranks (the first array of each rank's call).
+    This rank adds only the elements of its own piece.
 
-    `address` is the address of this rank's first array. The sum is written to the second array of the call or, if the
-    call has only one array, to the arrays of all ranks."""
+    `address` is the address of this rank's input array. If the call has a second array, the sum is written to that
+    array; otherwise it is written to the input arrays of all ranks."""
     first, last, rank = call.arrays[0], call.arrays[-1], group.rank
     separate = len(call.arrays) > 1
     outs = [get_data_pointer(last)] if separate else [0] * group.size

@@ -165,9 +165,9 @@ class NodeGroup:
     def start_collective(
         self, number: int, address: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
     ) -> Handle:
-        """Start a collective inside the host, and return its handle. It announces the `address` of this rank's array,
-        runs `work` when all ranks have announced theirs, and is complete when all of them have finished. `address` is
-        None if the data is so small that it has been posted in the record itself."""
+        """Start a collective inside the host, and return its handle. The collective announces the `address` of this
+        rank's array, and runs `work` when all ranks have announced their arrays. It is complete when all ranks have
+        finished. `address` is None if the data is so small that it has been posted in the record itself."""
         self.board.post_record(number, None if address is None else address.word_view)
         return self._create_collective(number, call, work, **terms)
 
@@ -195,9 +195,9 @@ class NodeGroup:
         return self.board.view_payload(index, number).view(np.int64)
 
     def copy_pieces_from_peers(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
-        """Fill `array` for each (index, array, start) in `pieces`. It is filled with elements, beginning at element
-        `start`, of the array that the rank with index `index` on the host has announced for collective number
-        `number`."""
+        """For each (index, array, start) in `pieces`, fill `array` with elements of a peer's array, beginning at
+        element `start` of the peer's array. This is the array that the rank with index `index` on the host has
+        announced for collective number `number`."""
         for index, array, start in pieces:
             array[...] = self.view_peer_slice(index, number, start, array.size, array.dtype)
 
@@ -268,8 +268,8 @@ class HostLanes:
         self._divide_if_average(call, recv)
 
     def all_reduce_in_host_then_over_hosts(self, call: Call, address: WindowAddress) -> Iterator[Handle]:
-        """Sum one slice of the array per rank of the host, first inside the host and then over the hosts. Then copy the
-        other slices from the other ranks of the host."""
+        """Sum one slice of the array on each rank of the host, first inside the host and then over the hosts. Then copy
+        the other slices from the other ranks of the host."""
         group, turn = self.host_group, self._reserve_lane_turn()
         first, second = group.reserve_collective_number(), group.reserve_collective_number()
         (buf,) = call.arrays

@@ -274,11 +274,11 @@ class NodeMemory:
 
 
 def _make_store_fence() -> Callable[[], None]:
-    """Return a function that orders stores: other ranks see this rank's stores before the call earlier than those after
-    it.
+    """Return a function that orders this rank's stores: a rank that sees a store made after the call also sees all
+    stores made before the call.
 
-    On x86, the function does nothing, because stores are ordered. On other machines, it releases and reacquires a lock:
-    stores before the call are visible before the release, and those after the call only after the acquisition.
+    On x86, the function does nothing, because the processor keeps stores in order. On other machines, it releases and
+    reacquires a lock: earlier stores become visible before the release, and later stores only after the acquisition.
     """
     if platform.machine().lower() in ("x86_64", "amd64"):
         return lambda: None
