@@ -46,18 +46,19 @@ class Architecture:
     ----------
     make_model : function that builds the model from a configuration and the caller's options
     names : for each parameter name in fsdpx, or name prefix that ends in a dot, the corresponding name in the files; *
-        stands for the index of a block. A file name with a # stands for several tensors, the slices of the parameter
-        along dim 0; their names have 0, 1, ... in place of the #. The first entry that matches applies
-    base_prefix : prefix that tensor names lack in files that contain a model without its head
+        stands for the index of a block. A name in the files that contains # stands for several tensors, the slices of
+        the parameter along dim 0; in their names, # is replaced with 0, 1, ... The first entry that matches applies
+    base_prefix : prefix of tensor names, such as "model."; files that contain a model without its head omit it
     transposed : patterns (fnmatch) for the fsdpx names of matrices that the files store transposed
-    unused : patterns of tensor names in the files that are not needed
+    unused : name patterns of tensors in the files that are not needed
     fields : configuration fields that determine the model
-    required_values : supported values by configuration field; the field may also be missing
+    required_values : for each configuration field that supports only some values, these values; the field may also be
+        missing
     ignored_fields : configuration fields that do not change the model. A field that is neither in one of these three
         tables nor common to all architectures is an error
     aliases : for each alternative name of a configuration field, its usual name
-    tied : for each tied tensor, by name, the name of the tensor that it is tied to if `tie_word_embeddings` is set; the
-        first entry is the head
+    tied : dict that maps the name of each tensor that is tied if `tie_word_embeddings` is set to the name of the tensor
+        to which it is tied; the first entry is the head
     """
 
     make_model: Callable[..., Container]

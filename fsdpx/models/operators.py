@@ -77,8 +77,8 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     Supported field models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
     `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
     the coordinates of cells as their last channels. Supported mesh models are `MeshGraphNet` of PhysicsNeMo, and the
-    TensorFlow program by Pfaff et al. (2021), for which `source` maps names of variables to their values; its
-    normalization is not read.
+    model of the TensorFlow program by Pfaff et al. (2021). For the latter, `source` maps names of variables to their
+    values, and the statistics for normalization are not read.
 
     Parameters
     ----------
@@ -113,8 +113,8 @@ def to_state_dict(
 
     Returns
     -------
-    dict : arrays by name, for `module.load_state_dict` once they are converted to tensors. Tensors of `like` that are
-        not parameters of the fsdpx model are returned unchanged
+    dict : arrays by name; convert them to tensors before you pass them to `module.load_state_dict`. Tensors of `like`
+        that are not parameters of the fsdpx model are returned unchanged
 
     Raises
     ------

@@ -49,12 +49,12 @@ class ReLU(Layer):
 
 
 class GELU(Layer):
-    """Gaussian error linear unit (Hendrycks and Gimpel 2016): x Phi(x) for each element, where Phi is the cumulative
-    distribution function of the standard normal distribution.
+    """Gaussian error linear unit (Hendrycks and Gimpel 2016): `x * Phi(x)` for each element, where Phi is the
+    cumulative distribution function of the standard normal distribution.
 
     Parameters
     ----------
-    approximate : "none" for the exact function, or "tanh" for x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    approximate : "none" for the exact function, or "tanh" for `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3)))`
     """
 
     acts_on = "element"
@@ -74,7 +74,7 @@ class GELU(Layer):
 
 
 class SiLU(Layer):
-    """Sigmoid linear unit, also called swish: x sigmoid(x) for each element."""
+    """Sigmoid linear unit, also called swish: `x * sigmoid(x)` for each element."""
 
     acts_on = "element"
     kernel_names = ("silu", "silu_backward")

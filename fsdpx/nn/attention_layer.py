@@ -53,8 +53,8 @@ class AttentionContainer(Container):
 
 
 class MultiHeadAttention(AttentionContainer):
-    """Multi-head attention (Vaswani et al. 2017): softmax(q k^T / sqrt(d_head)) v for each head. Input and output have
-    the shape `(samples, time, d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
+    """Multi-head attention (Vaswani et al. 2017): `softmax(q @ k^T / sqrt(d_head)) @ v` for each head. Input and output
+    have the shape `(samples, time, d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
     A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, with
     rows in the order of PyTorch's `in_proj_weight`, `qkv.bias (3 d_model,)`, `out.weight (d_model, d_model)` and
@@ -66,8 +66,8 @@ class MultiHeadAttention(AttentionContainer):
     d_model : number of features of the input and the output
     n_heads : number of heads, a divisor of d_model
     causal : whether a position attends only to itself and to earlier positions
-    dropout : dropout probability of attention weights. If it is not 0, the attention weights, an array (samples,
-        heads, time, time), are saved for backward
+    dropout : dropout probability of attention weights. If it is not 0, the attention weights, an array (samples, heads,
+        time, time), are saved for the backward pass
     bias : whether the two projections have biases
     init : initializer of `qkv.weight`; None: Xavier's uniform distribution
     out_init : initializer of `out.weight`; None: the default initializer of `Linear`

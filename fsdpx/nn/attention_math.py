@@ -136,8 +136,8 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def compute_scores(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """Return the attention scores scale * q k^T. If `causal` is true, the score is -inf where the key comes after the
-    query."""
+    """Return the attention scores, `scale * q @ k^T`. If `causal` is true, the score is -inf where the key comes after
+    the query."""
     scores = matmul_in_dtype(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     seen = make_causal_mask(xp, q, causal)

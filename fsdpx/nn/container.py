@@ -53,8 +53,9 @@ class RecomputePlaceholder:
     """Placeholder that is saved for the backward pass instead of the result of a cheap step. The result is recomputed
     when the backward pass needs it.
 
-    It stands for the result of step number `step` of the container `owner`. During the forward pass, `y` keeps the
-    result itself alive, so that no other array can get the same id."""
+    It stands for the result of step number `step` of the container `owner`. During the forward pass, results are
+    identified by their Python ids, so `y` keeps the result alive, which prevents a later array from getting the same
+    id."""
 
     __slots__ = ("owner", "step", "y")
 
@@ -63,14 +64,14 @@ class RecomputePlaceholder:
 
 
 class Container(Layer):
-    """Base class for layers that contain other layers. A container is a list of steps in execution order; each step
-    reads and returns named values.
+    """Base class for layers that contain other layers. A container is a list of steps in execution order. Each step
+    calls a child layer, which reads and returns named values.
 
     Parameters
     ----------
     steps : the child layers, with the names of the values that they read and return
     inputs, outputs : names of the container's inputs and outputs
-    ties : dict that maps aliases to canonical names, for each parameter with two names
+    ties : dict that maps aliases of shared parameters to canonical names
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -185,7 +186,7 @@ class Container(Layer):
 
     def backward_leaf(self, env: LayerContext, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """Run the backward pass only as far back as the first step with trained parameters. Earlier steps are skipped.
-        A step with trained parameters whose inputs need no gradient runs its own `backward_leaf`."""
+        If a step has trained parameters, but its inputs need no gradient, its own `backward_leaf` runs."""
         parts, into = self._group_arrays_by_child(p), self._group_arrays_by_child(g)
         constant = find_constant_values(
             (((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs
@@ -402,8 +403,8 @@ def _name_layers(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
 
 
 def _find_last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
-    """Return, for each step, the names of the values that no later step reads, so that they can be freed after this
-    step. The container's outputs are never among these values."""
+    """Return, for each step, the names of the values that can be freed after the step, because no later step reads
+    them. The container's outputs are never among these values."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -496,8 +497,8 @@ class ComposeValue:
 class ComposeTrace:
     """Records the layer calls made by `Composite.compose` as the steps of a container.
 
-    `named` are the layers that are attributes of `owner`. A second call of a layer is recorded as another step. Its
-    parameters are tied to those of the first call."""
+    `owner` is the name of the composite layer, and `named` are the layers among its attributes. A second call of a
+    layer is recorded as another step, whose parameters are tied to those of the first step."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
         self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()

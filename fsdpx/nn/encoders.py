@@ -50,10 +50,11 @@ class Bert(Container):
     logits.
 
     Positions with mask 0 are padding: no position with mask 1 attends to them. Padding positions attend to each other,
-    so their outputs differ from those of other implementations and must be ignored. Children are "embed", "blocks.0",
-    "blocks.1", ..., and the layers of one of two heads: "dense", "activation", "norm" and "head" for tokens, where the
-    weight of "head" is tied to the embedding, or "first", "pooler", "activation" and "head" for classes. Initial
-    weights are N(0, 0.02).
+    so their outputs differ from those of other implementations and must be ignored.
+
+    Children are "embed", "blocks.0", "blocks.1", ..., followed by the layers of a head. The token head has the layers
+    "dense", "activation", "norm" and "head"; the weight of "head" is tied to the embedding. The class head has the
+    layers "first", "pooler", "activation" and "head". Initial weights are N(0, 0.02).
 
     Parameters
     ----------

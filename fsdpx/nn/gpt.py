@@ -22,8 +22,9 @@ class GPT(Sequential):
     """GPT-2 language model (Radford et al. 2019): tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
     Children are "embed" (`embed.weight`, `embed.position`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear
-    without bias. Initial values are the same as in GPT-2: weights are N(0, 0.02), or N(0, 0.02 / sqrt(2 n_layers)) in
-    the last Linear of a residual branch, and biases are 0. Initial positions are sinusoids with root mean square 0.04.
+    without bias. Initial values are the same as in GPT-2: weights are N(0, 0.02), except that those in the last Linear
+    of a residual branch are N(0, 0.02 / sqrt(2 * n_layers)). Biases are 0. Initial positions are sinusoids with root
+    mean square 0.04.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ WRITTEN, BLANK = 0, 1
 
 class GradientEntry:
     """The gradient array of one parameter, with a flag that says whether the array has been written since the last
-    reset. Until then, its content is undefined (`is_blank`).
+    reset. As long as it has not been written (`is_blank`), the content of the array is undefined.
 
     The flag is one byte, `flags[at]`. The flags of all gradients in a buffer are contiguous, so that they can be
     checked and changed together."""
@@ -87,8 +87,8 @@ class GradientEntries(dict[str, GradientEntry]):
 
 
 class Gradients(Mapping[str, Array]):
-    """Gradients by parameter name. Layers add to them with `g["weight"] += d`; `claim_gradient` is faster, because it
-    avoids zeroing the array first.
+    """Gradients by parameter name. Layers can add to a gradient with `g["weight"] += d`. `claim_gradient` is faster,
+    because the array need not be zeroed first.
 
     Tied parameters share one `GradientEntry` under several names."""
 
@@ -137,8 +137,8 @@ class Gradients(Mapping[str, Array]):
 
 
 def claim_gradient(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
-    """Return the gradient array of a parameter, and a bool that is True if the caller must add to its content, and
-    False if it must overwrite the content. Return None if the parameter is frozen.
+    """Return the gradient array of a parameter, and a bool: True if the caller must add to the array, False if the
+    caller must overwrite it. Return None if the parameter is frozen.
 
     The gradient is marked as written, so the caller must write every element."""
     if type(g) is not Gradients:

@@ -23,7 +23,7 @@ class GroupedQueryAttention(AttentionContainer, Composite):
 
     Weights are `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, and
     `out.weight (d_model, n_heads d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. With
-    "attention" in `env.recompute`, only queries, keys and values are saved for the backward of the attention step.
+    "attention" in `env.recompute`, only queries, keys and values are saved for the backward pass of the attention.
 
     Parameters
     ----------
@@ -82,15 +82,15 @@ class GroupedQueryAttention(AttentionContainer, Composite):
 
 
 class AttentionBlock(Composite):
-    """Transformer block: x + attn(norm1(x)), then x + mlp(norm2(x)). Input and output have the shape `(samples, time,
-    d_model)`. The block is one FSDP unit: its parameters are all-gathered together.
+    """Transformer block: `x = x + attn(norm1(x))`, then `x = x + mlp(norm2(x))`. Input and output have the shape
+    `(samples, time, d_model)`. The block is one FSDP unit: its parameters are all-gathered together.
 
     Parameters
     ----------
     attn : the attention layer; if it has segments as a second input, so does the block
     mlp : the feed-forward layer, such as a GatedMLP
     norm : a norm layer; norm1 and norm2 are copies of it
-    post : whether to use post-norm, as in BERT: norm1(x + attn(x)), then norm2(x + mlp(x))
+    post : whether to use post-norm, as in BERT: `x = norm1(x + attn(x))`, then `x = norm2(x + mlp(x))`
     """
 
     unit = True

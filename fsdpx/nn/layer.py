@@ -171,8 +171,8 @@ class LayerAxes(Protocol):
 
 
 class GivenValues(Protocol):
-    """Initial values of a layer's parameters that come from another library. The values are kept until all ranks have
-    taken their shards."""
+    """Protocol for initial parameter values of a layer that come from another library. The object keeps the values
+    until all ranks have taken their shards."""
 
     def broadcast_from_rank0(self, comm: Any) -> None:
         """Replace the values on every rank with those of rank 0. Collective."""
@@ -489,8 +489,8 @@ class Layer(ABC):
         Returns
         -------
         (dx, kept)
-            dx is the gradient of the input, or a tuple with one gradient per input, where integer inputs have None
-            instead of a gradient; kept is passed to `backward_params`
+            dx is the gradient of the input, or a tuple with one gradient per input (None for an integer input); kept is
+            passed to `backward_params`
         """
 
     def backward_params(self, env: LayerContext, g: Params, kept: Any) -> None:

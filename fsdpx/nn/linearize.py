@@ -142,8 +142,8 @@ def resolve_input_takes(layer: Layer, count: int, wanted: Sequence[frozenset[str
     """Return, for each of a layer's `count` inputs, the set of dtypes in which it is read, as values of `Layer.takes`
     such as "indices". An input of a container has several dtypes if the layers that read it expect different ones.
 
-    `wanted` contains such sets for the layer's results. They are used for inputs that `Layer.takes` declares as
-    "passed", which means that the input is read in the same dtype as the result."""
+    If `Layer.takes` declares an input as "passed", it is read in the same dtypes as the layer's result. `wanted`
+    contains the sets of these dtypes, one for each result."""
     if isinstance(layer, Container):
         wants = _resolve_container_words(layer, wanted)
         return [wants[name] for name in layer.inputs]
@@ -214,8 +214,8 @@ def _insert_casts_in_container(
 ) -> tuple[Container, list[bool]]:
     """Return the container with casts to `dtype` inserted, and for each of its outputs whether it is an integer array.
 
-    `whole` contains the names of integer values, and the function adds the names of integer results to it. `wanted` is
-    as in `resolve_input_takes`."""
+    `whole` is the set of the names of integer values, to which this function adds the names of integer results.
+    `wanted` is as in `resolve_input_takes`."""
     wants, numbered_names, steps = _resolve_container_words(layer, wanted), dict[str, str](), list[ChildCall]()
     for step in layer.steps:
         inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)

@@ -28,10 +28,10 @@ class Llama(Container):
 
     Children are "embed" (`embed.weight`), "blocks.0", "blocks.1", ..., "norm" and "head", a Linear without bias. A
     block has `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
-    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), or N(0, 0.02 / sqrt(2
-    n_layers)) in the last Linear of a residual branch. The defaults are the values for Llama. Other models need
-    options: Mistral `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, and Gemma `scale_embedding`,
-    `unit_offset`, `activation` and `tie`.
+    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Initial weights are N(0, 0.02), except that those in the
+    last Linear of a residual branch are N(0, 0.02 / sqrt(2 * n_layers)). The defaults are the values for Llama. Other
+    models need options: Mistral `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, and Gemma
+    `scale_embedding`, `unit_offset`, `activation` and `tie`.
 
     Parameters
     ----------
@@ -55,8 +55,8 @@ class Llama(Container):
     tie : whether `head.weight` is tied to `embed.weight`
     scale_embedding : whether rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : whether RMSNorm layers multiply by 1 + weight
-    experts, active : with experts, the MLP of a block is a `MoE` with this number of experts, of which `active` are
-        used for each position; None: each block has a single MLP
+    experts, active : number of experts of the `MoE` that replaces each block's MLP, and number of experts that are used
+        for each position; with experts=None, each block has a single MLP
     balance : with experts, the weight of the load-balancing loss of each block, see `MoE`
     segments : whether there is a second input, integer segment ids (samples, time); a position then attends only to
         positions with the same id

@@ -45,7 +45,7 @@ class Loss(ABC):
 
     Losses can be multiplied by numbers and added: the value of `0.5 * nn.MSELoss() + nn.L1Loss()` is 0.5 times the mean
     squared error plus the mean absolute error. If the weight of a term varies from sample to sample, as with
-    `ignore_index` or `skipna`, the sum averages that term over each sample first, and then over samples.
+    `ignore_index` or `skipna`, the term is averaged within each sample first, and then over the samples.
 
     Parameters
     ----------
@@ -158,16 +158,16 @@ class Loss(ABC):
 
 
 class CrossEntropyLoss(Loss):
-    """Cross-entropy of logits and class labels, as in PyTorch: -log softmax(y)[target] for y `(samples, ..., classes)`
-    and integer targets `(samples, ...)`.
+    """Cross-entropy of logits and class labels, as in PyTorch: `-log(softmax(y)[target])` for y
+    `(samples, ..., classes)` and integer targets `(samples, ...)`.
 
     The weight is the number of targets that are not ignored.
 
     Parameters
     ----------
     ignore_index : targets with this value are excluded from the total and the weight
-    label_smoothing : the amount e of label smoothing: y is compared with the distribution (1 - e) onehot + e / classes
-        (Szegedy et al. 2015)
+    label_smoothing : the amount e of label smoothing: y is compared with the distribution
+        `(1 - e) * onehot(target) + e / classes` (Szegedy et al. 2015)
     """
 
     acts_on = "position"
@@ -281,8 +281,8 @@ class CellWeights:
 def compute_masked_difference(
     env: LayerContext, y: Array, target: Array, weights: CellWeights | None, skipna: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Return y - target, the target, and the weights of the elements as an array that can be broadcast to y. The
-    weights are None if all of them are 1.
+    """Return three arrays: y - target, the target, and the weights of the elements. The weights can be broadcast to y;
+    None means that all weights are 1.
 
     Where the weight is 0, the first two results are set to 0, even if they were NaN. If `skipna` is true, elements
     whose target is NaN get weight 0."""
@@ -336,7 +336,7 @@ class WeightedElementwiseLoss(_Elementwise):
 
 
 class MSELoss(WeightedElementwiseLoss):
-    """Squared error: the sum of (y - target)^2 for y and target of equal shape. The weight is the number of elements,
+    """Squared error: the sum of `(y - target)^2` for y and target of equal shape. The weight is the number of elements,
     or the sum of their weights if the option `weights` is given.
 
     Parameters
@@ -368,7 +368,7 @@ class BCEWithLogitsLoss(_Elementwise):
     """Binary cross-entropy of sigmoid(y) and targets. The targets are numbers from 0 to 1, or bools. The weight is the
     number of elements.
 
-    The error of an element is computed without overflow, as max(y, 0) - y target + log(1 + exp(-|y|))."""
+    The error of an element is computed without overflow, as `max(y, 0) - y * target + log(1 + exp(-|y|))`."""
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         super().validate(shape, target)
@@ -392,8 +392,8 @@ class LossSum(Loss):
     """Weighted sum of losses, as created by the operators `+` and `*`: `0.5 * nn.MSELoss() + nn.L1Loss()`.
 
     The mean loss is the sum of the mean losses of all terms, each multiplied by its factor. If the weight of a term is
-    not proportional to the number of samples, the term is averaged over each sample first, and then over samples.
-    Otherwise the sum would depend on how a batch is split over ranks and microbatches.
+    not proportional to the number of samples, the term is averaged within each sample first, and then over the samples.
+    Without this, the sum would depend on how a batch is split over ranks and microbatches.
 
     Parameters
     ----------
@@ -452,8 +452,9 @@ saved."""
 def sum_means_over_samples(
     env: LayerContext, terms: Sequence[tuple[float, Loss]], pairs: Sequence[tuple[Any, Any]], by_sample: Sequence[bool]
 ) -> tuple[float, float, list[Pieces]]:
-    """Return a sum of losses as a mean over samples: (total, number of samples, what `backward_pieces` needs for each
-    loss). Samples whose weight is 0 in all losses are not counted.
+    """Return a sum of losses as a mean over samples. The result is (total, number of samples, pieces), where `pieces`
+    contains, for each loss, the values that `backward_pieces` needs. A sample is not counted if its weight is 0 in all
+    losses.
 
     Collective over the ranks that hold shards of the same samples, if there are several such ranks.
 
@@ -462,8 +463,8 @@ def sum_means_over_samples(
     env : array namespace and mesh
     terms : (factor, loss) pairs
     pairs : output and target for each loss
-    by_sample : for each loss, whether to compute it separately for each sample, which is necessary if its weight is not
-        proportional to the number of samples
+    by_sample : for each loss, whether to compute it separately for each sample. This is necessary if the weight of the
+        loss is not proportional to the number of samples
     """
     n = (pairs[0][0][0] if isinstance(pairs[0][0], tuple) else pairs[0][0]).shape[0]
     pieces = [
@@ -486,7 +487,8 @@ def sum_means_over_samples(
 
 
 def backward_pieces(env: LayerContext, loss: Loss, pieces: Pieces, seed: float) -> Any:
-    """Return the gradient, with respect to the model's output, of a loss that was computed in `pieces`."""
+    """Return the gradient of a loss with respect to the model's output. `pieces` describes the slices of samples on
+    which the loss was computed."""
     found = [loss.backward(env, kept, seed * share) for share, kept in pieces]
     return found[0] if len(found) == 1 else _map_arrays(lambda *a: env.xp.concatenate(a), *found)
 

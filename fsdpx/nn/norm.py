@@ -36,7 +36,7 @@ class _RowNorm(Layer):
 
 
 class LayerNorm(_RowNorm):
-    """Layer normalization over the last dims: (x - mean) / sqrt(var + eps) * weight + bias (Ba et al. 2016).
+    """Layer normalization over the last dims (Ba et al. 2016): `(x - mean) / sqrt(var + eps) * weight + bias`.
 
     Parameters
     ----------
@@ -83,7 +83,8 @@ class LayerNorm(_RowNorm):
 
 
 class RMSNorm(_RowNorm):
-    """Root-mean-square normalization over the last dims: x / sqrt(mean(x^2) + eps) * weight (Zhang and Sennrich 2019).
+    """Root-mean-square normalization over the last dims (Zhang and Sennrich 2019):
+    `x / sqrt(mean(x^2) + eps) * weight`.
 
     Parameters
     ----------
@@ -161,16 +162,16 @@ def _flatten_parameter(arrays: Params, name: str) -> Array | None:
 
 
 class BatchNorm(Layer):
-    """Batch normalization of each channel (dim 1): (x - mean) / sqrt(var + eps) * weight + bias (Ioffe and Szegedy
+    """Batch normalization of each channel (dim 1): `(x - mean) / sqrt(var + eps) * weight + bias` (Ioffe and Szegedy
     2015).
 
     The input is `(samples, num_features, ...)` with any number of dims. In training, mean and variance are those of the
-    global batch. The forward pass performs two all-reduces over the data axis: one of the sums for the mean (8
-    (num_features + 1) bytes), and one of the squared deviations from the mean (8 num_features bytes). Subtracting the
-    mean first avoids cancellation. The backward pass performs one all-reduce of 16 num_features bytes. Ranks may hold
-    different numbers of samples, or none. Evaluation uses the running statistics `running_mean` and `running_var`
-    (unbiased). Each forward pass in training updates them, unless it is a recomputation. As in PyTorch, DataError is
-    raised in training if the global batch has only one value per channel.
+    global batch. The forward pass performs two all-reduces over the data axis: one of the sums for the mean
+    (`8 * (num_features + 1)` bytes), and one of the squared deviations from the mean (`8 * num_features` bytes).
+    Subtracting the mean first avoids cancellation. The backward pass performs one all-reduce of `16 * num_features`
+    bytes. Ranks may hold different numbers of samples, or none. Evaluation uses the running statistics `running_mean`
+    and `running_var` (unbiased). Each forward pass in training updates them, unless it is a recomputation. As in
+    PyTorch, DataError is raised in training if the global batch has only one value per channel.
 
     Parameters
     ----------
@@ -247,8 +248,9 @@ class BatchNorm(Layer):
             g["weight"][...] += sums[self.num_features :].astype(g["weight"].dtype)
 
     def _all_reduce_statistics(self, env: LayerContext, x: Array) -> tuple[Array, Array, float]:
-        """Return (mean, squares, count) of the global batch. For each channel, mean and squares contain the mean and
-        the sum of squared deviations from it, in float64. count is the number of elements per channel. Collective."""
+        """Return (mean, squares, count) of the global batch. `mean` contains the mean of each channel, and `squares`
+        the sum of squared deviations from this mean, both in float64. `count` is the number of elements per channel.
+        Collective."""
         ranks, count = env.mesh.data, float(x.shape[0] * math.prod(x.shape[2:]))
         sums = kernels.channel_sums(env.xp, x)
         if ranks.size > 1:

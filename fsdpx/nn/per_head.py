@@ -103,8 +103,8 @@ class HeadNorm(PerHead):
 
 
 class Attention(PerHead):
-    """Scaled dot-product attention with queries, keys and values as three inputs: softmax(q k^T / sqrt(d_head)) v for
-    each head.
+    """Scaled dot-product attention with queries, keys and values as three inputs: `softmax(q @ k^T / sqrt(d_head)) @ v`
+    for each head.
 
     Queries are `(samples, time, n_heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`. Each group
     of n_heads / kv_heads consecutive query heads shares one head of keys and values (Ainslie et al. 2023). With
@@ -121,7 +121,7 @@ class Attention(PerHead):
         positions with the same id. Each document in a packed sequence has its own id, and so does the padding
     fused : whether queries, keys and values are concatenated in one input; kv_heads is then n_heads
     dropout : with `fused`, dropout probability of attention weights. If it is not 0, the attention weights, an array
-        (samples, heads, time, time), are saved for backward
+        (samples, heads, time, time), are saved for the backward pass
     """
 
     def __init__(

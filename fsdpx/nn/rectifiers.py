@@ -12,7 +12,7 @@ __all__ = ["ELU", "LeakyReLU", "Softplus"]
 
 
 class LeakyReLU(Layer):
-    """Leaky rectified linear unit (Maas et al. 2013): x where x > 0, and negative_slope x elsewhere.
+    """Leaky rectified linear unit (Maas et al. 2013): x where x > 0, and `negative_slope * x` elsewhere.
 
     Parameters
     ----------
@@ -34,11 +34,11 @@ class LeakyReLU(Layer):
 
 
 class ELU(Layer):
-    """Exponential linear unit (Clevert et al. 2016): x where x > 0, and alpha (exp(x) - 1) elsewhere.
+    """Exponential linear unit (Clevert et al. 2016): x where x > 0, and `alpha * (exp(x) - 1)` elsewhere.
 
     Parameters
     ----------
-    alpha : the result approaches -alpha for large negative x; default 1
+    alpha : scale of the negative results, which approach -alpha for large negative x; default 1
     """
 
     acts_on = "element"
@@ -56,12 +56,12 @@ class ELU(Layer):
 
 
 class Softplus(Layer):
-    """Smooth form of ReLU with positive results: log(1 + exp(beta x)) / beta for each element.
+    """Smooth form of ReLU with positive results: `log(1 + exp(beta * x)) / beta` for each element.
 
     Parameters
     ----------
     beta : sharpness; the larger beta is, the closer the result is to ReLU; default 1
-    threshold : where beta x exceeds the threshold, the result is x, as in PyTorch; default 20
+    threshold : where `beta * x` exceeds this number, the result is x, as in PyTorch; default 20
     """
 
     acts_on = "element"

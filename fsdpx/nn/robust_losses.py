@@ -25,8 +25,9 @@ class L1Loss(WeightedElementwiseLoss):
 
 
 class HuberLoss(WeightedElementwiseLoss):
-    """Squared error for small errors, absolute error for large ones (Huber 1964): with d = |y - target|, the sum of
-    d^2 / 2 where d <= delta, and delta (d - delta / 2) elsewhere. The weight is defined as in `MSELoss`.
+    """Squared error for small errors, absolute error for large ones (Huber 1964). With `d = |y - target|`, the loss is
+    the sum of `d^2 / 2` where `d <= delta`, and of `delta * (d - delta / 2)` elsewhere. The weight is defined as in
+    `MSELoss`.
 
     Parameters
     ----------
@@ -50,8 +51,8 @@ class HuberLoss(WeightedElementwiseLoss):
 
 
 class SmoothL1Loss(WeightedElementwiseLoss):
-    """`HuberLoss` with delta = beta, divided by beta (Girshick 2015): with d = |y - target|, the sum of d^2 / (2 beta)
-    where d < beta, and d - beta / 2 elsewhere. The weight is defined as in `MSELoss`.
+    """`HuberLoss` with delta = beta, divided by beta (Girshick 2015). With `d = |y - target|`, the loss is the sum of
+    `d^2 / (2 * beta)` where `d < beta`, and of `d - beta / 2` elsewhere. The weight is defined as in `MSELoss`.
 
     Parameters
     ----------

@@ -30,13 +30,13 @@ SCALING_OPTIONS = {
 
 class Rotary(PerHead):
     """Rotary position embedding (RoPE) of queries or keys `(samples, time, heads x d_head)`. In each head, the pair of
-    features i and i + d_head / 2 is rotated by the angle position x frequency (Su et al. 2021, with the feature order
+    features i and i + d_head / 2 is rotated by the angle `position * frequency` (Su et al. 2021, with the feature order
     of Llama).
 
     Parameters
     ----------
     d_head : number of features per head; must be even
-    theta : base of the frequencies; frequency i is theta^(-2 i / d_head)
+    theta : base of the frequencies; frequency i is `theta^(-2 * i / d_head)`
     rope_scaling : None, or a mapping as in transformers, with "rope_type" ("linear", "dynamic", "llama3" or "yarn"),
         "factor" and the other options of that type. Raises ConfigError if an option is missing, or for "dynamic" with
         d_head=2
@@ -159,7 +159,7 @@ def _scale_llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping
 def _scale_yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """Return frequencies scaled by YaRN (Peng et al. 2023), and the factor of cosines and sines.
 
-    Frequencies that make more than `beta_fast` turns over the original context length are kept, and those that make
+    Frequencies that make more than `beta_fast` turns over the original context length are kept. Frequencies that make
     fewer than `beta_slow` turns are divided by "factor". Those in between are interpolated by a linear ramp over the
     features."""
     factor, length = options["factor"], options["original_max_position_embeddings"]

@@ -36,15 +36,16 @@ __all__ = [
 
 def shard_bounds(count: int, rank: int, width: int) -> tuple[int, int]:
     """Return the range (start, stop) of items that `rank` gets if `count` items are divided among `width` ranks in
-    order. Rank r gets the items from floor(count r / width) up to, but not including, floor(count (r + 1) / width)."""
+    order. Rank r gets the items from `floor(count * r / width)` up to, but not including,
+    `floor(count * (r + 1) / width)`."""
     return count * rank // width, count * (rank + 1) // width
 
 
 @dataclass(frozen=True)
 class ShardSpec:
     """The sharding of one dim of an array over n ranks. The dim consists of equal blocks. Each block consists of k
-    grains, which are groups of elements that are never split. In every block, rank r holds the grains [floor(k r/n),
-    floor(k (r+1)/n)).
+    grains, which are groups of elements that are never split. In every block, rank r holds the grains from
+    `floor(k * r / n)` up to, but not including, `floor(k * (r + 1) / n)`.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class ShardSpec:
     grain: int = 1
 
     def ranges_of_rank(self, shape: tuple[int, ...], rank: int, width: int) -> list[tuple[int, int]]:
-        """Return the ranges along `dim` that a rank holds, one per block.
+        """Return the ranges along dim `dim` that a rank holds: one range for each block.
 
         Parameters
         ----------

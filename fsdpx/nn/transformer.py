@@ -24,8 +24,8 @@ GATED_FORMS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu tanh", "gelu_py
 
 
 class GatedActivation(Layer):
-    """Gated activation of two inputs of equal shape: activation(a) * b. The result is not saved, but recomputed in the
-    backward pass.
+    """Gated activation of two inputs a and b of equal shape: `activation(a) * b`. The result is not saved, but
+    recomputed in the backward pass.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class GatedActivation(Layer):
 
 
 class GatedMLP(Composite):
-    """Gated feed-forward layer: down(activation(gate(x)) * up(x)) (Shazeer 2020). Input and output have the shape
+    """Gated feed-forward layer (Shazeer 2020): `down(activation(gate(x)) * up(x))`. Input and output have the shape
     `(samples, ..., d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
     Parameters
@@ -94,7 +94,7 @@ class GatedMLP(Composite):
 
 
 class MLP(Container):
-    """Feed-forward layer: down(activation(up(x))), followed by dropout. Input and output have the shape
+    """Feed-forward layer: `down(activation(up(x)))`, followed by dropout. Input and output have the shape
     `(samples, ..., d_model)`.
 
     The parameters are those of two Linear layers, `up.*` and `down.*`. The result of a GELU is not saved, but
@@ -207,7 +207,8 @@ class MLP(Container):
 
 
 class TransformerBlock(Container):
-    """Pre-norm transformer block of GPT-2 (Radford et al. 2019): x + attn(norm1(x)), then x + mlp(norm2(x)).
+    """Pre-norm transformer block of GPT-2 (Radford et al. 2019): `x = x + attn(norm1(x))`, then
+    `x = x + mlp(norm2(x))`.
 
     Input and output have the shape `(samples, time, d_model)`. The block is one FSDP unit: its parameters are
     all-gathered together.

@@ -79,8 +79,8 @@ class _AdamBase(Elementwise):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Adam(_AdamBase):
-    """Adam: p -= lr m / (sqrt(v) + eps), with bias-corrected moving averages m of g and v of g^2 (Kingma & Ba 2015).
-    Slots (state arrays): m, v.
+    """Adam (Kingma & Ba 2015): `p -= lr * m / (sqrt(v) + eps)`, where m and v are the bias-corrected moving averages of
+    g and g^2. Slots (state arrays): m, v.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Adam(_AdamBase):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class AdamW(_AdamBase):
-    """Adam with decoupled weight decay: p *= 1 - lr weight_decay before the step (Loshchilov & Hutter 2019).
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019): `p *= 1 - lr * weight_decay` before each step.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ __all__ = ["EMA", "SWA", "AveragedOptimizer"]
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class EMA:
-    """Exponential moving average: after each step, average = decay * average + (1 - decay) * parameters. The first
+    """Exponential moving average: after each step, `average = decay * average + (1 - decay) * parameters`. The first
     average equals the parameters after the first step, as in `torch.optim.swa_utils.AveragedModel`.
 
     Parameters

@@ -86,7 +86,7 @@ def _step_along_direction_loop(p, m, v, unbias1, unbias2, eps, decay, rate):
 class LAMB:
     """LAMB (You et al. 2020): Adam's direction u, scaled for each parameter by the norms of parameter and direction.
 
-    u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
+    `u = m / (sqrt(v) + eps) + weight_decay * p`, then `p -= lr * |p| / |u| * u`, with norms over the full parameter.
 
     m and v are bias-corrected. The ratio |p| / |u| is taken as 1 if one of the norms is 0. Squares are summed in
     float64 over blocks of 1024 elements, and the sums of the blocks are added exactly. If shard boundaries coincide

@@ -38,8 +38,8 @@ def _lion_loop(p, g, m, scale, keep, share1, share2, lr):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class Lion(Elementwise):
-    """Lion: p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et al.
-    2023).
+    """Lion (Chen et al. 2023): `p = (1 - lr * weight_decay) * p - lr * sign(beta1 * m + (1 - beta1) * g)`, then
+    `m = beta2 * m + (1 - beta2) * g`.
 
     Slots (state arrays): only m, so the state is half the size of Adam's.
 

@@ -39,10 +39,10 @@ to 1.2."""
 class Muon:
     """Muon (Jordan et al. 2024): updates each weight matrix by its orthogonalized momentum.
 
-    m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), where O has the singular vectors of
-    g + momentum m, and singular values near 1. O is computed with five Newton-Schulz steps. The factor 0.2
-    sqrt(max(rows, columns)) makes steps as large as AdamW's, so that learning rates and weight decays for AdamW also
-    suit Muon (Liu et al. 2025).
+    `m = momentum * m + g`, then `p -= lr * (0.2 * sqrt(max(rows, columns)) * O + weight_decay * p)`. The matrix O has
+    the singular vectors of `g + momentum * m`, and singular values near 1. It is computed with five Newton-Schulz
+    steps. The factor `0.2 * sqrt(max(rows, columns))` makes steps as large as AdamW's, so that learning rates and
+    weight decays for AdamW also suit Muon (Liu et al. 2025).
 
     Parameters with one dim, and parameters whose names match `exclude`, are updated by `others`. Kernels of
     convolutions are treated as matrices with one row per output channel. Every rank that holds a part of a matrix
@@ -169,7 +169,8 @@ class Muon:
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
     def _update_momentum_and_get_direction(self, g: Any, m: Any, scale: float) -> Any:
-        """Set m = momentum m + scale g in place, and return the Nesterov direction scale g + momentum m."""
+        """Set `m = momentum * m + scale * g` in place, and return the Nesterov direction,
+        `scale * g + momentum * m`."""
         share = m.dtype.type(self.momentum)
         direction = g.astype(m.dtype) * m.dtype.type(scale)
         m *= share
@@ -197,8 +198,8 @@ def _assemble_matrix(xp: Any, parts: list[tuple[ShardSegment, Any]], dtype: Any)
 
 
 def orthogonalize(xp: Any, matrix: Any) -> Any:
-    """Return an approximation of U V for a matrix with the singular value decomposition U S V. It is computed by a
-    Newton-Schulz iteration, which moves the nonzero singular values toward 1."""
+    """Return an approximation of `U @ V` for a matrix with the singular value decomposition `U @ S @ V`. It is computed
+    by a Newton-Schulz iteration, which moves the nonzero singular values toward 1."""
     a, b, c = (matrix.dtype.type(number) for number in COEFFICIENTS)
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     with np.errstate(all="ignore"):

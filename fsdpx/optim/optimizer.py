@@ -256,8 +256,8 @@ UNSCHEDULED = (0.0, 0.0)
 
 
 def get_scheduled_values(optimizer: Any, step: int) -> tuple[float, float]:
-    """Return two values of a step that the ranks compare, because they must be equal on all ranks: the learning rate,
-    and the weight of the old parameter average in the new one.
+    """Return two values of a step: the learning rate, and the weight of the old parameter average in the new average.
+    The ranks compare these values, because they must be equal on all ranks.
 
     The learning rate is NaN if the schedule is invalid; the error is raised later, once all ranks know about it. The
     weight is 0 if parameters are not averaged."""
@@ -369,8 +369,8 @@ class UpdateFormula:
             self.run_in_blocks(xp, arrays, values)
 
     def run_in_blocks(self, xp: Any, arrays: tuple[Any, ...], values: tuple[Any, ...]) -> None:
-        """Run the array code block by block, by calling plain(xp, a, b, *arrays, *values), where a and b are scratch
-        arrays with the dtype of the first array."""
+        """Run the array code block by block: call `plain(xp, a, b, *arrays, *values)` for each block, where a and b are
+        scratch arrays with the dtype of the first array."""
         n = arrays[0].size
         size = min(n, BLOCK_ELEMENTS if xp is np else DEVICE_BLOCK_ELEMENTS)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
@@ -398,7 +398,7 @@ def _can_compile(array: Any, dtype: Any) -> bool:
 
 
 def scale_and_add_decay(xp, a, b, p, g, scale, l2):
-    """Set a = scale g + l2 p."""
+    """Set `a = scale * g + l2 * p`."""
     xp.multiply(g, scale, out=a)
     if l2 != 0:
         xp.multiply(p, l2, out=b)
@@ -406,14 +406,14 @@ def scale_and_add_decay(xp, a, b, p, g, scale, l2):
 
 
 def lerp_(xp, m, a, b, share):
-    """Move m toward a: add share (a - m) to m."""
+    """Move m toward a: add `share * (a - m)` to m."""
     xp.subtract(a, m, out=b)
     b *= share
     m += b
 
 
 def lerp_square_(xp, v, a, b, keep, share):
-    """Set v = keep v + share a^2."""
+    """Set `v = keep * v + share * a^2`."""
     xp.multiply(a, a, out=b)
     b *= share
     v *= keep

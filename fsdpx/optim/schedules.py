@@ -110,15 +110,16 @@ class Cosine(Schedule):
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
-    """Inverse square root decay: lr sqrt(steps / (steps + step - 1)).
+    """Inverse square root decay: the rate is `lr * sqrt(steps / (steps + step - 1))`.
 
-    After `WarmUp(steps, ...)`, the rate of step t is lr min(t / steps, sqrt(steps / (t - 1))): the schedule of Vaswani
-    et al. 2017 except that the peak lasts two steps.
+    In `WarmUp(steps, InverseSquareRoot(lr, steps))`, the rate of step t is
+    `lr * min(t / steps, sqrt(steps / (t - 1)))`. This is the schedule of Vaswani et al. (2017), except that the peak
+    lasts two steps.
 
     Parameters
     ----------
     lr : the rate of step 1
-    steps : time scale: the rate is lr / 2 at step 3 steps + 1
+    steps : time scale: the rate is `lr / 2` at step `3 * steps + 1`
     """
 
     lr: float

@@ -103,8 +103,7 @@ class ShardPeers:
 
     @cached_property
     def parameters_on_several_ranks(self) -> list[ShardSegment]:
-        """For each parameter that is split over several ranks, the segment (part of the parameter) that one of these
-        ranks holds."""
+        """One segment (part of a parameter) for each parameter that is split over several ranks."""
         seen: dict[str, ShardSegment] = {}
         split: dict[str, ShardSegment] = {}
         for s in (s for items in self.peer_segments for s in items):
@@ -322,8 +321,9 @@ class ShardSegments:
         ]
 
     def all_reduce_square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Return sums over full parameters, given partial sums on each rank. Each column contains a list of partial
-        sums for each of this rank's segments (parts of parameters); the result contains one sum per column and segment.
+        """Return sums over full parameters, given partial sums on each rank. Each column contains one list of partial
+        sums for each segment (part of a parameter) of this rank. The result contains one sum for each column and each
+        segment.
 
         The sums are correctly rounded, so they do not depend on how the partial sums are distributed over shards. Each
         rank sends `EXPANSION_PARTS` numbers per column and parameter. Collective over the ranks that hold shards of

@@ -68,7 +68,8 @@ def _momentum_loop(p, g, m, scale, l2, lr, mu, nesterov):
 class SGD(Elementwise):
     """Stochastic gradient descent, optionally with momentum (Sutskever et al. 2013, in the form of `torch.optim.SGD`).
 
-    d = g + weight_decay p; m = momentum m + d; p -= lr m. With Nesterov momentum, p -= lr (d + momentum m).
+    `d = g + weight_decay * p`, then `m = momentum * m + d`, then `p -= lr * m`. With Nesterov momentum, the last step
+    is `p -= lr * (d + momentum * m)`.
 
     Slots (state arrays): momentum; no slots if `momentum` is 0.
 
