@@ -26,9 +26,9 @@ class NeighborhoodAttention(FieldAttention):
 
     Near the ends of a dim, windows are shifted into the field, so that every cell attends to equally many cells. Along
     a periodic dim, windows continue at the other end instead. Parameters are `qkv.weight (3 channels, channels)`,
-    `qkv.bias`, `out.weight (channels, channels)` and `out.bias`; there is no bias by relative position. On a grid of
-    ranks, each rank computes the results of its cells, and receives keys and values of the other cells of their windows
-    from their owners, as convolutions do. The layer is one FSDP unit.
+    `qkv.bias`, `out.weight (channels, channels)` and `out.bias`; there is no bias that depends on relative positions.
+    On a grid of ranks, each rank computes the results of its own cells. Their windows may reach into the parts of other
+    ranks, which send the keys and values of these cells, as in a convolution. The layer is one FSDP unit.
 
     Parameters
     ----------
@@ -105,9 +105,8 @@ class WindowAttention(FieldLayer):
     def _plan_halos_and_windows(
         self, env: LayerContext, x: Array
     ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[Array, ...]]]:
-        """Return the halos of keys and values that are exchanged and, as the kernels take them, the first key of the
-        window of each query of this rank along each dim, the sizes of windows, and the masks, which are cached per
-        context."""
+        """Return the halos of keys and values to exchange, and the arguments (starts, window, masks) of the kernels for
+        this rank. The masks are cached per context."""
         parts = self.get_partition(x)
         dims = len(parts.cuts)
         window = expand_to_dims(self, "kernel_size", self.kernel_size, dims, 1)
@@ -143,9 +142,11 @@ def _find_window_start(cell: int, cells: int, size: int, periodic: bool) -> int:
 def _plan_halos_and_starts(
     parts: FieldPartition, window: tuple[int, ...], periods: tuple[bool, ...], place: tuple[int, ...]
 ) -> tuple[tuple[HaloSpec, ...], tuple[tuple[int, ...], ...]]:
-    """Return the halos of keys and values, without those of dims in which each rank needs only its own cells, and the
-    first key of the window of each query along each dim, counted from the first key of the rank with grid coordinates
-    `place`."""
+    """Return (halos, starts) for the rank with grid coordinates `place`.
+
+    `halos` are the halos of keys and values along those dims in which some rank needs more than its own cells. `starts`
+    has, for each dim, the first key of the window of each of the rank's queries, counted from the first key that the
+    rank needs."""
     halos, starts = [], []
     for d, (cuts, size, periodic) in enumerate(zip(parts.cuts, window, periods, strict=True)):
         find_start = partial(_find_window_start, cells=cuts[-1], size=size, periodic=periodic)

@@ -23,8 +23,8 @@ class OverChannels(Layer):
     """Runs a layer on the channels of each cell of (samples, channels, *cells).
 
     The inner layer gets the field with channels in the last dim. It must act on each position separately, as `Linear`
-    and `MLP` do, so that ranks that hold parts of a field do not communicate. The parameters are those of the inner
-    layer, which runs by itself on the nodes of a mesh.
+    and `MLP` do, so that ranks that hold parts of a field do not communicate. The parameters are the parameters of the
+    inner layer. On a mesh, the inner layer is applied directly to the features of the nodes.
 
     Parameters
     ----------

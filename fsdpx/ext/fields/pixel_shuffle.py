@@ -16,11 +16,11 @@ __all__ = ["PixelShuffle", "PixelUnshuffle"]
 
 
 class PixelShuffle(FieldLayer):
-    """Rearranges channels into cells (Shi et al. 2016): (samples, channels r^dims, *cells) -> (samples, channels, *(r
-    cells)), for fields of 1 to 3 dims.
+    """Rearranges channels into cells (Shi et al. 2016): `(samples, channels * r^dims, *cells)` ->
+    `(samples, channels, *(r * cells))`, for fields of 1 to 3 dims.
 
-    In two dims, channel c of output cell (r y + i, r x + j) is channel c r^2 + i r + j of input cell (y, x), as in
-    PyTorch. On a grid of ranks, each rank refines its own cells without communication.
+    In two dims, channel c of output cell (r * y + i, r * x + j) is channel c * r^2 + i * r + j of input cell (y, x), as
+    in PyTorch. On a grid of ranks, each rank refines its own cells without communication.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ class PixelShuffle(FieldLayer):
 
 
 class PixelUnshuffle(FieldLayer):
-    """Rearranges cells into channels: (samples, channels, *(r cells)) -> (samples, channels r^dims, *cells), for fields
-    of 1 to 3 dims. This is the inverse of `PixelShuffle`.
+    """Rearranges cells into channels: `(samples, channels, *(r * cells))` -> `(samples, channels * r^dims, *cells)`,
+    for fields of 1 to 3 dims. This is the inverse of `PixelShuffle`.
 
     The sizes of the field must be multiples of r. On a grid of ranks, an output cell belongs to the rank that owns the
     first of the r^dims input cells; other ranks send this rank the input cells that it lacks.

@@ -174,9 +174,11 @@ class Upsample(FieldLayer):
     size : number of cells of the full output: one number for all dims, or one per dim; default None: use `scale_factor`
     scale_factor : factor by which the number of cells is multiplied, instead of `size`: one number for all dims, or one
         per dim
-    mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear", "bicubic" (2) or "trilinear" (3)
-    align_corners : for the last four modes, whether the centers of the first cells of input and output coincide, and so
-        do those of the last cells; default None: False
+    mode : "nearest" (default), "nearest-exact", "linear" (1 dim), "bilinear" or "bicubic" (2 dims), or "trilinear" (3
+        dims)
+    align_corners : for the last four modes, whether the center of the first input cell coincides with the center of the
+        first output cell, and the center of the last input cell with the center of the last output cell; default None:
+        False
     """
 
     kernel_names = ("multiply_along_dim",)

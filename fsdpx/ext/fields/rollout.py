@@ -70,10 +70,10 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     stacked along dim 1, (samples, steps x channels, ...), and all others are the same in every step. These inputs are
     fields or scalars (samples, n).
 
-    If the arrays of a grid have ghost cells, those of later states are received from the neighboring ranks, also across
-    the ends of periodic dims. Ghost cells beyond walls keep their values from the input, or have those that the input
-    `boundary` holds for each step. The layout of the grid must
-    have channels ("c") even if a state has only one channel, because states are stacked along the channels.
+    If the arrays of a grid have ghost cells, each rank receives the ghost cells of later states from the neighboring
+    ranks, also across the ends of periodic dims. Ghost cells beyond walls keep their values from the input or, with
+    `boundary`, get new values in each step. The layout of the grid must have channels ("c") even if a state has only
+    one channel, because states are stacked along the channels.
 
     Parameters
     ----------
@@ -92,9 +92,10 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     pushforward : number of initial steps without gradient, which only produce the input of the next step (Brandstetter
         et al. 2022, who use 1 of 2 steps). Their errors are included in the loss, but contribute no gradient. Default 0
     detach : whether to stop gradients from flowing from a step to the steps before it; default False
-    boundary : whether the Rollout has one more input, after those of the model, with the boundary values of each step:
-        the states that the steps read, with ghost cells, stacked along dim 1, such as a solver has them. Only ghost
-        cells beyond walls are read, and those of the first step only from the first input. Default False
+    boundary : whether the Rollout has one more input, after the inputs of the model, with boundary values for each
+        step. This input has the shape of `steps` states with ghost cells, stacked along dim 1. Step i reads the ghost
+        cells beyond walls from state i of this input; only the first step reads them from the first input instead. All
+        other cells of this input are ignored. Default False
     """
 
     takes_ghosts = True

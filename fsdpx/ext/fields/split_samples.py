@@ -111,7 +111,7 @@ class SplitSamples(ABC):
         self, shape: tuple[int, ...], kind: FieldPartition
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes that an output must have for the whole domain and for this rank's part. The output is
-        distributed as `kind`. `shape` is its shape when the model runs on whole samples."""
+        distributed as `kind`. `shape` is the shape of the output when the model runs on whole samples."""
 
     def compute_local_output_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
         found = []

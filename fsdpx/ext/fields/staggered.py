@@ -33,7 +33,8 @@ def find_shared_face_ghosts(cuts: Cuts, faces: Cuts, sides: Sequence[GhostWidths
 
 
 def list_face_partitions(parts: FieldPartition) -> list[FieldPartition]:
-    """Return the partition of the cells, followed by those of the faces across each combination of one or more dims."""
+    """Return the partition of the cells, followed by the partitions of the faces across each combination of one or more
+    dims."""
     both = [(cuts, find_face_cuts(cuts)) for cuts in parts.cuts]
     found = [parts.with_cuts(cuts) for cuts in product(*both)]
     return sorted(found, key=lambda one: sum(one.shape))

@@ -51,10 +51,10 @@ class UNet(Graph):
     `bottleneck.bottleneckconv1.weight`, `upconv1.weight`, `decoder1.dec1conv1.weight` and `conv.weight`.
 
     With `time_embedding`, the network has a second input, a time or diffusion step of each sample, (samples,) or
-    (samples, 1), as in diffusion models (Ho et al. 2020). Its `TimeEmbedding` passes an MLP, `time.mlp1` and
-    `time.mlp2`, and a `FiLM` after the first norm of each block, such as `encoder1.enc1film.linear.weight`. With
-    `attention`, x + attention(norm(x)) follows the lowest level, where `norm` is a `GroupNorm` and `attention` a
-    `GlobalAttention`.
+    (samples, 1), as in diffusion models (Ho et al. 2020). A `TimeEmbedding` and an MLP (`time.mlp1` and `time.mlp2`)
+    turn the time into features, which a `FiLM` after the first norm of each block reads. The parameters of a `FiLM` are
+    named as in `encoder1.enc1film.linear.weight`. With `attention`, x + attention(norm(x)) follows the lowest level,
+    where `norm` is a `GroupNorm` and `attention` a `GlobalAttention`.
 
     Parameters
     ----------

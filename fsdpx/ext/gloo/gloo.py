@@ -329,8 +329,7 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return, by waiting here, with a short timeout, for the messages that the thread
-        waits for.
+        """Make the background thread return: also wait here for its messages, with a short timeout.
 
         When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
         for work in self._works:

@@ -25,10 +25,10 @@ _thread = threading.local()
 
 
 class GraphMemory:
-    """The memory of graphs that are launched one after another.
+    """The memory of CUDA graphs that are launched one after another.
 
     CuPy's pool reuses blocks while graphs are recorded. This class keeps all allocations of the pool, so that the pool
-    cannot return memory to the driver that a graph uses."""
+    cannot return memory that a graph uses to the driver."""
 
     def __init__(self) -> None:
         xp = import_cupy()
@@ -55,7 +55,7 @@ class GraphMemory:
         self._stops.insert(at, address + nbytes)
 
     def keep(self, owner: Any) -> None:
-        """Keep arrays outside the pool that graphs read, as long as the graphs."""
+        """Keep arrays that graphs read but that are not in the pool, for as long as the graphs exist."""
         self._kept.append(owner)
 
     def has_address(self, address: int) -> bool:
@@ -70,7 +70,7 @@ class GraphMemory:
 
 
 class Capture:
-    """The recording of one graph. Use it as a context manager; afterwards, `launch` runs the graph.
+    """The recording of one CUDA graph. Use it as a context manager; afterwards, `launch` runs the graph.
 
     A layer's random numbers depend on the step. Kernels therefore read the position in the stream of random numbers
     from memory of the GPU, and `launch` writes the current position there."""
@@ -84,7 +84,8 @@ class Capture:
 
     @contextmanager
     def recording(self, moment: Any) -> Iterator[None]:
-        """Context manager that records the work of this thread. `moment` is the `TrainingMoment` of its layers."""
+        """Context manager that records the work of this thread. `moment` is the `TrainingMoment` of the layers that
+        run."""
         cuda = import_cupy().cuda
         stream = self.memory.stream
         _thread.active, moment.on_numbers = self, self._add_numbers
@@ -104,7 +105,7 @@ class Capture:
         self._made[id(numbers)] = numbers, make_again
 
     def place_numbers(self, numbers: Any) -> Any:
-        """Return an array of the GPU, from which a kernel reads the position of these random numbers: the first index,
+        """Return an array on the GPU, from which a kernel reads the position of these random numbers: the first index,
         and the two words of the key, as uint64."""
         self._placed.append(self._made.pop(id(numbers))[1])
         block, row = divmod(len(self._placed) - 1, NUMBERS_PER_BLOCK)
@@ -138,7 +139,7 @@ def get_active_capture() -> Capture | None:
 
 
 def copy_into_fixed_memory(memory: GraphMemory, array: Any) -> Any:
-    """Return a copy of an array, with the same strides, in memory that stays as long as the graphs."""
+    """Return a copy of an array, with the same strides, in memory that is kept for as long as the graphs exist."""
     xp = import_cupy()
     if any(stride < 0 for stride in array.strides):
         array = xp.ascontiguousarray(array)
@@ -153,7 +154,7 @@ def copy_into_fixed_memory(memory: GraphMemory, array: Any) -> Any:
 
 
 def make_unowned_view(array: Any) -> Any:
-    """Return a view of the memory of an array that does not keep this memory: the pool may reuse it."""
+    """Return a view of an array that does not keep the array's memory alive, so that the pool may reuse this memory."""
     if not array.size:
         return array
     xp = import_cupy()

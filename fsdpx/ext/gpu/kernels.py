@@ -88,8 +88,8 @@ class KernelLauncher:
         """Launch a kernel that computes partial sums over `rows` rows, and return its `arrays` result arrays, each of
         shape (parts, n).
 
-        `given` contains the kernel's arguments before the result arrays, followed by one tuple with its arguments after
-        them."""
+        `given` contains the kernel's arguments before the result arrays, followed by one tuple with the kernel's
+        arguments after the result arrays."""
         count = max(min(rows // MIN_PART_ROWS, MAX_PARTS), 1)
         some = -(-rows // count)
         count = -(-rows // some)

@@ -44,7 +44,7 @@ class ReplayObserver(Observer):
     ----------
     recordings : the recordings of this trainer
     launches : number of graphs launched so far
-    reasons : why actions compute as usual, in the order in which this was found
+    reasons : the reasons why some actions run without a graph, in the order in which they were found
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -232,7 +232,8 @@ class ReplayObserver(Observer):
         self._report(f"unit {unit.name!r}: {why}")
 
     def _report(self, why: str) -> None:
-        """Log once that something computes as usual, on the first rank of each pipeline stage."""
+        """Log once, on the first rank of each pipeline stage, that something is not recorded as a CUDA graph, and
+        why."""
         axes = self._state.placement.axes
         if why not in self.reasons and axes.data.rank == axes.tensor.rank == 0:
             log_line(f"fsdpx: replay: not recorded as a CUDA graph, {why}")

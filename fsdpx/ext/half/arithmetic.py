@@ -20,8 +20,9 @@ def choose_float16_precision() -> Precision:
 
 
 def find_library_and_warn(formats: Precision, model: LayerList, is_warning_rank: bool) -> dict[str, str]:
-    """Return {description: name} for the library that multiplies matrices in the compute dtype of `formats`. All ranks
-    must use the same library, because results depend on it; an error message about a mismatch contains the description.
+    """Return the name of the library that multiplies matrices in the compute dtype of `formats`, as a dict
+    {description: name}. All ranks must use the same library, because results depend on it; an error message about a
+    mismatch contains the description.
 
     If the library converts 16-bit numbers to float32, so that 16-bit training is slower than float32 training, warn on
     one rank. There is no warning if other libraries compute all layers of the model."""

@@ -95,7 +95,7 @@ _OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class ChannelRange(Layer):
-    """Selects neighboring channels of (samples, channels, *cells), or scalars of (samples, n).
+    """Selects consecutive channels of (samples, channels, *cells), or consecutive scalars of (samples, n).
 
     Parameters
     ----------

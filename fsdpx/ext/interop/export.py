@@ -101,8 +101,8 @@ class OperationGraph:
 class TensorValue:
     """Shape and dtype of a tensor in PyTorch's export.
 
-    `sizes` has one entry per dim: its size if the module fixes it, else a symbol. Equal symbols within a module stand
-    for equal sizes. `kind` is the name of the NumPy dtype."""
+    `sizes` has one entry per dim: the size of the dim if the module fixes it, else a symbol. Equal symbols within a
+    module stand for equal sizes. `kind` is the name of the NumPy dtype."""
 
     sizes: Sequence[int | str]
     kind: str
@@ -430,8 +430,8 @@ def _build_layers(layout: ModuleLayout, module: torch.nn.Module) -> SplitModule:
 
 @dataclass
 class _ExportSegment:
-    """The part of an exported graph that belongs to the unit `name`: its operations `nodes`, in order, and those of
-    them whose results other units read (`results`)."""
+    """The part of an exported graph that belongs to the unit `name`. `nodes` are its operations, in order. `results`
+    are those of its operations whose results other units read."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -670,7 +670,7 @@ def _matches_pattern(pattern: str, path: str, module: torch.nn.Module) -> bool:
 
 
 def find_tied_names(module: torch.nn.Module) -> dict[str, str]:
-    """For the parameters that a module holds under several names, return each additional name -> the first name."""
+    """Return a dict of additional name -> first name, for the parameters that a module holds under several names."""
     first: dict[int, str] = {}
     return {
         name: first[id(p)]

@@ -22,16 +22,17 @@ __all__ = ["FieldValue", "FunctionCall", "convert_function"]
 
 @dataclass(frozen=True)
 class FieldValue:
-    """A tensor that `forward` computes, as a value of the container of layers.
+    """Describes a tensor that a PyTorch module computes in `forward`, as a value in the container of layers to which
+    the module is converted.
 
     Attributes
     ----------
     name : name of the value in the container
-    channels_last : whether the tensor is this value with its channels moved to the last dim
-    mean_of : name of the field of which the value is the mean over all cells, as a field of one cell; "" for any other
-        value
-    unit_cells : whether the value consists of scalars (samples, n), and the tensor of these scalars with the dims of a
-        field, such as (samples, n, 1, 1)
+    channels_last : whether the tensor has its channels in the last dim, unlike the value
+    mean_of : if the value is the mean of a field over all cells, kept as a field of one cell: the name of that field;
+        otherwise ""
+    unit_cells : whether the value consists of scalars (samples, n), while the tensor has additional dims of size 1,
+        such as (samples, n, 1, 1)
     """
 
     name: str
@@ -41,13 +42,13 @@ class FieldValue:
 
 
 class Steps(Protocol):
-    """The steps of the container that is being made."""
+    """Protocol for making a container of layers: the steps (calls of layers) that it has so far."""
 
     def get_value(self, tensor: torch.Tensor) -> FieldValue:
-        """Return the value that a tensor is. Raises NoTwinError if there is none."""
+        """Return the description of a tensor as a value. Raises NoTwinError if no layer computes the tensor."""
 
     def find_parameter(self, tensor: torch.Tensor) -> str:
-        """Return the name of the parameter that a tensor is, or "" if it is none."""
+        """Return the name of a parameter, given its tensor, or "" if the tensor is not a parameter."""
 
     def add_step(self, layer: Layer, *sources: str, name: str | None = None) -> str:
         """Add a step that runs `layer` on values, and return the name of its result."""
@@ -57,7 +58,8 @@ class Steps(Protocol):
 class FunctionCall:
     """A call of a function of PyTorch: the function and its name, the arguments, and the result.
 
-    Names in place (`add_`) and of operators (`__add__`) are those of the functions (`add`)."""
+    The name of an in-place function (`add_`) or of an operator (`__add__`) is the name of the plain function
+    (`add`)."""
 
     function: Any
     args: tuple[Any, ...]
@@ -91,14 +93,15 @@ class FunctionCall:
         return value
 
     def apply(self, layer: Layer | None) -> FieldValue:
-        """Return the result of a layer that acts on the field given as the first argument; None leaves it as it is."""
+        """Return the result of a layer that acts on the field given as the first argument. If `layer` is None, return
+        the field unchanged."""
         value = self.get_field()
         return value if layer is None else FieldValue(self.steps.add_step(layer, value.name))
 
 
 def convert_function(call: FunctionCall) -> list[FieldValue]:
-    """Add the steps that compute the same as a function, and return its results. Raises NoTwinError if there are
-    none."""
+    """Add steps that compute the same as a function of PyTorch, and return its results. Raises NoTwinError if there are
+    no such steps."""
     if call.name in ("chunk", "split", "split_with_sizes"):
         return _split_channels(call)
     if (activate := _ACTIVATIONS.get(call.name)) is not None:
@@ -174,7 +177,8 @@ def _broadcast(
 
 
 def _to_unit_cells(steps: Steps, value: FieldValue) -> FieldValue:
-    """Return a field of one cell as scalars, whose tensor has the dims of a field."""
+    """Convert a field of one cell to scalars (samples, n). Return the new value; its tensor still has the dims of a
+    field."""
     if value.unit_cells:
         return value
     return FieldValue(steps.add_step(nn.GlobalMean(), value.mean_of or value.name), unit_cells=True)
@@ -298,8 +302,8 @@ def _keep(call: FunctionCall) -> FieldValue:
 
 
 def _interpolate(call: FunctionCall) -> FieldValue:
-    """Convert an interpolation. If each dim of the result is a multiple of that of the input, the layer works for
-    fields of all sizes."""
+    """Convert an interpolation. If the size of the result along each dim is a multiple of the size of the input, the
+    layer works for fields of all sizes."""
     size, factor, mode = call.get(1, "size"), call.get(2, "scale_factor"), call.get(3, "mode", "nearest")
     if call.get(6, "antialias", False):
         raise NoTwinError("antialias=True is not known here; use AvgPool first")
@@ -322,8 +326,8 @@ def _pad(call: FunctionCall) -> FieldValue:
 
 
 def _crop(call: FunctionCall) -> FieldValue:
-    """Convert an index such as `x[:, :2, 1:-1]`, which keeps a range of channels and the cells in a box, or such as
-    `s[:, :, None, None]`."""
+    """Convert an index such as `x[:, :2, 1:-1]`, which keeps a range of channels and the cells in a box, or
+    `s[:, :, None, None]`, which appends dims of size 1."""
     value, last = call.steps.get_value(call.x), call.x.ndim - 1
     index, shape = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],), tuple(call.x.shape)
     if any(one is Ellipsis for one in index):

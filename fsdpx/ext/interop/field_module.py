@@ -73,7 +73,7 @@ def convert_to_field_layers(module: torch.nn.Module, example: Sequence[Any], gri
 
 
 def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid) -> list[torch.Tensor]:
-    """Return inputs of a module without data: fields of the size of the grid, and scalars (samples, n)."""
+    """Return input tensors without data for a module: fields of the size of the grid, and scalars (samples, n)."""
     shapes = [tuple(a.shape) for a in example] or [(1, _guess_channels(module), *grid.shape)]
     fields = sum(len(shape) > 2 for shape in shapes)
     parts = list(grid.input_partitions)
@@ -99,9 +99,9 @@ def _guess_channels(module: torch.nn.Module) -> int:
 
 
 class _FieldTrace(TorchFunctionMode):
-    """Runs a module on tensors without data, and collects the steps that compute the same.
+    """Runs a PyTorch module on tensors without data, and collects steps (calls of layers) that compute the same.
 
-    A result that no layer computes is kept as the error that its next use raises, since it may never be used.
+    If no layer computes a result, an error is kept in its place, and raised only if the result is used.
 
     Parameters
     ----------
@@ -237,7 +237,8 @@ class _FieldTrace(TorchFunctionMode):
             return self._explain("", str(error))
 
     def _explain(self, what: str, why: str) -> ConfigError:
-        """Return the error that the next use of a result without a twin raises."""
+        """Return the error that is raised if a result that no layer computes is used. `what` names the function that
+        computed the result ("" for a module), and `why` is the reason."""
         what = what and f" calls {what}, which"
         remedy = find_remedy(self._stack[-1][1])
         return ConfigError(f"{self._describe_current_module()}{what} has no equivalent on a grid: {why}; {remedy}")

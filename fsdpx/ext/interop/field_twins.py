@@ -17,7 +17,8 @@ __all__ = ["LISTED", "NoTwinError", "find_remedy", "has_twin", "make_dim_layer",
 
 
 class NoTwinError(Exception):
-    """No layer of fsdpx computes the same on a part of a field. The message says why, or what to use instead."""
+    """Raised if no layer of fsdpx computes the same as a PyTorch layer or function on a part of a field. The message
+    says why, or what to use instead."""
 
 
 LISTED = f"use a layer that {page_hint('fields')} lists"
@@ -37,12 +38,13 @@ _INSTEAD = {name: remedy for names, remedy in INSTEAD.items() for name in names.
 
 
 def find_remedy(module: torch.nn.Module) -> str:
-    """Return what to use instead of a module without a twin."""
+    """Return advice on what to use instead of a module that has no twin (layer of fsdpx that computes the same)."""
     return _INSTEAD.get(type(module).__name__, LISTED)
 
 
 def has_twin(module: torch.nn.Module) -> bool:
-    """Return whether a module runs the `forward` of a layer of `torch.nn` with a twin."""
+    """Return whether a module runs the `forward` of a `torch.nn` layer that has a twin (layer of fsdpx that computes
+    the same)."""
     kind: Any = next(one for one in type(module).__mro__ if one.__module__.startswith("torch.nn.modules."))
     return _get_base_name(kind) in _TWINS and type(module).forward is kind.forward
 
@@ -58,7 +60,7 @@ def make_twin(module: Any, x: torch.Tensor, y: torch.Tensor, channels_last: bool
 
     Raises
     ------
-    NoTwinError : if the layer's arguments, or its input, have no twin
+    NoTwinError : if no layer computes the same with these arguments of `module`, or for this input
     """
     if hasattr(module, "parametrizations"):
         raise NoTwinError("it has a parametrization; call torch.nn.utils.parametrize.remove_parametrizations first")

@@ -91,7 +91,7 @@ class AutogradFunction(DifferentiableLayer):
     Parameters
     ----------
     function : y = function(params, *inputs), where y is one array, and dim 0 of y and of the inputs is the sample dim
-    params : nested dicts, lists and tuples of initial values, of which those of rank 0 are used; parameters are named
+    params : nested dicts, lists and tuples of initial values. All ranks use the values of rank 0. Parameters are named
         by their paths, such as "0.w" in [{"w": ...}]
     inputs : number of arrays that the function takes in addition to `params`; default 1
 

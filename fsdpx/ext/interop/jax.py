@@ -36,8 +36,8 @@ class JaxFunction(DifferentiableLayer):
     ----------
     function : y = function(params, *inputs), which must be pure, as JAX requires; y is one array, and dim 0 of y and of
         the inputs is the sample dim
-    params : pytree of the initial values (those of rank 0 are used); parameters are named by their paths, such as "0.w"
-        in [{"w": ...}]
+    params : pytree of the initial values. All ranks use the values of rank 0. Parameters are named by their paths, such
+        as "0.w" in [{"w": ...}]
     inputs : number of arrays that the function takes in addition to `params`; default 1
 
     Raises

@@ -304,7 +304,7 @@ class _BareModule:
 def is_norm(module: torch.nn.Module) -> bool:
     """Return whether a module is a normalization layer.
 
-    Norms are recognized by their class names, so that those of other libraries, such as LlamaRMSNorm, are found as
+    Norms are recognized by their class names, so that norms of other libraries, such as LlamaRMSNorm, are found as
     well."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 

@@ -80,7 +80,8 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
 
 
 def gather_merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Gather the model's parameters with the adapters merged into the weights, as W + alpha / rank B A. Collective.
+    """Gather the model's parameters, with the adapters merged into the weights: W becomes `W + alpha / rank * B @ A`.
+    Collective.
 
     Parameters
     ----------

@@ -36,13 +36,14 @@ ADAPTER_NAMES = ("lora_A.weight", "lora_B.weight")
 
 
 class LoRALinear(Linear):
-    """Linear layer with a low-rank adapter: y = x weight^T + bias + alpha / rank dropout(x) A^T B^T, where only A and
-    B are trained.
+    """Linear layer with a low-rank adapter, in which only the adapter matrices A and B are trained.
+
+    Computes `y = x @ weight.T + bias + alpha / rank * dropout(x) @ A.T @ B.T`.
 
     `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized from Kaiming's
     uniform distribution for a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
     initialized with zeros, so the initial output equals that of the Linear. Only x is saved; the backward pass
-    recomputes the dropout mask and x A^T.
+    recomputes the dropout mask and `dropout(x) @ A.T`.
 
     Parameters
     ----------
@@ -146,7 +147,7 @@ class LoRALinear(Linear):
         add_matmul_gradient(env.xp, g, ADAPTER_NAMES[1], as_rows(dy).T, z)
 
     def add_adapter_output(self, env: LayerContext, p: Params, x: Array, y: Array) -> Array:
-        """Add the adapter's output, alpha / rank dropout(x) A^T B^T, to y in place.
+        """Add the adapter's output, `alpha / rank * dropout(x) @ A.T @ B.T`, to y in place.
 
         Parameters
         ----------
@@ -166,7 +167,7 @@ class LoRALinear(Linear):
         return y
 
     def compute_low_rank_gradient(self, env: LayerContext, p: Params, dy: Array) -> Array:
-        """Return the gradient of x A^T, the intermediate result between the adapter's two matrices.
+        """Return the gradient of `x @ A.T`, the intermediate result between the adapter's two matrices.
 
         Parameters
         ----------
@@ -266,7 +267,7 @@ class _ShardedLoRA(ShardedLinear):
 
     Attributes
     ----------
-    low : the full layer, without dropout
+    low : the `LoRALinear` before sharding, without its dropout
     partial : the adapter matrix (A or B) that every rank holds in full, but for which each rank computes only a partial
         gradient
     """
@@ -299,7 +300,8 @@ class _ShardedLoRA(ShardedLinear):
 
 
 class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
-    """`LoRALinear` sharded by output features, as in `ColumnParallelLinear`. `low` is the full layer."""
+    """One rank's shard of a `LoRALinear`, sharded by output features as in `ColumnParallelLinear`. The argument `low`
+    is the `LoRALinear` before sharding."""
 
     partial = ADAPTER_NAMES[0]
 
@@ -322,7 +324,8 @@ class ColumnLoRA(_ShardedLoRA, ColumnParallelLinear):
 
 
 class RowLoRA(_ShardedLoRA, RowParallelLinear):
-    """`LoRALinear` sharded by input features, as in `RowParallelLinear`. `low` is the full layer."""
+    """One rank's shard of a `LoRALinear`, sharded by input features as in `RowParallelLinear`. The argument `low` is
+    the `LoRALinear` before sharding."""
 
     partial = ADAPTER_NAMES[1]
 

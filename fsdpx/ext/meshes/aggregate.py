@@ -14,7 +14,7 @@ __all__ = ["Aggregate", "AggregateSenders", "EdgeFeatures", "GatherNodes"]
 
 
 class GatherNodes(GraphLayer):
-    """Copies the value of its sender or receiver to each edge: (samples, nodes, features) -> (samples, edges,
+    """Copies to each edge the value of its sender or of its receiver: (samples, nodes, features) -> (samples, edges,
     features).
 
     Parameters

@@ -131,7 +131,7 @@ def parse_whole_graph(
 
 
 def require_same_choices(comm: Any, given: GraphArguments) -> GraphArguments:
-    """Return this rank's arguments, with empty arrays given the same number of columns as on the other ranks. Raise
+    """Return this rank's arguments, in which empty arrays get the number of columns that the other ranks have. Raise
     ConfigError on all ranks unless all of them pass the same kinds of arguments. Collective."""
     widths = {
         name: None if a is None else a.shape[1] if a.shape != UNKNOWN else -1

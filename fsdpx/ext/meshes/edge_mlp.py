@@ -44,8 +44,8 @@ class _SplitWeight:
         return [weight[:, end - count : end] for end, count in zip(ends, self.columns, strict=True)]
 
     def add_gradients(self, env: LayerContext, g: Params, dy: Array, pairs: Sequence[tuple[Array, Array]]) -> None:
-        """Add the gradients of weight and bias. `pairs` has, for each input, the gradient of its product with the
-        weight, and the input; `dy` is the gradient of the result."""
+        """Add the gradients of weight and bias. `dy` is the gradient of the result. `pairs` has one entry per input:
+        (gradient of the input's product with the weight, input)."""
         if (into := claim_gradient(g, "weight")) is not None:
             weight, add = into
             for (slope, x), out in zip(pairs, self.split_weight(weight), strict=True):
@@ -59,10 +59,10 @@ class EdgeLinear(_SplitWeight, GraphLayer):
     """Linear layer that is applied to the concatenated features of each edge and its two nodes: nodes (samples, nodes,
     node_features) and edges (samples, edges, edge_features) -> (samples, edges, out_features).
 
-    It computes y = weight [edge, sender, receiver] + bias. Products with node features are computed once per node and
-    then gathered to the edges, so the inputs need not be concatenated. Ranks exchange the products for ghosts (nodes of
-    other ranks): ghosts x out_features numbers per sample in the forward pass, and the same number in the backward
-    pass.
+    It computes `y = weight @ [edge, sender, receiver] + bias`. Products with node features are computed once per node
+    and then gathered to the edges, so the inputs need not be concatenated. Ranks exchange the products for ghosts
+    (nodes of other ranks): ghosts x out_features numbers per sample in the forward pass, and the same number in the
+    backward pass.
 
     Parameters
     ----------
@@ -103,8 +103,8 @@ class EdgeLinear(_SplitWeight, GraphLayer):
         return y, own.reshape(samples, graph.nodes, out)
 
     def _add_products(self, env: LayerContext, y: Array, of_receivers: Array, of_senders: Array) -> Array:
-        """Return, for each edge, the sum of three products: `y`, which is that of the edge itself, and those of its
-        receiver and of its sender. May overwrite `y`."""
+        """Return, for each edge, `y` (the product of the weight with the edge's own features) plus the products for its
+        receiver and for its sender. May overwrite `y`."""
         if has_no_data(env):
             return y
         senders, receivers = (self.graph.get_on_device(env, name) for name in ("senders", "receivers"))
@@ -220,7 +220,8 @@ class EdgeMLP(RecomputedMLP):
 
 
 class PairLinear(_SplitWeight, Layer):
-    """Computes y = weight [a, b] + bias from two inputs a and b (samples, ..., features) without concatenating them."""
+    """Computes `y = weight @ [a, b] + bias` from two inputs a and b (samples, ..., features) without concatenating
+    them."""
 
     acts_on = "position"
     n_inputs = 2

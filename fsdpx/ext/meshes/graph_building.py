@@ -163,14 +163,17 @@ def find_rows(numbers: Table, wanted: Table) -> Table:
 
 
 def exchange_wanted_rows(comm: Any, numbers: Table, wanted: Sequence[Table]) -> list[Table]:
-    """Ask each rank r for the nodes with the global numbers wanted[r], which it owns. Return, for each rank, the rows
-    of the nodes for which it asks this rank, whose own nodes have the global numbers `numbers`."""
+    """Tell each rank which of its nodes this rank wants. Return, for each rank r, the rows of this rank's nodes that
+    rank r wants.
+
+    wanted[r] holds the global numbers of the nodes that this rank wants from rank r, their owner. `numbers` are the
+    global numbers of this rank's own nodes."""
     asked = exchange_arrays(comm, [one[:, None] for one in wanted])
     return np.split(find_rows(numbers, np.concatenate(asked)[:, 0]), np.cumsum([len(one) for one in asked])[:-1])
 
 
 def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Table:
-    """Look up the owner of each row in the directory, and return one rank per row."""
+    """Return the rank that owns each row. The ranks look up owners in a directory that is distributed over them."""
     numbers = given.numbers
     claims = np.zeros(numbers.size, np.int64) if given.owned is None else given.owned.astype(np.int64)
     home = numbers % size
@@ -196,8 +199,8 @@ def _find_owners(comm: Any, rank: int, size: int, given: GraphArguments) -> Tabl
 
 
 def _answer_as_directory(found: Sequence[Table], shared: bool) -> tuple[list[Table], str]:
-    """Return the owners of the nodes that each rank asked about, one array per rank, and an error message if a node has
-    several owners or none, otherwise "".
+    """Return the owners of the nodes that each rank asked about, as one array per rank, and an error message. The
+    message is "" unless a node has several owners or none.
 
     found[r] has rows (node number, whether rank r owns the node). If `shared`, a node is instead owned by the lowest
     rank that has it."""

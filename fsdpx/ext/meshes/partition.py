@@ -286,7 +286,7 @@ class Partition(Domain):
 
     @classmethod
     def _split(cls, comm: Any, read: Callable[[], WholeGraph]) -> Partition:
-        """Partition the graph that `read` returns as the arguments of `parse_whole_graph`. Collective."""
+        """Partition the graph that `read` returns, in the form of arguments of `parse_whole_graph`. Collective."""
         comm = _open(comm)
         rank, size = get_rank_and_size(comm)
         given, chosen = parse_on_each_rank(comm, lambda: parse_whole_graph(size, *read()))
@@ -376,7 +376,8 @@ class Partition(Domain):
     def _build(self, comm: Any, parse: Callable[[], GraphArguments], rows: int | None = None) -> None:
         """Finish the construction of the partition from this rank's arguments, which `parse` returns.
 
-        Of the rows of these arguments, the caller's arrays have only the first `rows`, or all if `rows` is None."""
+        The caller's arrays have only the first `rows` of the rows in these arguments. If `rows` is None, they have all
+        rows."""
         rank, size = get_rank_and_size(comm)
         given = require_same_choices(comm, parse_on_each_rank(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
@@ -397,7 +398,7 @@ class Partition(Domain):
         self._joined_graph = self._make_joined_graph()
 
     def _make_joined_graph(self) -> LocalGraph:
-        """Return the whole graph, of which only sizes are known, as a single process would hold it."""
+        """Return the whole graph as a single process would hold it. Only its sizes are known."""
         return LocalGraph.with_sizes_only(PartSizes(self.total_nodes, 0, self.total_edges), self.edge_feature_count)
 
     def replace_edges(
@@ -493,8 +494,8 @@ class Partition(Domain):
 
     @property
     def row_counts(self) -> tuple[int, int]:
-        """The two possible numbers of rows in this rank's arrays: the number of owned nodes, and that of owned nodes
-        and ghosts together."""
+        """The two possible numbers of rows in this rank's arrays: the number of owned nodes, and the number of owned
+        nodes and ghosts together."""
         return self.graph.nodes, self._local_rows
 
     @property
@@ -590,7 +591,8 @@ class Partition(Domain):
         return array[:, rows]
 
     def update_ghosts(self, array: np.ndarray) -> np.ndarray:
-        """Overwrite the values of ghosts, in place, with those from the ranks that own them. Collective over `comm`.
+        """Overwrite the values of ghosts, in place, with the values that the owners of these nodes have. Collective
+        over `comm`.
 
         Parameters
         ----------

@@ -57,14 +57,14 @@ __all__ = [
 
 
 class MoE(Layer):
-    """Mixture of experts with gated MLPs: sum over the chosen experts e of w_e down_e(silu(gate_e(x)) up_e(x)).
+    """Mixture of experts with gated MLPs: sum over the chosen experts e of `w_e * down_e(silu(gate_e(x)) * up_e(x))`.
 
     Input and output are `(samples, ..., d_model)`. For each token, that is, each vector x of `d_model` features, the
-    `active` experts with the largest logits `router x` are chosen; the routing weights w are the softmax of their
-    logits (Mixtral, Jiang et al. 2024). There is no capacity limit, so no token is dropped. The parameters are
-    `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, and `down (experts, d_model, d_hidden)`.
-    Every rank that runs the layer holds all of its experts. On a tensor axis, the layer is replaced by a `ShardedMoE`,
-    which distributes the experts over the ranks.
+    `active` experts with the largest logits `router x` are chosen. The routing weights w are the softmax over the
+    logits of the chosen experts (Mixtral, Jiang et al. 2024). There is no capacity limit, so no token is dropped. The
+    parameters are `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, and
+    `down (experts, d_model, d_hidden)`. Every rank that runs the layer holds all of its experts. On a tensor axis, the
+    layer is replaced by a `ShardedMoE`, which distributes the experts over the ranks.
 
     Parameters
     ----------
@@ -72,10 +72,10 @@ class MoE(Layer):
     d_hidden : hidden width of an expert
     experts : number of experts
     active : number of experts chosen for each token
-    balance : weight of the load-balancing loss (Fedus et al. 2022), which is experts x the sum over experts e of f_e
-        P_e. Here f_e is the mean number of choices of e per token, and P_e is the mean over tokens of the softmax
-        probability of e among all experts. The loss is computed over the tokens of one microbatch, and acts only in the
-        backward pass, so reported losses do not include it
+    balance : weight of the load-balancing loss (Fedus et al. 2022), which is `experts` times the sum of f_e * P_e over
+        all experts e. Here f_e is the mean number of choices of e per token, and P_e is the mean over tokens of the
+        softmax probability of e among all experts. The loss is computed over the tokens of one microbatch, and acts
+        only in the backward pass, so reported losses do not include it
     init, out_init : initializer of `router`, `gate` and `up`, and initializer of `down`; None: N(0, 0.02)
     """
 
