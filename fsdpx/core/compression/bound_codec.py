@@ -24,8 +24,9 @@ class BoundCodec(NamedTuple):
     ----------
     memory : arrays that the codec keeps between steps, such as error feedback
     scratch : bytes that the codec may use until its handle is complete
-    error_norms : two Euclidean norms for reports, computed from a sample of the elements: that of the last gradient
-        plus the error fed back into it, and that of the new error, which results from compressing this sum
+    error_norms : two Euclidean norms of the last call, for reports: the norm of `gradient + kept error`, which was
+        compressed, and the norm of the new error, which the compression left. Both are computed from a sample of the
+        elements
     what : name of the gradient in error messages
     """
 

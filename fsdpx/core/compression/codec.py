@@ -47,7 +47,7 @@ class Codec(ABC):
         Parameters
         ----------
         shapes : shapes of the tensors in order. If only part of a tensor is in this shard, its complete rows count as
-            one tensor, and an incomplete row before or after them as a vector
+            one tensor, and an incomplete row before or after these rows counts as a vector
 
         Returns
         -------

@@ -66,15 +66,15 @@ class CodecRoute(NamedTuple):
     replica: Codec
 
     def bind_shapes(self, whole: Sequence[tuple[int, ...]], mine: Sequence[tuple[int, ...]]) -> CodecRoute:
-        """Return the codecs for a flat gradient that consists of tensors of these shapes: `whole` lists the shapes in
-        the full gradient, and `mine` those in this rank's shard."""
+        """Return the codecs for a flat gradient that consists of tensors of these shapes: `whole` lists the shapes of
+        the tensors in the full gradient, and `mine` the shapes of the tensors in this rank's shard."""
         return CodecRoute(self.shard.for_shapes(whole), self.replica.for_shapes(mine))
 
     def iterate_memory(self, sizes: Mapping[str, int], single_rank: bool) -> Iterator[CodecAxisMemory]:
         """Yield the arrays that the codecs keep between steps for one gradient.
 
-        `sizes` maps each mesh axis over which the gradient is summed to the number of elements that are summed over
-        it. If `single_rank` is true, these axes have only one rank, and arrays whose reshard rule is "reset" are not
+        `sizes` holds, for each mesh axis over which the gradient is summed, the number of elements that are summed. If
+        `single_rank` is true, each of these axes has only one rank, and arrays whose reshard rule is "reset" are not
         kept."""
         for axis, size in sizes.items():
             codec: Codec = getattr(self, axis)

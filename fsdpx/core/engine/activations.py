@@ -123,8 +123,8 @@ class HeapRecorder(Observer):
     activations : meter of the activations kept between actions
     program : the program during which the heap is largest
     action_at_peak : index in `program` of the action during which the heap is largest
-    slots_at_peak : for each slot (named value), the memory of its value before that action, as a dict that maps array
-        ids to sizes in bytes
+    slots_at_peak : for each slot (named value), the memory that its value used before that action: a dict that maps
+        array ids to sizes in bytes
     batch : size in bytes of each array in the first batch, by the array's id
     """
 

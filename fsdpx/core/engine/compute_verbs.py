@@ -48,8 +48,8 @@ def run_unit_forward(
     saves for backward; otherwise return None for each node.
 
     `constant` holds the numbers of the activations that need no gradient; nothing is saved for them. `released` holds,
-    for each node, the numbers of the activations that are removed from `values` once it has run, so that the next
-    layers write to memory that is still in the cache. By default, none are removed."""
+    for each node, the numbers of the activations that are removed from `values` once the node has run. The next layers
+    then reuse memory that is still in the cache. By default, no activations are removed."""
     saved: list[Any] = []
     for n, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
         inputs = node.inputs
@@ -292,10 +292,11 @@ def _list_trainable_pages(run: ProgramRun, unit: int) -> list[int]:
 def _list_inputs_and_known_gradients(
     run: ProgramRun, unit: StageUnit, taken: Values, have: Values
 ) -> tuple[list[int], dict[int, Any]]:
-    """Return the numbers of the inputs of a unit (group of layers) that need a gradient, and a dict that maps
-    activation numbers to gradients. The dict contains the gradients of the unit's outputs and, for inputs that other
-    units also read, the gradients that those units have computed so far. `have` holds the gradients of the inputs so
-    far; all but the last of `taken` are gradients of the outputs."""
+    """Return the numbers of those inputs of a unit (group of layers) that need a gradient, and a dict that maps
+    activation numbers to the gradients that are already known.
+
+    The dict contains the gradients of the unit's outputs, which are all entries of `taken` except the last. It also
+    contains the gradients in `have`, which other units that read the same inputs have computed."""
     inner, output_values = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*output_values, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
@@ -363,9 +364,9 @@ def compute_loss_and_gradients(run: ProgramRun, action: Action, taken: Values, r
 
 
 def _match_memory_order(target: Any, y: Any) -> Any:
-    """Return a copy of `target` with channels last in memory, if it is a field with channels first and `y` is a field
-    of the same shape with channels last. The loss and its gradient then read both arrays in the same order. Otherwise
-    return `target` itself. Tuples of fields are matched one by one."""
+    """If `target` has its channels first in memory, and `y` is a field of the same shape with its channels last in
+    memory, return a copy of `target` with channels last. The loss and its gradient then read both arrays in the same
+    order. Otherwise return `target` itself. Tuples of fields are matched one by one."""
     if isinstance(y, tuple) and isinstance(target, tuple) and len(y) == len(target):
         return tuple(map(_match_memory_order, target, y))
     fields = isinstance(y, np.ndarray) and isinstance(target, np.ndarray) and y.ndim > 2 and y.shape == target.shape

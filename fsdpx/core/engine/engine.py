@@ -290,7 +290,7 @@ class DirectPrediction:
     """Callable that predicts without running the program, for inputs of one shape and dtype. It returns the outputs in
     order. If anything but the values of the inputs has changed, it returns None, and the caller must run the program.
 
-    It can be made once `engine` has run the program `executable` on the array `x`."""
+    The object can be made only after `engine` has run the program `executable` on the array `x`."""
 
     @classmethod
     def from_last_run(cls, engine: Engine, executable: Executable, x: Any) -> DirectPrediction | None:

@@ -33,13 +33,13 @@ class Observer:
         """Called before a program runs."""
 
     def wrap_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return replacements for the units (groups of layers) of the program that is about to run, for example with
-        layers that measure time."""
+        """Return replacements for the units (groups of layers) of the program that is about to run, for example, units
+        whose layers measure time."""
         return units
 
     def wrap_unit_functions(self, functions: UnitFunctions) -> UnitFunctions:
         """Return replacements for the functions that run the layers of units in the program that is about to run, for
-        example functions that launch recorded work instead."""
+        example, functions that launch recorded work."""
         return functions
 
     def on_action_begin(self, words: str, now: float) -> None:

@@ -102,8 +102,8 @@ def preserving_frozen_parameters(
 
 
 def start_send_value(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """Start sending an activation or a gradient to another pipeline stage. No action of the program waits until the
-    message has been sent; instead, the run waits for this at its end."""
+    """Start sending an activation or a gradient to another pipeline stage. No action waits until the message has been
+    sent; the program waits for this at its end."""
     message = run.workspace.stage_messages.get_message(action, run.get_microbatch(action))
     if message is None:
         return ()
@@ -486,7 +486,7 @@ class ExecutableAction(NamedTuple):
     Attributes
     ----------
     words : the action as text, for error messages and observers
-    gives : the slots (named values) that it fills, then the slots to which it adds
+    gives : the slots (named values) that the action fills, followed by the slots to which it adds
     """
 
     operation: Operation

@@ -53,8 +53,8 @@ class BufferViews:
 
     Attributes
     ----------
-    generation : `generation` of the arena (allocator of large buffers), which counts reallocations; the views are valid
-        until it changes
+    generation : the value of the arena's attribute `generation`, which counts the reallocations of the arena (allocator
+        of large buffers); the views are valid until it changes
     frozen : parameters whose gradients are hidden from layers
     own : for each unit (group of layers), the trainable parameters that no other unit uses
     """
@@ -337,8 +337,8 @@ class ProgramRun:
     ties : each `TieGroup`, by the index of its first page (flat parameter buffer)
     step, scaler : number of updates before this run, and the loss scale when it began
     missed : for each parameter name, the number of updates that the parameter missed while it was frozen
-    track_transfer : function that registers a transfer that no action waits for, with the action that started it; the
-        run waits for all such transfers when it ends
+    track_transfer : function (action, transfer) that registers a transfer for which no action waits, and the action
+        that started it; the run waits for all such transfers when it ends
     """
 
     placement: Placement
@@ -407,8 +407,8 @@ def require_same_scheduled_values(
     run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]
 ) -> None:
     """Raise ConfigError on all ranks of `comm` if their scheduled values for this step, such as the learning rate,
-    differ. `rows` holds one list of numbers per rank. `names` maps an index into these lists to the name of the value,
-    for each value that must be the same."""
+    differ. `rows` holds one list of numbers per rank. `names` lists the scheduled values: it maps the index of such a
+    value in each of these lists to the name of the value."""
     if len(rows) == 1 or not comm.has_peers:
         return
     for position, name in names.items():

@@ -27,9 +27,9 @@ def plan_slab_offsets(state: TrainState, program: Program) -> SlabPlan:
 
 
 def agree_on_slab_plan(state: TrainState, own: SlabPlan) -> SlabPlan:
-    """Return this rank's plan of the slab (memory for short-lived buffers), given the plan `own` that it has made
-    alone. If slabs are in shared memory, ranks allocate them together; then this call is collective, and the returned
-    plan has the largest slab size of any rank."""
+    """Return the plan of the slab (memory for short-lived buffers) that this rank must use; `own` is the plan that the
+    rank has made alone. If slabs are in shared memory, ranks must allocate equal sizes: this call is then collective,
+    and the returned plan has the largest slab size of any rank. Otherwise return `own`."""
     if state.arena.memory is None:
         return own
     return replace(own, nbytes=max(state.placement.axes.world.all_gather_data(own.nbytes)))

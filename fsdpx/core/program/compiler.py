@@ -93,8 +93,8 @@ class SyncRules:
 
     def get_slots(self, filled: frozenset[Slot], trained: Collection[int]) -> set[Slot]:
         """Return the slots (named buffers) that are filled before or after a program that trains the pages (flat
-        parameter buffers) `trained`. Pass `begins` as `filled` for the slots before the program, or `ends` for those
-        after it."""
+        parameter buffers) `trained`. For the slots that are filled before the program, pass `begins` as `filled`; for
+        the slots that are filled after the program, pass `ends`."""
         return {s for s in filled if s.at is None or s.at in trained}.union(
             *(_make_slots(kind, trained) for kind in self.kept)
         )

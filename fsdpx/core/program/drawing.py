@@ -91,7 +91,8 @@ def format_marked_schedule_step(schedule: PipelineSchedule, rank: int, position:
     B1.0 F1.1".
 
     Entries are shown in list order, not by time, so this also works for schedules that cannot run. `position` is the
-    index of the marked entry. To mark a missing entry at the end of a list, pass the length of the list."""
+    index of the marked entry in the list of rank `rank`; the length of this list marks an entry that is missing at its
+    end."""
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2

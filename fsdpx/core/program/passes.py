@@ -135,8 +135,8 @@ def _list_pages_of_kind(kind: str, words: Iterable[str], action: Action, stage: 
 
 
 def find_prefetch_window(now: Iterable[T], later: Iterable[Iterable[T]], ahead: int) -> dict[T, None]:
-    """Return the entries of `now` and the next `ahead` entries of `later` that are not in `now`, in the order of their
-    first use, as the keys of a dict."""
+    """Return the entries of `now` and the first `ahead` different entries in the lists of `later` that are not in
+    `now`. The result is a dict with these entries as keys, in the order of their first use."""
     window = dict.fromkeys(now)
     capacity = len(window) + ahead
     for some in later:

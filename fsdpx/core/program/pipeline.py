@@ -98,8 +98,9 @@ class Stage:
     units_with_statistics : units with running statistics
     pages_with_codec_memory : pages whose gradient codec keeps arrays between steps
     constant : values whose gradient is not needed, see `find_constant_values`; may include values inside units
-    stored_slots : (slot, substitute) pairs of all ranks. The value of the slot is offloaded to slower memory between
-        programs, and the substitute is filled instead. Slots of activations have no microbatch number here
+    stored_slots : (slot, substitute) pairs of all ranks, where both are slots (named buffers). Between programs, the
+        value of the first slot is offloaded to slower memory, and the substitute holds a placeholder. Slots of
+        activations have no microbatch number here
     """
 
     units: tuple[StageUnit, ...]
@@ -415,9 +416,10 @@ def _make_edges(
 ) -> tuple[Edge, ...]:
     """Return all messages between pipeline ranks.
 
-    A value is sent from stage to stage along the stages that read it, and no rank receives it twice. Its gradient is
-    sent back along the same stages: each stage adds its own contribution to the gradient that it receives from the
-    later stages, in the same order as in a single process."""
+    A value is sent from the stage that computes it to the first stage that reads it, from there to the next stage that
+    reads it, and so on. No rank receives it twice. The gradient of the value is sent back along the same stages. Each
+    stage adds its own contribution to the gradient that it receives from the later stages, so that contributions are
+    added in the same order as in a single process."""
     edges: list[Edge] = []
     if len(set(home)) == 1:  # if all stages are on one rank, there are no messages
         return ()

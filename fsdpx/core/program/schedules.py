@@ -225,7 +225,7 @@ class NamedSchedule:
     Attributes
     ----------
     make_schedule : function of the numbers of ranks, microbatches and stages per rank
-    steady : number of microbatches per pipeline rank from which on each additional microbatch takes the same time;
+    steady : a number of microbatches per pipeline rank; beyond it, each additional microbatch takes the same time.
         None: unknown, so plans list this schedule as not searched
     fixed : text that says why stages cannot be placed on other ranks (W actions fill the gaps of one particular
         placement); "" if they can
@@ -375,9 +375,9 @@ def count_in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, 
     Parameters
     ----------
     schedule : any schedule
-    until : the last action of a pair: "W" (default) for B or W, "I" for B or I. After I only the inputs of the
-        parameter gradients are kept, so the activation memory in the notation of Qi et al. is (number for "I") x M_B +
-        (number for "W" - number for "I") x M_W
+    until : the last action of a pair: "W" (default) for B or W, "I" for B or I. After I, only the arrays that W needs
+        are kept. If the results for "I" and "W" are n_I and n_W, the activation memory in the notation of Qi et al. is
+        therefore `n_I M_B + (n_W - n_I) M_W`
 
     Returns
     -------

@@ -121,7 +121,7 @@ class SimulatedTask:
     waits : (key, delay in seconds) pairs: the task can start once each key has been complete for its delay
     seconds : duration of the task
     lane : lane on which the task runs, concurrently with its rank; None: the task occupies its rank
-    until : a further key that must be complete before the task ends, although the rank may continue earlier; None: no
+    until : a further key that must be complete before the task ends. The rank itself may continue earlier. None: no
         such key
     """
 
@@ -359,9 +359,10 @@ class ActionTimes:
 
     Parameters
     ----------
-    seconds : mapping from (operation, unit) to a duration; a missing entry is replaced by the one for (operation, None)
-        or, if that is missing too, by 0. Or a function (rank, action) that returns the duration. For SEND, the unit is
-        the number of the message (`Stage.edges`), and the duration is the time that the message takes on the link
+    seconds : either a function (rank, action) that returns the duration, or a mapping from (operation, unit) to the
+        duration. If the mapping lacks an entry, the entry for (operation, None) is used or, if that is missing too, 0.
+        For SEND, the unit is the number of the message (`Stage.edges`), and the duration is the time that the message
+        takes on the link
     """
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds

@@ -111,7 +111,8 @@ class SlotKind:
 
     Attributes
     ----------
-    buffer : the kind of slot whose memory this kind uses; slots with the same `buffer` are never alive at the same time
+    buffer : the kind of slot whose memory slots of this kind use. Slots that share memory in this way are never alive
+        at the same time
     memory : category under which memory reports count these slots
     in_slab : whether the memory is in the slab (the block that is planned for each program), unless the slot is alive
         before or after the program
