@@ -58,8 +58,11 @@ def close(got: Any, want: Any, bound: float) -> None:
         assert want is got is None or got == pytest.approx(want, rel=bound)
 
 
-OF_HOSTS = {"group_norm", "group_norm_backward_input"}
-"""Kernels that only the host has: on a GPU, GroupNorm runs the kernels of fields that are split over ranks."""
+OF_HOSTS = {
+    "group_norm", "group_norm_backward_input", "neighborhood_attention", "neighborhood_attention_backward",
+}  # fmt: skip
+"""Kernels that only the host has: on a GPU, GroupNorm runs the kernels of fields that are split over ranks, and
+attention over neighborhoods runs array code."""
 
 
 def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> None:
