@@ -165,11 +165,11 @@ class RoundSchedule:
 class LocalSGD(SyncChoice):
     """Local SGD (Stich 2019) and DiLoCo (Douillard et al. 2023), streamed in fragments (Douillard et al. 2025).
 
-    Every `sync_every` steps, each replica computes its outer gradient: the outer parameters, with which the round
-    began, minus its own parameters. Then `outer_optimizer` takes one step on the outer parameters, with the mean of all
-    outer gradients, weighted by the amount of data that each replica has seen. All replicas continue from the result.
-    For P bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as many as plain data
-    parallelism sends in every step.
+    Every `sync_every` steps, each replica computes its outer gradient: the outer parameters (all parameters at the
+    start of the round) minus its current parameters. Then `outer_optimizer` takes one step on the outer parameters,
+    with the mean of all outer gradients, weighted by the amount of data that each replica has seen. All replicas
+    continue from the result. For P bytes of parameters on R replicas, a rank sends 2 P (R - 1) / R bytes per round, as
+    many as plain data parallelism sends in every step.
 
     Parameters
     ----------

@@ -112,7 +112,7 @@ class ConvWindow:
         return max(count, 0)
 
     def count_zeros_padded_by_kernel(self, parts: FieldPartition) -> tuple[int, ...]:
-        """Return, for each dim, the number of zeros that the convolution kernel itself adds before the field.
+        """Return, for each dim, the number of zeros that the compute kernel itself adds before the field.
 
         The kernel adds none along a dim that is partitioned, has ghost cells, or has a padding mode other than "zeros",
         because the halo exchange provides the padding there."""
@@ -120,8 +120,8 @@ class ConvWindow:
         return tuple(pad if self._is_padded_by_kernel(parts, cuts, mode) else 0 for cuts, pad, mode in rows)
 
     def _is_padded_by_kernel(self, parts: FieldPartition, cuts: Cuts, mode: tuple[PaddingSide, PaddingSide]) -> bool:
-        """Return whether the kernel itself adds the padding along a dim. If any dim is padded with a given number, all
-        dims need the halo exchange, because corners get the padding of the last dim."""
+        """Return whether the compute kernel itself adds the padding along a dim. If any dim is padded with a given
+        number, all dims need the halo exchange, because corners get the padding of the last dim."""
         has_numbers = any(not isinstance(side, str) for sides in self.modes for side in sides)
         return len(cuts) == 2 and mode == ("zeros", "zeros") and not parts.ghosts and not has_numbers
 
@@ -133,8 +133,8 @@ class ConvWindow:
     def find_halos(self, parts: FieldPartition) -> tuple[HaloSpec, ...]:
         """Return one halo spec per dim, with the range of input cells that each rank needs for its outputs.
 
-        Zeros that the convolution kernel adds by itself are not part of the halo. Raises ShapeError if the field is
-        too small for the padding."""
+        Zeros that the compute kernel itself adds are not part of the halo. Raises ShapeError if the field is too small
+        for the padding."""
         rows = zip(self.stride, self.low, self.spans, strict=True)
         found = list(
             make_halo_specs(parts, [(s, -a, span) for s, a, span in rows], self.partition_outputs(parts), self.modes)
@@ -231,7 +231,7 @@ class WindowLayer(FieldLayer):
         self, parts: FieldPartition
     ) -> tuple[FieldPartition, tuple[HaloSpec, ...], tuple[int, ...]]:
         """Return what this layer needs in order to run on a partitioned field: the partition of its outputs and, for
-        each dim, the halo to exchange and the number of zeros that the kernel itself adds before the field.
+        each dim, the halo to exchange and the number of zeros that the compute kernel itself adds before the field.
 
         Raises ShapeError, naming the layer, if the field is too small."""
         try:

@@ -290,9 +290,8 @@ class Grid(Domain):
 
         Returns
         -------
-        Grid
-            to be passed as `domain=`. A model output that has the same size as one of the inputs, or as the cells or
-            faces of this grid, is partitioned like it
+        Grid to be passed as `domain=`. A model output that has the same size as one of the inputs, or as the cells or
+        faces of this grid, is partitioned in the same way
 
         Raises
         ------

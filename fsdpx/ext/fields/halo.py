@@ -312,7 +312,7 @@ class DimEnds(NamedTuple):
     dim : index of the cell dim
     periodic : whether the layer continues the field periodically
     text : description of what the layer does, for warnings
-    advice : what the user should choose if the dim is not periodic, and what to choose if it is
+    advice : what the user should choose if the dim is not periodic, and what if it is periodic
     """
 
     dim: int

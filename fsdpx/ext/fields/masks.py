@@ -34,7 +34,7 @@ class FillNaN(Layer):
 
 
 class Mask(FieldLayer, HoldsLocalArray):
-    """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even if it is NaN there. The
+    """Keeps the input where `cells` is True, and replaces it by `value` elsewhere, even if the input is NaN there. The
     gradient of replaced elements is 0.
 
     The input is (samples, channels, *cells). As the last layer of a model, it keeps land cells constant over the steps

@@ -43,10 +43,10 @@ class ConvTranspose(FieldLayer):
     """Transposed convolution of (samples, in_channels, *cells), with PyTorch's arguments and results. Base class of
     `ConvTranspose1d`, `ConvTranspose2d` and `ConvTranspose3d`.
 
-    The operation is the gradient of a convolution with respect to its input, plus a bias. The parameters are `weight
-    (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, initialized from U(-k, k) with k =
-    1/sqrt(out_channels / groups * prod(kernel_size)). From n cells along a dim, it makes (n - 1) stride - 2 padding +
-    dilation (kernel_size - 1) + output_padding + 1 cells.
+    The operation is the gradient of a convolution with respect to its input, plus a bias. The parameters are
+    `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, initialized from U(-k, k)
+    with k = 1/sqrt(out_channels / groups * prod(kernel_size)). From n cells along a dim, it makes (n - 1) * stride - 2
+    * padding + dilation * (kernel_size - 1) + output_padding + 1 cells.
 
     Parameters
     ----------

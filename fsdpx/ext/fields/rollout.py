@@ -62,7 +62,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
     It maps (samples, channels, ...) to (samples, steps x channels, ...), and has the same parameters as the model, with
     the same names. Only the states are saved for the backward pass, which recomputes each step, so memory is needed for
     all states and for the activations of one step. On a mesh, it maps (samples, nodes, features) to (samples, nodes,
-    steps x features); below, read features for channels, and the last dim for dim 1.
+    steps x features). In the text below, the features then take the place of the channels, and the last dim the place
+    of dim 1.
 
     The first input of the model consists of states, in the form that `data.FieldDataset` returns: the last `inputs`
     states, oldest first, followed by `constants` channels that never change. The model returns the next state. Any

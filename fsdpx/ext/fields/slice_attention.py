@@ -38,8 +38,8 @@ class PhysicsAttention(Composite):
     Each head assigns each cell to its slices with weights softmax(slice(x) / temperature), which sum to 1. The token of
     a slice is the mean of its cells with these weights. The tokens attend to each other, and each cell gets the sum of
     the results, multiplied by the weights of this cell. On a grid of ranks, each rank computes the weights of its own
-    cells. The forward pass all-reduces n_slices (channels + n_heads) numbers per sample, and the backward pass n_slices
-    channels numbers; these numbers do not depend on the size of the field.
+    cells. The forward pass all-reduces n_slices * (channels + n_heads) values per sample, and the backward pass
+    n_slices * channels, however large the field is.
 
     On a mesh, which needs `kernel_size=None`, input and output are (samples, nodes, channels).
 

@@ -26,8 +26,9 @@ class CellPositions(tuple[float, ...]):
     def compute_value_positions(self, n: int, periodic: bool, name: str) -> tuple[np.ndarray, float]:
         """Return the positions of the n values of a field along a dim, and the period of that dim.
 
-        If these positions are bounds of cells, values lie at the centers, and the period is the distance between the
-        outermost bounds. Raises ShapeError, with the `name` of the dim, if the number of positions does not match n."""
+        If this object holds the bounds of cells, values lie at the centers of the cells, and the period is the distance
+        between the outermost bounds. Raises ShapeError, with the `name` of the dim, if the number of positions does not
+        match n."""
         if len(self) == n + 1:
             return (np.array(self[1:]) + self[:-1]) / 2, self[-1] - self[0]
         if len(self) != n or periodic:

@@ -174,8 +174,8 @@ class CublasLibrary:
 
 
 def _use_library_on_current_stream(handle: int) -> CublasLibrary:
-    """Return the cuBLAS library that CuPy has loaded, and make `handle` issue work on the current stream. It is CuPy's
-    own handle, so that cuBLAS chooses the same algorithms as outside of graphs."""
+    """Return the cuBLAS library that CuPy has loaded, and make `handle` issue work on the current stream. `handle` is
+    CuPy's own handle, so that cuBLAS chooses the same algorithms as outside of graphs."""
     library = _load_cublas_library()
     library.set_stream(handle, import_cupy().cuda.get_current_stream().ptr)
     return library

@@ -21,8 +21,8 @@ PartKey = tuple[int, int]
 
 
 class Kept(list[Any]):
-    """What a replayed forward pass returns in place of the values saved for backward, which are in the memory of its
-    graph.
+    """Placeholder that a replayed forward pass returns instead of the values saved for the backward pass. The values
+    themselves are in the memory of the CUDA graph.
 
     Attributes
     ----------
@@ -36,15 +36,15 @@ class Kept(list[Any]):
 
 @dataclass
 class UnitCall:
-    """One call of a function of `UnitFunctions`.
+    """One call of a function that runs the layers of a unit (group of layers), such as its forward pass.
 
     Attributes
     ----------
-    function : function that computes the call, given `saved`
+    function : function that computes the call; its argument is `saved`
     unit : the unit whose layers run
-    params, grads : parameters and gradients of each of its nodes
+    params, grads : parameters and gradients of each node of the unit
     values : activation number -> array; inputs before the call, and also outputs after it
-    saved : what an earlier call kept for this one, or None
+    saved : values that an earlier call saved for this one, or None
     """
 
     function: Callable[[Any], Any]
@@ -56,7 +56,8 @@ class UnitCall:
 
     @property
     def flags(self) -> list[bytearray]:
-        """The flags that say which gradients of the call are blank, for all buffers with such gradients."""
+        """The flags of all gradient buffers that the call uses. A flag says whether a gradient is blank, that is, not
+        yet written."""
         entries = [entry for node in self.grads for entry in node.entries.values()]
         return list({id(entry.flags): entry.flags for entry in entries}.values())
 
@@ -75,15 +76,15 @@ class UnitCall:
 
 @dataclass
 class RecordedCall:
-    """A call that was recorded as a graph.
+    """A call of a function of a unit (group of layers) that was recorded as a CUDA graph.
 
     Attributes
     ----------
     unit, params, grads : as in `UnitCall`
     addresses : addresses of the parameters and gradients
     inputs, outputs : activation number -> array in the memory of the graphs
-    blank, written : contents of the gradient flags before and after the call
-    source : the call that computed `UnitCall.saved`
+    blank, written : contents of `UnitCall.flags` before and after the call
+    source : the recorded call that saved the values in `UnitCall.saved`, or None
     keeps : whether the call saves values for another call
     """
 
@@ -100,7 +101,7 @@ class RecordedCall:
     keeps: bool
 
     def find_mismatch(self, call: UnitCall) -> str:
-        """Return why the graph cannot compute a call; "" if it can."""
+        """Return the reason why the graph cannot compute a call, or "" if it can."""
         if self.unit is not call.unit:
             return "an observer has replaced its layers"
         if self.source is not None and getattr(call.saved, "source", None) is not self.source:
@@ -118,13 +119,13 @@ class RecordedCall:
 
 
 class UnitPart(NamedTuple):
-    """Consecutive nodes of a unit that are recorded together.
+    """Consecutive nodes of a unit (group of layers) that are recorded together in one graph.
 
     Attributes
     ----------
     number : number of the part in the unit
     unit : a unit that consists of these nodes
-    nodes : their positions in the whole unit
+    nodes : positions of these nodes in the whole unit
     """
 
     number: int
@@ -158,10 +159,10 @@ def _split_unit(unit: Unit, lengths: Iterable[int]) -> list[UnitPart]:
 
 @dataclass
 class Recording:
-    """The graphs of one program for batches of given shapes.
+    """The CUDA graphs of one program (list of actions of a training step) for batches of given shapes.
 
-    A unit with a layer that cannot be recorded is recorded again node by node, to find this layer, and then in as few
-    parts as possible.
+    If a unit (group of layers) has a layer that cannot be recorded, the unit is recorded again node by node, to find
+    this layer, and then in as few parts as possible.
 
     Attributes
     ----------
@@ -169,7 +170,7 @@ class Recording:
     runs : number of complete runs so far
     seen : number of calls of the current run
     calls : (name of an action, number of the part) -> its recorded call
-    refusals : parts that compute as usual
+    refusals : parts that are not recorded as graphs
     kept : id of a list of saved values -> (the list, the call that saved it), during the run that records
     parts : index of a unit that is split -> its parts
     splitting : indices of units that are to be split
@@ -191,8 +192,8 @@ class Recording:
         self.runs, self.memory = runs, GraphMemory()
 
     def regroup(self, units: Sequence[Unit]) -> bool:
-        """Split the units in which a layer could not be recorded into nodes, or join nodes that can be recorded, once
-        all are known. Return whether any unit has other parts now."""
+        """Split each unit in which a layer could not be recorded into its nodes. Once it is known which nodes can be
+        recorded, join adjacent ones to larger parts. Return whether the parts of any unit have changed."""
         changed = bool(self.splitting)
         for index in self.parts:
             changed |= self._join_parts(units[index])
@@ -203,7 +204,8 @@ class Recording:
         return changed
 
     def _join_parts(self, unit: Unit) -> bool:
-        """Join adjacent parts that can be recorded, and adjacent parts that cannot. Return whether there are any."""
+        """Join adjacent parts that can be recorded, and adjacent parts that cannot. Return whether any parts were
+        joined."""
         runs = groupby(self.parts[unit.index], lambda part: (unit.index, part.number) in self.refusals)
         found = [(refused, sum(len(part.unit.nodes) for part in parts)) for refused, parts in runs]
         if len(found) == len(self.parts[unit.index]):

@@ -113,8 +113,8 @@ class ReplayObserver(Observer):
         return batch, id(program), (state.arena.generation, state.frozen, state.seed)
 
     def _finish_run(self) -> None:
-        """Count the previous run if it was complete. If the run that records was not, or if units are to be split
-        otherwise, begin to record again."""
+        """Count the previous run if it was complete. If it was the run that records, begin to record again if it was
+        incomplete, or if units must be split in another way."""
         now = self._now
         if now is None:
             return
@@ -309,7 +309,7 @@ class ReplayObserver(Observer):
 
 
 def _run_forward(run: Any, unit: Unit, envs: Any, params: Any, values: Arrays, *rest: Any) -> Any:
-    """Run the forward pass of a part; the last argument, what an earlier call has saved, is None."""
+    """Run the forward pass of a part. The last argument, for values that an earlier call saved, is None."""
     return run(unit, envs, params, values, *rest[:-1])
 
 

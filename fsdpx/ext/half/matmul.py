@@ -132,7 +132,8 @@ def _has_supported_strides(a: np.ndarray) -> bool:
 
 @functools.cache
 def _choose_default_library(dtype_name: str) -> str:
-    """Return "onednn" if it is installed and its results are correct, else "widened". If they are wrong, warn once."""
+    """Return "onednn" if it is installed and its results are correct, else "widened". If its results are wrong, warn
+    once."""
     library = (
         onednn.load_onednn()
         if list_half_instructions(dtype_name) and (dtype_name != "bfloat16" or _has_bfloat16_instructions())

@@ -47,9 +47,9 @@ class GATConv(GraphLayer):
     """Graph attention (Velickovic et al. 2018), like `GATConv` in PyTorch Geometric with add_self_loops=False:
     (samples, nodes, in_channels) -> (samples, nodes, heads * out_channels).
 
-    With h = lin(x), each head sums h over the senders of a node, weighted by the softmax, over the node's edges, of
-    leaky_relu(att_src . h of the sender + att_dst . h of the node). A node without incoming edges gets only the bias.
-    To let nodes attend to themselves, pass the `Partition` an edge from each node to itself.
+    With h = lin(x), each head computes a weighted sum of h over the senders of a node. The weights are the softmax of
+    `leaky_relu(att_src . h_sender + att_dst . h_node)` over the node's incoming edges. A node without incoming edges
+    gets only the bias. To let nodes attend to themselves, pass the `Partition` an edge from each node to itself.
 
     Parameters
     ----------

@@ -46,8 +46,8 @@ class DimTile(NamedTuple):
 def neighborhood_attention(
     xp: Any, q: Any, k: Any, v: Any, starts: Starts, window: tuple[int, ...], masks: tuple[Any, ...], scale: float
 ) -> tuple[Any, Any]:
-    """Return softmax(scale q k^T) v, where each query sees the keys of its own window, and the log-sum-exp of its
-    scores (Hassani et al. 2023).
+    """Return two arrays: `softmax(scale * q k^T) v`, where each query sees the keys of its own window, and the
+    log-sum-exp of each query's scores (Hassani et al. 2023).
 
     Parameters
     ----------

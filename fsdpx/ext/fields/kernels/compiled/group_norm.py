@@ -103,8 +103,8 @@ def _backward_of_samples_loop(x, dy, dx, mean, scale, along, across):
 
 @jit
 def _finish_statistics(moments, rows, groups, eps, weight, bias, mean, rstd, values):
-    """Compute the mean and rstd (channels,) for one sample, and the values that `affine_loop` takes. `moments` are the
-    moments (2, columns) of the sample's columns over its `rows` rows."""
+    """Compute the mean and rstd, `1 / sqrt(var + eps)`, both (channels,), for one sample, and the values that
+    `affine_loop` takes. `moments` are the moments (2, columns) of the sample's columns over its `rows` rows."""
     channels, columns = mean.size, moments.shape[1]
     size = channels // groups
     for g in range(groups):
