@@ -230,7 +230,7 @@ def _build_unet(tensors: Tensors, *, transposed: bool | None = None, **options: 
 
 def _compute_last_n_modes(modes: int) -> int:
     """Return the value of the FNO option `n_modes` for the last dim. Weights are stored only for the nonnegative
-    frequencies of this dim; `modes` is their number."""
+    frequencies of this dim; `modes` is the number of these frequencies."""
     return max(2 * (modes - 1), 1)
 
 

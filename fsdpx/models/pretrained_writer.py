@@ -153,8 +153,8 @@ def _iterate_shards(state: TrainState, stored: dict[str, TensorSource]) -> Itera
 
 
 def _split_shard_by_tensor(piece: LocalShard, one: TensorSource) -> Iterator[LocalShard]:
-    """Split a rank's shard of a parameter that consists of several tensors in the files, such as one per expert, into
-    one shard per tensor."""
+    """Split a rank's shard of a parameter into one shard per tensor in the files. The files may store a parameter as
+    several tensors, for example one per expert."""
     for block in piece.iterate_blocks(BLOCK_BYTES // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:

@@ -83,8 +83,8 @@ class Container(Layer):
     """Whether `forward` accesses steps by index, in which case no steps may be inserted."""
 
     initial: Mapping[str, Init] = MappingProxyType({})
-    """Initializers that replace the layers' own initializers, by parameter name, for example to read values from a
-    file; see `fsdpx.models`."""
+    """Initializers by parameter name. They replace the layers' own initializers, for example with one that reads values
+    from a file; see `fsdpx.models`."""
 
     def __init__(
         self,

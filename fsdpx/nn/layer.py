@@ -314,8 +314,8 @@ class ShardedLayer:
     layer : the layer to run. It has the same parameters as the full layer, with the same names and full shapes;
         `ParameterSpec.cut` defines each rank's shard
     kind : sharding of the layer's result
-    partial : names of the parameters that every rank holds in full, but for which it computes only a partial gradient;
-        the partial gradients are summed over the ranks
+    partial : names of parameters that are not sharded, but for which each rank computes only a partial gradient; the
+        partial gradients are summed over the ranks
     """
 
     layer: Layer
@@ -383,8 +383,8 @@ class Layer(ABC):
 
     takes: str | tuple[str, ...] = "numbers"
     """The dtype in which the layer gets integer and boolean inputs of the model: "numbers" means the model's dtype;
-    "indices" means int32 or int64; "given" means unchanged; "passed" means the dtype that the layers which read the
-    result take. The value is one word for all inputs, or a tuple with one word per input."""
+    "indices" means int32 or int64; "given" means unchanged; "passed" means the dtype in which later layers read the
+    result. The value is one word for all inputs, or a tuple with one word per input."""
 
     kernel_names: tuple[str, ...] | None = ()
     """Names of the kernels (`fsdpx.core.array.kernels`) that the layer itself runs, without its children. They are

@@ -155,7 +155,7 @@ class ShardSegments:
         Returns
         -------
         ShardSegments
-            the segments; for equal counts, the same cached object
+            the segments; calls with equal counts return the same cached object
         """
         if not missed:
             return self

@@ -52,8 +52,9 @@ def specialize(
     ----------
     function : function to compile
     arguments : one word for each argument: `i` for int64, `b` for bool, `A2` for a 2-D array of any layout, `C2` for a
-        2-D array in C order. After the number, `h` stands for the bits of 16-bit numbers and `s` for float32. A final
-        `r` means that the function only reads the array, so a read-only or unaligned array may be passed
+        2-D array in C order. After the number, `h` means that the array contains the bits of 16-bit numbers, and `s`
+        that it is float32. A final `r` means that the function only reads the array, so a read-only or unaligned array
+        may be passed
     formats : names of the dtypes that arrays without `h` or `s` may have
     """
     compiled = _fixed.get(function)
@@ -112,8 +113,8 @@ def parse_declared_kinds(
 ) -> tuple[str, ...] | None:
     """Translate the words of a `specialize` declaration into the kinds (dtype, dims and layout) of these arguments.
 
-    If the word for an array contains no dtype, the array must have the dtype of the first such array. Return None if
-    that dtype is not in `formats`.
+    All arrays whose words contain no dtype must have the same dtype, that of the first of these arrays. Return None if
+    this dtype is not in `formats`.
     """
     free = (a for a, word in zip(arguments, words, strict=False) if len(word) > 1 and word[2:3] not in ("h", "s"))
     real = next((a.dtype.name for a in free), formats[0])

@@ -43,7 +43,7 @@ class LazyObject:
         return LazyObject(module, path, given)
 
     def import_object(self) -> Any:
-        """Import and return the object for which this is a stand-in."""
+        """Import and return the object that this stand-in represents."""
         module, path, given = self._parts
         value: Any = importlib.import_module(module)
         for name in path:

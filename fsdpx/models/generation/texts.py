@@ -28,8 +28,8 @@ NO_TOKEN = -1
 """Placeholder for a token that cannot be chosen because the logits are NaN or infinite."""
 ROW_STRIDE = 1 << 32  # each text has its own range of this many random numbers
 DEFAULT_CANDIDATES = 64
-"""First guess of how many tokens `top_p` keeps. It is usually large enough, because the probabilities of fewer tokens
-than this usually sum to `top_p`."""
+"""First guess of how many tokens `top_p` keeps. It is usually large enough, because fewer tokens than this
+usually have probabilities that sum to `top_p`."""
 
 
 @dataclass(frozen=True)

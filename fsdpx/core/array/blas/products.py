@@ -36,7 +36,7 @@ PIECE_ALIGNMENT = 64
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
-    """Compute out = a @ b, or out += a @ b if `accumulate` is true, for a `(m, k)`, b `(k, n)` and out `(m, n)`.
+    """Compute `out = a @ b`, or `out += a @ b` if `accumulate` is true, for a `(m, k)`, b `(k, n)` and out `(m, n)`.
 
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, are passed to BLAS
     without a copy. Other arrays are passed to `numpy.matmul`.
@@ -48,7 +48,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
 
 def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
-    """Finish a product computed in float32: compute out = total + bias, or out += total if `accumulate` is true,
+    """Finish a product computed in float32: compute `out = total + bias`, or `out += total` if `accumulate` is true,
     rounded once to the dtype of `out`. The float32 array `total` is overwritten."""
     if bias is not None:
         total += to_float32(np, bias)
@@ -58,7 +58,7 @@ def add_bias_and_round_total_into(out: Array, total: Array, accumulate: bool, bi
 
 
 def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
-    """Compute out = x @ weight.T + bias for x `(m, k)`, weight `(n, k)` and out `(m, n)`. out and bias must be
+    """Compute `out = x @ weight.T + bias` for x `(m, k)`, weight `(n, k)` and out `(m, n)`. out and bias must be
     contiguous."""
     dtype = out.dtype
     gemm_address = ADDRESSES[dtype.char]
@@ -78,7 +78,7 @@ def linear_forward(out: Array, x: Array, weight: Array, bias: Array | None) -> N
 def linear_backward_params(
     weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array
 ) -> None:
-    """Compute the parameter gradients of a linear layer: dy.T @ x for `weight_grad`, and the column sums of dy for
+    """Compute the parameter gradients of a linear layer: `dy.T @ x` for `weight_grad`, and the column sums of dy for
     `bias_grad`. A gradient whose target is None is not computed."""
     gemm_address = ADDRESSES[dy.dtype.char]
     alike = dy.dtype is x.dtype and _has_gradient_dtype(dy.dtype, weight_grad, bias_grad)
@@ -96,7 +96,7 @@ def linear_backward_params(
 def linear_backward(
     dx: Array, weight_grad: GradientTarget | None, bias_grad: GradientTarget | None, dy: Array, x: Array, weight: Array
 ) -> None:
-    """Compute the input gradient dx = dy @ weight of a linear layer, and its parameter gradients as in
+    """Compute the input gradient of a linear layer, `dx = dy @ weight`, and the parameter gradients as in
     `linear_backward_params`."""
     dtype = dy.dtype
     gemm_address = ADDRESSES[dtype.char]
@@ -116,8 +116,8 @@ def _has_gradient_dtype(dtype: Any, weight_grad: GradientTarget | None, bias_gra
 
 
 def try_multiply_small_bfloat16_into(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
-    """Compute out = a @ b + bias, or out += a @ b if `accumulate` is true, for small bfloat16 matrices and a bfloat16
-    or float32 output. Return False, without computing, if the arguments are not of this kind."""
+    """Compute `out = a @ b + bias`, or `out += a @ b` if `accumulate` is true, for small bfloat16 matrices and a
+    bfloat16 or float32 output. Return False, without computing, if the arguments are not of this kind."""
     gemm_address = find_small_bfloat16_gemm_address(a, b)
     if not gemm_address or not out.flags.c_contiguous:
         return False

@@ -44,7 +44,7 @@ def register_compiled_kernel(sample: Sample | None = None) -> Callable[[Any], An
     """Return a decorator that registers a function as the compiled implementation of the kernel of the same name.
 
     `sample` returns example arguments, with which the kernel is compiled or loaded before the first step. `sample` is
-    None if the examples for other kernels also compile this kernel, or if no training step needs it."""
+    None if the examples for other kernels also compile this kernel, or if no training step runs this kernel."""
 
     def register(function: Any) -> Any:
         COMPILED_KERNELS[function.__name__], SAMPLE_CALLS[function.__name__] = function, sample

@@ -179,8 +179,8 @@ def record_product(rows: int, inner: int, columns: int, stack: int, itemsize: in
 
 
 def record_flops(flops: int, itemsize: int, kernel: str) -> None:
-    """Count the floating-point operations of a kernel other than those of matrix products. The bytes that the kernel
-    reads and writes are counted separately."""
+    """Count `flops` floating-point operations that a kernel performs outside of matrix products. The bytes that the
+    kernel reads and writes are counted separately."""
     work = _now.open
     if work is not None and not _now.skip_all:
         work.products[ProductCount(1, 1, 1, flops // 2 * _now.times, itemsize, kernel)] += 1
@@ -199,8 +199,8 @@ def iterate_once_counting_all(first: T, times: int) -> Iterator[T]:
 
 @contextmanager
 def counting_as_one_matmul(a: Any, b: Any) -> Iterator[None]:
-    """Return a context manager that counts one product of the matrices (or stacks of matrices) a and b, instead of what
-    is computed inside it."""
+    """Return a context manager that counts one product of the matrices (or stacks of matrices) a and b, and does not
+    count the work that is done inside it."""
     if _now.open is None or not getattr(a, "holds_no_data", False):
         yield
         return

@@ -30,7 +30,7 @@ _results: dict[Any, Any] = {}
 
 def call_cached(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
     """Return `call(xp, ...)` and count its work. The result and the work are cached: `call` does not run again if an
-    earlier call had equal arguments, where arrays count as equal if their shapes and dtypes are.
+    earlier call had equal arguments. Arrays count as equal if they have the same shape and dtype.
 
     Arguments that are frozen dataclasses, such as ranges of random numbers, are compared by value."""
     arrays: list[ShapeArray] = []

@@ -316,7 +316,7 @@ def _attention_backward_into(q, k, v, o, lse, do, dq, dk, dv, factor, causal, fi
     width, length, group = round_up_to_multiple(q.shape[3]), round_up_to_multiple(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
-    # pairs of keys are interleaved, because dq = ds k sums over keys and the dot instruction adds pairs
+    # pairs of keys are interleaved, because `dq = ds @ k` sums over keys, and the dot instruction adds pairs
     ways = np.empty((length // 2, width), np.uint32)
     blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
     factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)

@@ -166,7 +166,7 @@ def _emit_gradient(builder: Any, cells: list[Any], values: list[Any]) -> list[An
 sum_block = make_column_loop(lambda builder, cells, values: cells, False)
 """Column loop that sets sums[0] to the sum of x."""
 sum_block_squares = make_column_loop(_emit_square, False)
-"""Column loop that sets sums[0] to the sum of (x - values[0])^2."""
+"""Column loop that sets `sums[0]` to the sum of `(x - values[0])^2`."""
 sum_block_gradients = make_column_loop(_emit_gradient, False)
-"""Column loop over the matrices x and dy. It sets sums[0] to the sum of dy, and sums[1] to the sum of dy (x -
-values[0]) values[1]."""
+"""Column loop over the matrices x and dy. It sets `sums[0]` to the sum of dy, and `sums[1]` to the sum of
+`dy * (x - values[0]) * values[1]`."""

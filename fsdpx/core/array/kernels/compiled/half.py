@@ -111,8 +111,8 @@ def _make_constant_vector(count: int, number: int) -> Any:
 
 def _make_conversion_loops(name: str, to: Any, back: Any) -> dict[str, Any]:
     """Return a dict of three compiled loops for a 16-bit dtype: one rounds float32 arrays to the dtype, one converts
-    arrays of the dtype to float32, and one adds them to float32 arrays. `to` and `back` are functions that convert one
-    number to the dtype and back."""
+    arrays of the dtype to float32, and one adds arrays of the dtype to float32 arrays. `to` and `back` are functions
+    that convert one number to the dtype and back."""
 
     def narrow_loop(x, out):
         for i in range(x.size):

@@ -101,7 +101,7 @@ def try_multiply_matrices_into(address, out, a, b, alpha, beta):
         return False
     elif to == PLAIN:
         call_cblas(address, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
-    else:  # `out` is transposed: compute out^T = b^T a^T
+    else:  # `out` is transposed: compute `out^T = b^T @ a^T`
         ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
         call_cblas(address, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
     return True
