@@ -161,9 +161,9 @@ def _format_setting(value: object) -> str:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
     """Return the settings of this process. Raise LaunchError for a variable that cannot be parsed.
 
-    In a Slurm job, even the batch script and the daemons of mpiexec have SLURM_ variables. They are assumed to describe
-    ranks only in a job step without PMI_ or OMPI_ variables, since such a variable means that another launcher runs
-    inside the step.
+    In a Slurm job, SLURM_ variables are set even for processes that are not ranks, such as the batch script and the
+    daemons of mpiexec. They are used only in a job step without PMI_ or OMPI_ variables, because such a variable means
+    that another launcher runs inside the step.
     """
     launcher, expected = _find_launcher(environ), _read_positive_number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:

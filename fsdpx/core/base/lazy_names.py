@@ -14,9 +14,9 @@ def make_lazy_attributes(package: str) -> tuple[Callable[[str], Any], Callable[[
     in its source.
 
     Every `from MODULE import NAME as NAME` in the package's `__init__.py` declares a name; names declared under `if
-    TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a callable subpackage and its type for type
-    checkers. If a subpackage and an object in it have the same name (`fsdpx.launch`), the name refers to the
-    subpackage.
+    TYPE_CHECKING` are imported when first used. `NAME: TYPE` declares a subpackage that can be called like a function;
+    TYPE is its type for type checkers. If a subpackage and an object in it have the same name (`fsdpx.launch`), the
+    name refers to the subpackage.
 
     Parameters
     ----------

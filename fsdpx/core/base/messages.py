@@ -101,8 +101,8 @@ def reporting_if_slow(
     """Return a context manager for the task `what`. If the task takes longer than `SILENCE_SECONDS`, a message says
     that it is running, and another says at the end how long it took.
 
-    It yields a function (done, total) with which the task reports its progress. On a terminal, the progress is updated
-    in place; elsewhere it is printed as a few lines, at intervals that triple each time.
+    The context manager yields a function (done, total) with which the task reports its progress. On a terminal, the
+    progress is updated in place; elsewhere it is printed as a few lines, at intervals that triple each time.
 
     Parameters
     ----------

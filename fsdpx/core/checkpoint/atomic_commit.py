@@ -292,8 +292,9 @@ def follow_link(path: Path) -> Path:
 
 
 def resolve_replaceable_folder(path: Path) -> Path:
-    """Return the folder that `path` names, or the target if `path` is a symbolic link. Raise CheckpointError if another
-    folder cannot be renamed to it, because it is the current folder or a mount point, or if its name is reserved."""
+    """Return the folder that `path` names, or the target if `path` is a symbolic link. Raise CheckpointError if its
+    name is reserved. Also raise it if the folder is the current folder or a mount point, because another folder could
+    then not be renamed to take its place."""
     folder = follow_link(path)
     if folder.name.lower().startswith(_RESERVED_PREFIX):
         raise CheckpointError(

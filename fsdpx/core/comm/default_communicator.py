@@ -108,7 +108,8 @@ def all_gather_plain_data(comm: Any, value: Any) -> list[Any]:
 
 
 def get_rank_and_size(comm: Any) -> tuple[int, int]:
-    """Return this process's rank in `comm` and the number of ranks of `comm`, which is one of ours or one of mpi4py."""
+    """Return this process's rank in `comm`, and the number of ranks in `comm`. `comm` is a communicator of fsdpx or of
+    mpi4py."""
     return (comm.Get_rank(), comm.Get_size()) if hasattr(comm, "Get_rank") else (comm.rank, comm.size)
 
 

@@ -571,8 +571,8 @@ _exits_named = _NamedExits()
 
 
 def _join_and_find_unfinished_threads(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
-    """Wait for the threads of all ranks, but after a failure for at most _GRACE_SECONDS. Return the threads that are
-    still running."""
+    """Wait until the threads of all ranks have ended. After a failure, wait for at most _GRACE_SECONDS. Return the
+    threads that are still running."""
 
     def is_over() -> bool:
         return len(world.dead | world.returned) == len(threads)

@@ -99,7 +99,8 @@ class ThreadWorld:
 
     def find_returned_rank_error(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
         """Return the error for a call that can never complete because some of the `missing` ranks have already
-        returned. Return None if none of them has. `waiting` are the ranks that have made the call."""
+        returned. Return None if none of the `missing` ranks has returned. `waiting` are the ranks that have made the
+        call."""
         gone = sorted(self.returned.intersection(missing))
         if not gone:
             return None

@@ -286,7 +286,8 @@ def compute_loss_and_gradient_scale(
     run: ProgramRun, action: Action, taken: Values, read: Values, added: Values
 ) -> Values:
     """Compute the mean loss, the gradient norm and the factor for all gradients with a single collective. The factor is
-    1 / (weight x loss scale), multiplied by max_norm / norm if the norm exceeds max_norm (option `clip_norm`)."""
+    `1 / (weight * loss_scale)`. If the norm exceeds `max_norm` (option `clip_norm`), it is also multiplied by `max_norm
+    / norm`."""
     place, scaler, clip = run.placement, run.scaler, run.placement.options.clip_norm
     here = _compute_own_norm_squares(run, read)
     n = len(here)
@@ -389,9 +390,9 @@ def compute_local_loss_and_gradient_scale(
 
 
 def require_finite_loss(run: ProgramRun, mean: LossMean, comm: Communicator | None = None) -> None:
-    """Raise NumericsError if the mean loss is NaN or Inf, before anything is updated. If `comm` contains the ranks
-    that averaged this loss, they all raise the same error, which names a rank with NaN or Inf in its batch. If it is
-    None, only this rank raises."""
+    """Raise NumericsError if the mean loss is NaN or Inf, before anything is updated. `comm` is the communicator of the
+    ranks that averaged this loss: all of them raise the same error, which names a rank with NaN or Inf in its batch. If
+    `comm` is None, only this rank raises an error."""
     if run.feed.batch and not math.isfinite(mean.total):
         _raise_numerics_error(run, f"the loss is {mean.value}", _describe_bad_batch_value(run), comm)
 

@@ -280,8 +280,8 @@ Values = tuple[Any, ...]
 
 class LayerContextCache:
     """Cache of the contexts that layers get: one `LayerContext` for the model and one per node (layer call). The
-    contexts are made once. Later, only their position in training (step and sample) changes and, if sequences may be
-    sharded, the sequence length."""
+    contexts are made once. Later, only their position in training (step and sample) changes. If sequences may be
+    sharded, the sequence length can change too."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment

@@ -174,8 +174,8 @@ def make_leftover_reduces(pages: Sequence[int], behind: int) -> Actions:
 def _interleave_reduces(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
     """Insert reductions of gradients into a list of actions, with at most `behind` pending at a time.
 
-    Each of `steps` is a tuple (actions, pages to whose gradients the actions add, pages whose gradients are complete
-    after the actions). A page is a flat parameter buffer."""
+    A page is a flat parameter buffer. Each of `steps` has three entries: actions, the pages whose gradients these
+    actions add to, and the pages whose gradients are complete after these actions."""
     result: Actions = []
     pending: list[int] = []
     for actions, added, complete in steps:

@@ -242,8 +242,8 @@ class TreeAccumulation:
         self, route: CodecRoute, page: ShardedPage, own: int, itemsize: int
     ) -> tuple[Transfers, Transfers]:
         """Return two lists of (collective, bytes that this rank sends in it) pairs: one for the exchanges of partial
-        sums over the shard axis, and one for those over replicas. There are as many exchanges as the rank with the most
-        partial sums needs; other ranks send nothing in the last ones."""
+        sums over the shard axis, and one for the exchanges over replicas. The rank with the most partial sums
+        determines the number of exchanges. Ranks with fewer partial sums send nothing in the last exchanges."""
         foreign, rest = (page.size - page.own_range.size) * itemsize, (page.own_range.size - own) * itemsize
         trades = _predict_exchanges(self._nodes_of_replicas, self.replica[0], rest)
         return _predict_exchanges(self._nodes_of_shard_ranks, self.shard[0], foreign), (*trades, ("all_gather", rest))

@@ -64,7 +64,7 @@ def agree_on_sharer_count(placement: Placement, arena: Arena) -> int:
 def try_allocate_rows_in_windows(
     placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
 ) -> bool:
-    """Allocate the arrays that these rows of the ledger (table of a rank's arrays) describe in shared memory, and
+    """Allocate, in shared memory, the arrays that these rows of the ledger (table of a rank's arrays) describe, and
     return True. If `together` is True, all ranks of a host share one block; otherwise each rank has its own block,
     which other ranks can read. If a host has too little shared memory, issue a warning and return False. `what` names
     the arrays in the warning. Collective."""

@@ -43,8 +43,8 @@ class ElementRange:
 
 @dataclass(frozen=True)
 class OverlapPiece:
-    """The overlap [start, stop) of two element ranges: number `have` in one list of ranges, and number `want` in
-    another list."""
+    """The overlap [start, stop) of two element ranges from two lists: the range with index `have` in the first list,
+    and the range with index `want` in the second list."""
 
     have: int
     want: int
@@ -190,8 +190,8 @@ def shard_page(page: Page, ranks: int, align_to_blocks: bool = False) -> tuple[E
 
 def coalesce_runs(runs: Iterable[Interval], max_size: int, max_sparsity: float = math.inf) -> Iterator[list[Interval]]:
     """Merge neighboring (start, stop) runs into groups, because one call per group is cheaper than one call per run.
-    Including gaps, a group spans at most `max_size` elements, and at most `max_sparsity` times as many elements as its
-    runs contain."""
+    Let the span of a group be the number of its elements including the gaps between runs. It is at most `max_size`, and
+    at most `max_sparsity` times the number of elements in the runs."""
     group: list[Interval] = []
     inside = 0
     for run in runs:

@@ -179,7 +179,7 @@ class FullGradient:
 
 class ChunkGradients:
     """The gradients of chunks of the batch. Two siblings in the binary tree are added as soon as both are complete.
-    `leaves` must have as many buffers as there are partial sums that this rank holds at the same time.
+    `leaves` holds the buffers: as many as this rank has partial sums at the same time.
 
     Attributes
     ----------
@@ -258,8 +258,8 @@ class PartialSums:
         self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str
     ) -> Any:
         """Write the sum over the replica axis to `out`, and return `out`. `groups` lists, for each replica, the nodes
-        of the binary tree whose sums it has. `what` names the transfers in error messages. Return only when the
-        transfers are complete, because the memory of the partial sums is then reused. Collective."""
+        of the binary tree whose sums this replica has. `what` names the transfers in error messages. Return only when
+        the transfers are complete, because the memory of the partial sums is then reused. Collective."""
         if replica.size == 1:
             out[...] = self.entries[0][1]
             return out

@@ -116,7 +116,8 @@ class LedgerRow:
     ----------
     key : identity of the row
     span : the elements that the array holds, as indices into the page (flat parameter buffer) or into the tensor
-    times : number of copies of this range that the array holds one after another, such as several partial sums
+    times : number of times that the array holds this range of elements, one after another, for example for several
+        partial sums
     inside, at : for a view, the key of the row that owns the memory, and the view's offset in it, in elements
     sharers : number of ranks of this host that share the memory
     """

@@ -238,9 +238,9 @@ class Placement:
     sample_layout: SampleLayout = field(default_factory=CompleteSamples)
 
     def list_sample_counts_of_earlier_groups(self, rows: Sequence[int]) -> Sequence[int]:
-        """Return the number of samples of each group of data ranks that comes before this rank's group. The sum of
-        these numbers is the index of the first sample of this rank's group. `rows` holds the number of samples of each
-        data rank."""
+        """Return the number of samples of each group of data ranks that comes before this rank's group. Ranks of a
+        group work on the same samples. The sum of the returned numbers is the index of the first sample of this rank's
+        group. `rows` holds the number of samples of each data rank."""
         return self.sample_layout.count_samples_per_group(rows)[: self.axes.samples.rank]
 
     @cached_property
@@ -443,8 +443,8 @@ class Placement:
         return ValueShapes(self.model, self.axes, self.formats.compute)
 
     def count_replica_owned_elements(self, page: int) -> int:
-        """Return how many elements of its gradient shard of a page (flat parameter buffer) this rank sums in an
-        all-reduce over replicas."""
+        """Return how many elements this rank sums in an all-reduce over replicas of the gradient of a page (flat
+        parameter buffer). These elements are a part of the rank's gradient shard."""
         replica = self.axes.replica
         return split_evenly(self.pages[page].own_range.size, replica.size)[replica.rank]
 
@@ -469,9 +469,10 @@ def make_segments(page: Page, span: ElementRange, specs: Mapping[str, ParameterS
 def _all_gather_per_parameter(
     placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
 ) -> dict[str, list[list[float]]]:
-    """Gather `width` numbers for each parameter in a page (flat parameter buffer) from every rank of `holders` and of
-    the tensor axis. `mine` maps parameter names to this rank's numbers; missing names stand for zeros. Return a dict
-    that maps each parameter name to the lists of numbers of all these ranks. Collective.
+    """For each parameter in a page (flat parameter buffer), gather `width` numbers from every rank of `holders` and of
+    the tensor axis. Return a dict that maps the parameter name to one list of `width` numbers per rank. Collective.
+
+    `mine` maps parameter names to this rank's numbers; missing names stand for zeros.
 
     For a parameter that all tensor ranks hold in full, only the numbers of the first tensor rank are used; the lists of
     the other tensor ranks contain zeros."""

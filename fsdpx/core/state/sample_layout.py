@@ -174,8 +174,8 @@ class Domain(ABC):
     @property
     @abstractmethod
     def joined_partition(self) -> tuple[FieldPartition, ...] | None:
-        """The partitions (one for all inputs, or one for each) with which a single process can run the model on
-        complete samples. None if the process can run the model unchanged."""
+        """The partitions that a single process needs to run the model on complete samples: one partition for all
+        inputs, or one for each input. None if the process can run the model unchanged."""
 
     @abstractmethod
     def take_local(self, array: Any) -> Any:
@@ -202,8 +202,8 @@ class Domain(ABC):
 
     @property
     def busiest_ranks(self) -> tuple[int, ...]:
-        """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample. The rank
-        that computes most is first. If another rank communicates most, it is second."""
+        """The ranks whose memory and traffic a plan reports, as positions among the ranks that share a sample. The
+        first is the rank that computes most. If a different rank communicates most, that rank is the second."""
         return (0,)
 
     def as_rank(self, rank: int) -> Domain:

@@ -34,9 +34,9 @@ class StateStorage:
         """Set the transfer counters to zero."""
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return how many bytes each transfer to or from this storage moves. For each kind of transferred item, such as
-        "record", the result contains a dict that maps (item number, microbatch) to bytes, as in `TrafficSizes.amounts`.
-        For activations, the numbers are those of the last batch."""
+        """Return how many bytes each transfer to or from this storage moves, in the form of `TrafficSizes.amounts`: for
+        each kind of item, such as "record", a dict that maps (item number, microbatch) to bytes. The bytes of
+        activations are those of the last batch."""
         return {}
 
     def get_buffer_nbytes(self, slot: Slot) -> int | None:

@@ -86,8 +86,8 @@ class SyncPolicy:
     ----------
     is_synchronous : whether all ranks take each step together
     own_speed : whether each rank takes steps at its own speed (asynchronous training)
-    owner : "shard" if ranks with the same index on the shard axis hold the same trained parameters and optimizer state;
-        "replica" if this is true only within a replica
+    owner : "shard" if all replicas hold the same trained parameters and optimizer state; "replica" if each replica has
+        its own
     lasting : kinds of slots (named values of a program) that programs leave filled for later programs
     about : text about the policy that checkpoints store in their description of the run; None: no text
     """
@@ -110,8 +110,9 @@ class SyncPolicy:
         return EVERY_STEP
 
     def count_steps_per_sync_rules(self) -> list[tuple[SyncRules, int]]:
-        """Return a list of pairs (rules, number of steps with these rules in one round). A round consists of the steps
-        up to and including the next one in which all ranks synchronize. The rules for this last step come last."""
+        """Return a list of pairs (rules, number of steps in a round that have these rules). A round consists of the
+        steps from one synchronization of all ranks to the next. The last pair has the rules of the last step, in which
+        all ranks synchronize."""
         return [(EVERY_STEP, 1)]
 
     def is_sync_step(self, step: int) -> bool:
@@ -177,7 +178,7 @@ class SyncPolicy:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of times a parameter is updated while each rank takes one step."""
+        """Number of times that a parameter is updated while every rank takes one step."""
         return 1
 
     def on_parameters_set(self, steps: int) -> None:

@@ -114,7 +114,7 @@ class FrozenParameters:
     ----------
     frozen : names of the parameters that currently get no gradients and no updates
     missed : for each parameter name, the total number of updates that the parameter had missed when it was last
-        unfrozen. It has had this many fewer updates than other parameters in its page (flat buffer)
+        unfrozen. The parameter has had this many fewer updates than other parameters in its page (flat buffer)
     """
 
     def __init__(self, updates: Callable[[str], int]) -> None:

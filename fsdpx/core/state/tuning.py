@@ -236,8 +236,8 @@ def _make_tuning_key() -> dict[str, Any]:
 
 
 def _parse_library_record(value: dict[str, Any]) -> str:
-    """Return the library that a cached measurement chose. Raise ValueError if a measurement cannot have had this
-    value."""
+    """Return the library that a cached measurement chose. Raise ValueError if `value` cannot come from a
+    measurement."""
     library, rates = require_json_fields(value, {"library": str, "rates": dict}).values()
     if library not in {"numpy", *blas.describe_library_files()} or not all(
         type(rate) is float for rate in rates.values()

@@ -224,13 +224,13 @@ def lay_out_model(
     rules = {name: reduction_rule(names) for name, names in _group_names_by_parameter(model, specs).items()}
 
     def kind_of(name: str) -> PageKind:
-        """Return the properties of a parameter that must be the same for all parameters in a page: (whether it is not
-        trainable, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page,
-        number of its reduction rule, whether it must be separate from sharded parameters).
+        """Return the properties that all parameters in a page must have in common, as a tuple: whether the parameter is
+        frozen, whether tensor ranks compute partial sums of its gradient, its name if it needs its own page, the number
+        of its reduction rule, and whether it must be separate from sharded parameters.
 
         A tied parameter that several units (groups of layers) use gets its own page (flat buffer). That page is
-        gathered for each of these units, and its full gradient is kept from the first of them to the last. The
-        gradients of other parameters in the page would have to be kept just as long."""
+        gathered for each of these units, and its full gradient is kept from the first to the last of these units. If
+        the page held other parameters too, their gradients would have to be kept just as long."""
         canonical_name, spec = copies.get(name, name), held[name]
         rule, together = rules.get(canonical_name, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -328,8 +328,8 @@ def _list_new_parameters(model: LayerList, ties: dict[str, str], specs: dict[str
 
 
 def _group_nodes(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Group consecutive nodes (layer calls), numbered from `start`. A group is complete when its `weights` add up to
-    `limit`. Nodes that are left over at the end are added to the last group."""
+    """Group consecutive nodes (layer calls), numbered from `start`. A group is complete when its `weights` add up to at
+    least `limit`. Nodes that are left over at the end are added to the last group."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0

@@ -395,8 +395,8 @@ def agree_on_batch(
     axes : the mesh axes of this rank
     call : name of the call
     features : description of the batch (shapes, dtypes), then DIGEST_SEPARATOR and a checksum of its samples. The
-        description must be the same on all ranks, the checksum only on ranks with the same data rank. LOADER_ENDED
-        means that this rank has no batch
+        description must be the same on all ranks; the checksum must be the same only on ranks with the same data rank.
+        LOADER_ENDED means that this rank has no batch
     rows : number of samples of this rank
     error : error found in this rank's batch, or None
     comm : communicator of the ranks that compare batches (default: all ranks). If replicas train independently, these

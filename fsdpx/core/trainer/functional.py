@@ -349,8 +349,8 @@ def _agree_on_signature(
 
 def _start_async_call(opened: defaults.DefaultCommunicator, call: CallSignature, whole: Call) -> Handle:
     """Start an asynchronous collective on a separate communicator, because ranks may start it in a different order
-    relative to their other collectives. If the backend comes from an extension, it might have only one communicator, so
-    ranks first compare their calls."""
+    relative to their other collectives. A backend from an extension may not provide a separate communicator; the
+    default communicator is then used, after ranks have compared their calls."""
     agreement = opened.agreement
     if agreement is None:
         return opened.comm.issue(whole)

@@ -91,7 +91,7 @@ class ExcludedPair(NamedTuple):
 
     Parameters
     ----------
-    choice, other : names of the two options in the docs
+    choice, other : names of the two options, as the docs write them
     found : function of a `ChoiceContext`. If the user set `other`, it returns the beginning of the error message, such
         as "reproducible_chunks=4 "; otherwise it returns ""
     why : why the two options cannot be combined

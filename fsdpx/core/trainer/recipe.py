@@ -58,7 +58,7 @@ __all__ = [
 
 
 class NoLoss(Loss):
-    """Stand-in that is used if no loss was given."""
+    """The loss of a trainer that was made without a loss. It accepts any output and target."""
 
     acts_on = "position"  # without a loss, the output may be sharded in any way
 
@@ -77,7 +77,8 @@ class NoLoss(Loss):
 
 @dataclass(frozen=True, repr=False)
 class NoOptimizer:
-    """Stand-in that is used if no optimizer was given. All parameters are frozen, and there is no optimizer state."""
+    """The optimizer of a trainer that was made without an optimizer. All parameters are frozen, and there is no
+    optimizer state."""
 
     lr: float = 0.0
     slots: tuple[str, ...] = ()

@@ -67,8 +67,8 @@ class BatchComparison(NamedTuple):
     ranks : communicator of the ranks that compare batches; None if this rank runs the program without comparing
     can_start_uncoordinated : whether this rank may start without comparing, as long as all ranks have batches of the
         same shape and dtype as before
-    digests : whether ranks also compare checksums of their samples, because some ranks must hold the same samples, or
-        because data ranks may hold the same ones by mistake
+    digests : whether ranks also compare checksums of their samples. They do so if some ranks must hold the same
+        samples, or if data ranks may hold the same samples by mistake
     may_have_duplicates : whether data ranks may, by mistake, have the same samples instead of different ones
     """
 
@@ -358,9 +358,9 @@ class Session:
         """Return the number of microbatches for a batch, and store it. `rows` holds the number of samples of each data
         rank.
 
-        The number of microbatches is the smaller of two numbers: the configured number, and the largest number of
-        samples on any data rank. The latter is first rounded up to a multiple of the number of pipeline ranks.
-        Additional microbatches would be empty."""
+        Let n be the largest number of samples on any data rank, rounded up to a multiple of the number of pipeline
+        ranks. The result is the configured number of microbatches, but at most n, because additional microbatches would
+        be empty."""
         width = self.placement.axes.pipe.size
         self._microbatch_counts = self.microbatches, min(self.microbatches, max(-(-max(rows) // width), 1) * width)
         return self._microbatch_counts[1]

@@ -80,8 +80,8 @@ class UncoordinatedPrediction:
 
     def try_start_without_agreement(self, batch_kind: tuple[str, int], error: FsdpxError | None) -> bool:
         """Return True if this rank may start its prediction immediately, and False if all ranks must first compare
-        their batches. If ranks no longer match (this rank's batch differs while other ranks have started, or another
-        rank has reported an error), raise the error that all ranks raise."""
+        their batches. Raise the error that all ranks raise if this rank's batch differs from the previous one although
+        other ranks have already started, or if another rank has reported an error."""
         if self._failed:
             raise self._failed.pop()
         if self._agreed_kind is None or self._window is None:
@@ -141,8 +141,9 @@ class UncoordinatedPrediction:
         return 4 * (self._epoch * CALLS + self._count) + state
 
     def _require_all_batches_differ(self, window: Window) -> bool:
-        """Wait until the other ranks have begun this call. Return False if every rank's batch differs from its
-        previous one, so that ranks can compare their batches; otherwise raise the error that all ranks raise."""
+        """Wait until the other ranks have begun this call. If all ranks have a batch that differs from the rank's
+        previous batch, return False: the ranks must then compare their batches. Otherwise raise the error that all
+        ranks raise."""
         me, own_call = self._comm.rank, self._encode_call_state(WAITING)
 
         def find_late_ranks() -> list[int]:
@@ -208,9 +209,9 @@ def _describe_batch(batch_kind: tuple[str, int]) -> str:
 def _choose_common_error(texts: dict[int, list[str]], agreed: str) -> tuple[str, str]:
     """Return the class name and the text of the error that all ranks raise.
 
-    `texts` maps each rank whose batch differs from its previous one to the class name and text of its error; for a
-    valid batch, the class name is empty and the text describes the batch. `agreed` describes the batch of the
-    remaining ranks."""
+    `texts` has an entry for each rank whose batch differs from the rank's previous batch: the class name and the text
+    of its error. If the batch is valid, the class name is empty, and the text describes the batch. `agreed` describes
+    the batch of the other ranks."""
     for rank, (kind, text) in texts.items():
         if kind:
             return kind, f"rank {rank}: {text}"
