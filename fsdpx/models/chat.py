@@ -175,7 +175,7 @@ def _explain_exit_status(status: int) -> str:
 
 
 def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
-    """Kill the child process and wait for it, but only in the process that started it, whose id is `owner`. In a
+    """Kill the child process and wait until it has ended. `owner` is the id of the process that started the child; in a
     forked copy of that process, do nothing."""
     if os.getpid() == owner:
         with suppress(BrokenPipeError), child:  # leaving `with child` waits until the process has ended
@@ -184,8 +184,8 @@ def _kill_process(child: subprocess.Popen[str], owner: int) -> None:
 
 
 def chat_template(folder: str | PathLike[str], tokenizer: Any) -> ChatTemplate | None:
-    """Return the chat template in a model's folder, or None if there is none. transformers looks it up in the same
-    files.
+    """Return the chat template in a model's folder, or None if there is none. It is looked up in the same files as in
+    transformers.
 
     Parameters
     ----------

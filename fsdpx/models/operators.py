@@ -75,10 +75,10 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     must pass the same weights.
 
     Supported field models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
-    `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose inputs have
-    the coordinates of cells as their last channels. Supported mesh models are `MeshGraphNet` of PhysicsNeMo, and the
-    model of the TensorFlow program by Pfaff et al. (2021). For the latter, `source` maps names of variables to their
-    values, and the statistics for normalization are not read.
+    `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose last input
+    channels are the coordinates of the cells. Supported mesh models are `MeshGraphNet` of PhysicsNeMo, and the model of
+    the TensorFlow program by Pfaff et al. (2021). For the latter, `source` maps names of variables to their values, and
+    the statistics for normalization are not read.
 
     Parameters
     ----------

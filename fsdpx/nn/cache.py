@@ -11,7 +11,7 @@ __all__ = ["KeyValueCache"]
 
 class KeyValueCache:
     """Key-value cache of a batch of texts: keys and values of earlier tokens, stored under the path of the attention
-    layer. Layers access it as `LayerContext.cache`.
+    layer. Layers access the cache as `LayerContext.cache`.
 
     Row i of an input contains the tokens of text i, beginning at position `lengths[i]`. The caller sets all `lengths`
     before each forward pass, so a text can also be read again from an earlier position.

@@ -168,8 +168,8 @@ def as_indices(x: Any) -> Any:
 def convert_input(array: Any, takes: str, dtype: Any) -> Any:
     """Return a model input, cast to the dtype that is expected by the layers that read it.
 
-    `takes` is a value of `Layer.takes`: "numbers", "indices" or "given". "numbers" are cast to `dtype`, the dtype in
-    which the model computes."""
+    `takes` is a value of `Layer.takes`: "numbers", "indices" or "given". An input with "numbers" is cast to `dtype`,
+    the dtype in which the model computes."""
     if not has_integer_dtype(array) or takes == "given":
         return array
     if takes == "numbers":

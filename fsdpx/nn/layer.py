@@ -434,7 +434,7 @@ class Layer(ABC):
 
     @abstractmethod
     def forward(self, env: LayerContext, p: Params, x: Any) -> tuple[Any, Any]:
-        """Compute the layer's result, and return it together with the values that backward needs.
+        """Compute the layer's result, and return it together with the values that the backward pass needs.
 
         Parameters
         ----------

@@ -317,8 +317,8 @@ def _infer_shapes(model: LayerList, inputs: Sequence[Any], real: Any, training: 
 def _run_node_on_shapes(
     env: LayerContext, node: Node, p: Params, x: Sequence[Any], dtype: Any
 ) -> tuple[Any, str, Exception | None]:
-    """Run a layer on shape-only arrays. Return its result, a description of the problem with the layer ("" if there is
-    none), and the exception that it raised (None if it raised none)."""
+    """Run a layer on shape-only arrays. Return three values: the layer's result, a description of a problem with the
+    layer ("" if there is none), and the exception that the layer raised (None if there is none)."""
     try:
         y = node.layer.forward_shape_only(env.child(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:

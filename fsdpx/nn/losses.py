@@ -41,7 +41,7 @@ class Loss(ABC):
     where total is a sum of errors in float64, and weight is the number of terms in this sum.
 
     The division happens only once, for the whole global batch. So a rank or microbatch may have weight 0, because it
-    has no samples or because all of them are ignored. A subclass defines `forward`, `backward` and `validate`.
+    has no samples, or because all its samples are ignored. A subclass defines `forward`, `backward` and `validate`.
 
     Losses can be multiplied by numbers and added: the value of `0.5 * nn.MSELoss() + nn.L1Loss()` is 0.5 times the mean
     squared error plus the mean absolute error. If the weight of a term varies from sample to sample, as with
@@ -75,7 +75,7 @@ class Loss(ABC):
 
     @abstractmethod
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
-        """Return the sum of the errors, its weight, and the values that `backward` needs.
+        """Return the sum of the errors, the weight, and the values that `backward` needs.
 
         Parameters
         ----------

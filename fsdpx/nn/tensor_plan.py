@@ -149,8 +149,8 @@ class ShardingWalk:
         return isinstance(self.cut, ShardedBatch) or not self._needs_full_input(layer, path, input_index)
 
     def _needs_full_input(self, layer: Layer, path: str, input_index: int) -> bool:
-        """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container needs it
-        if at least one of the steps that read this input does."""
+        """Return whether a layer needs the full sequence of an input (`Layer.needs_full_input`). A container needs the
+        full sequence if at least one of the steps that read the input needs it."""
         if not isinstance(layer, Container):
             return layer.needs_full_input(input_index, self.marks.get(path))
         name = layer.inputs[input_index]

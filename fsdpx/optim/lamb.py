@@ -154,7 +154,7 @@ def _sum_squares(
     xp: Any, segment: ShardSegment, p: Any, m: Any, v: Any, numbers: tuple[float, ...]
 ) -> tuple[list[float], list[float]]:
     """For a segment (the part of a parameter in this shard), return two lists of partial sums of squares: one for the
-    segment's elements of `p`, and one for its update direction. `numbers` are the scalars in the formula of the
+    parameters in the segment, and one for their update direction. `numbers` are the scalars in the formula of the
     direction."""
     of_p, of_u = [], []
     scratch = xp.empty(min(BLOCK_ELEMENTS, segment.stop - segment.start), p.dtype)

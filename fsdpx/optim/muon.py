@@ -58,8 +58,8 @@ class Muon:
     momentum : decay of m per step, in [0, 1)
     weight_decay : coefficient; lr * weight_decay * p is subtracted from p in each step, for all parameters
     exclude : name patterns (fnmatch) of matrices to be updated by `others`
-    others : an `AdamW`, or another elementwise optimizer with a slot "m"; its lr, weight decay and groups are replaced
-        by those of this optimizer
+    others : an `AdamW`, or another elementwise optimizer with a slot "m"; the lr, weight decay and groups of `Muon`
+        replace those of `others`
     groups : dict that maps name patterns (fnmatch) to dicts with `weight_decay`, `lr_scale` or both, for the matching
         parameters
     """

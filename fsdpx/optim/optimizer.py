@@ -216,7 +216,8 @@ def update_parameters(
 
 
 def get_learning_rate(optimizer: Optimizer, step: int) -> float:
-    """Return the learning rate of step `step`, counted from 1. Raise ConfigError unless it is a finite number >= 0."""
+    """Return the learning rate of step `step`, counted from 1. Raise ConfigError unless the rate is a finite number >=
+    0."""
     value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
     if type(value) is not float:
         value = to_python_number(value)

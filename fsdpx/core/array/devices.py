@@ -73,8 +73,8 @@ class Device:
         return "on the host"
 
     def require_arrays_on_one_device(self, arrays: Sequence[Any]) -> None:
-        """Raise DataError unless all arrays are on the same device, and this rank can compute on it (it is the host or
-        the rank's own device)."""
+        """Raise DataError unless all arrays are on the same device. This device must be the host or the rank's own
+        device, because a rank cannot compute on other devices."""
 
     def use_device_of(self, array: Any) -> AbstractContextManager[Any]:
         """Return a context manager inside which this thread computes on the device that holds `array`."""

@@ -35,8 +35,8 @@ AVX512 = 11  # lowest of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch can 
 
 @dataclass(frozen=True)
 class BlasLibrary:
-    """A loaded BLAS library. `sgemm` and `dgemm` are the addresses of its `cblas_sgemm` and `cblas_dgemm`, which take
-    64-bit sizes."""
+    """A loaded BLAS library. `sgemm` and `dgemm` are the addresses of the library's functions `cblas_sgemm` and
+    `cblas_dgemm`, which take 64-bit sizes."""
 
     name: str
     path: str

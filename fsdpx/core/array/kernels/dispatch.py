@@ -113,8 +113,8 @@ def _wrap_to_compute_in_float32(body: Callable[..., Any], kept: set[int], narrow
 
 
 def _wrap_to_compute_on_bits(body: Callable[..., Any], positions: set[int]) -> Callable[..., Any]:
-    """Return a function that passes the bfloat16 arrays at `positions` to `body` as views of their bits (uint16), and
-    views results that are such bits as bfloat16."""
+    """Return a function that calls `body`. Bfloat16 arrays at `positions` are passed as views of their bits (uint16),
+    and results that consist of such bits are returned as bfloat16 views."""
     bfloat16, word = parse_dtype("bf16"), np.dtype(np.uint16)
 
     def run_on_bits(xp: Any, *arguments: Any, **options: Any) -> Any:

@@ -43,6 +43,6 @@ def dropout_scale(p: float) -> float:
 
 
 def dropout_threshold(p: float) -> int:
-    """Return the smallest 24-bit random number n for which an element is kept, that is, for which n 2^-24 >= p in
+    """Return the smallest 24-bit random number n for which an element is kept, that is, for which `n * 2^-24 >= p` in
     float32."""
     return math.ceil(float(np.float32(p)) * 2.0**24)

@@ -278,10 +278,10 @@ def _make_nd_fft_function(name: str, usual: tuple[int, ...] | None) -> Callable[
 
 
 def _fft_shape(name: str, x: Array, sizes: Sequence[int] | None, axes: tuple[int, ...]) -> ShapeArray:
-    """Return the shape-only result of the fast Fourier transform `name`, and count its FLOPs: 5 N log2 N for N complex
-    numbers (Cooley and Tukey 1965), and half as many for real numbers.
+    """Return the shape-only result of the fast Fourier transform `name`, and count its FLOPs: `5 * N * log2(N)` for N
+    complex numbers (Cooley and Tukey 1965), and half as many for real numbers.
 
-    `sizes` are the lengths of the transform along `axes`; None: those of x."""
+    `sizes` are the lengths of the transform along `axes`; None: the sizes of x."""
     given = [x.shape[axis] for axis in axes] if sizes is None else [*sizes]
     if name == "irfft" and sizes is None:
         given[-1] = 2 * (given[-1] - 1)

@@ -78,7 +78,7 @@ def from_float16_bits(typingctx: Any, h: Any) -> Any:
 
 
 def emit_round_to_bfloat16(builder: Any, x: Any) -> Any:
-    """Emit the instructions that round a vector of float32 to bfloat16 and convert it back."""
+    """Emit the instructions that round a float32 vector to bfloat16 and convert the result back to float32."""
     c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)
     odd = builder.and_(builder.lshr(n, c(16)), c(1))
@@ -89,7 +89,7 @@ def emit_round_to_bfloat16(builder: Any, x: Any) -> Any:
 
 
 def emit_round_to_float16(builder: Any, x: Any) -> Any:
-    """Emit the instructions that round a vector of float32 to float16 and convert it back."""
+    """Emit the instructions that round a float32 vector to float16 and convert the result back to float32."""
     c = partial(_make_constant_vector, x.type.count)
     n = builder.bitcast(x, c(0).type)
     size = builder.and_(n, c(REST))

@@ -83,7 +83,8 @@ def make_polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
 
 @intrinsic
 def _add_magic_number(typingctx: Any, x: Any, factor: Any) -> Any:
-    """Return x * factor + 1.5 * 2^(mantissa bits), which has the integer nearest to x * factor in its low bits."""
+    """Return `x * factor + 1.5 * 2^(mantissa bits)`. The low bits of the result contain the integer nearest to
+    `x * factor`."""
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments, ir.Constant(arguments[0].type, 1.5 * 2.0 ** FLOATS[x][1]))
