@@ -253,8 +253,8 @@ def write_outer_product_into(xp: Any, p: Array, q: Array, start: int, out: Array
     """Write `out.size` elements of P Q^T to `out`, in row-major order, from element `start` on. If `subtract`, subtract
     them from `out` instead.
 
-    The outer products of columns are added one by one, without matmul, because every rank must get the same result, and
-    the last bits of the result of matmul may depend on the alignment of its operands."""
+    The outer products of columns are added one by one. A matmul is not used, because every rank must get the same
+    result, and the last bits of a matmul may depend on how its operands are aligned in memory."""
     if can_run_compiled_kernels(xp):
         from fsdpx.ext.compression.compiled import write_outer_product_into as body
 

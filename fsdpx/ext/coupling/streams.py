@@ -113,7 +113,7 @@ class Incoming:
 
 
 class Outgoing:
-    """Sends messages to other ranks, and keeps track of those in transit."""
+    """Sends messages to other ranks, and keeps track of the messages in transit."""
 
     def __init__(self, comm: Communicator, tag: int) -> None:
         self._comm, self._tag = comm, tag

@@ -470,8 +470,8 @@ class FieldDataset:
         """Return a copy of `source` that records its number of time windows, which is computed from its number of
         steps.
 
-        Raises DataError if `source` is too short for one window, or if its fields or numbers of channels differ from
-        those of the first file."""
+        Raises DataError if `source` is too short for one window, or if it differs from the first file in its fields or
+        their numbers of channels."""
         span = (self.inputs + self.targets - 1) * self.stride + 1
         if source.count == 0:
             raise make_data_error(source.file, f"{source.group or 'it'} has no trajectories")
@@ -680,7 +680,7 @@ def _read_block(array: Any, index_prefix: tuple[Any, ...], slices_per_dim: Seque
     """Return one array with the elements at all combinations of the slices in `slices_per_dim`, which has one list per
     dim.
 
-    `index_prefix` is the index along the dims that come before those in `slices_per_dim`."""
+    `index_prefix` is the index along the dims before the dims of `slices_per_dim`."""
     if not slices_per_dim:
         return np.asarray(array[index_prefix])
     found = [_read_block(array, (*index_prefix, one), slices_per_dim[1:]) for one in slices_per_dim[0]]

@@ -205,9 +205,9 @@ class FieldDerivative(_DerivativeLayer):
         `along`
     derivative : order of the derivative, 1 or 2; default 1
     spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
-        in width, pass an array with the positions of all values of the full field or, if values lie at cell centers,
-        with the bounds of all cells (one more than there are cells), as in (bounds, 0.1). A periodic dim requires the
-        bounds
+        in width, pass an array instead of a number, as in (bounds, 0.1). It holds the positions of all values of the
+        full field. If values lie at cell centers, it may instead hold the bounds of all cells, one more than there are
+        cells; a periodic dim requires the bounds
     periodic : whether the field is periodic: one bool for all dims, or one per dim. The ends of a dim that is not
         periodic are walls. Default False
     order : order of accuracy, 2 or 4; default 2

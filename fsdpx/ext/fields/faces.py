@@ -175,10 +175,9 @@ def _make_neighbor_halo(parts: FieldPartition, dim: int, outputs: Cuts, first: i
 class CellsToFaces(_NeighborLayer):
     """Moves values from cells to the faces across one dim: the mean of the two cells, or the derivative between them.
 
-    With inner products that weight cells by their widths, and faces by the distances between cell centers, this layer
-    is the adjoint of `FacesToCells` (for derivatives, with the opposite sign), provided that both fields are periodic
-    or 0 beyond the ends. The mean therefore weights cells by their widths, which preserves the integral of a periodic
-    field.
+    This layer is the adjoint of `FacesToCells` (for derivatives, with the opposite sign) if both fields are periodic or
+    0 beyond the ends. For this, inner products weight cells by their widths, and faces by the distances between cell
+    centers. The mean therefore also weights cells by their widths, which preserves the integral of a periodic field.
 
     Parameters
     ----------

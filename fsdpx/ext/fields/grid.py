@@ -82,9 +82,9 @@ class Grid(Domain):
     layout : order of the dims of arrays, one letter for each dim of the grid and "c" for the channels, such as "yxc",
         "cyx" or "zyxc"; without "c", arrays have no channels dim, and the model sees one channel. Default: channels
         last
-    dims : number of ranks along each dim. Default: those of a Cartesian `comm`, or those derived from `offsets`;
-        otherwise, all ranks are along a single dim. Without `offsets`, the last dim varies fastest from rank to rank (C
-        order), as in MPI's Cartesian communicators
+    dims : number of ranks along each dim. Default: taken from a Cartesian `comm`, or derived from `offsets`; otherwise,
+        all ranks are along a single dim. Without `offsets`, the last dim varies fastest from rank to rank (C order), as
+        in MPI's Cartesian communicators
     offsets : first cell of this rank's part in the full field along each dim, not counting ghost cells. Default: the
         parts follow each other in rank order
     ghosts : number of ghost cells that arrays have on each side of the part: one number for all dims, one per dim, or
@@ -290,8 +290,9 @@ class Grid(Domain):
 
         Returns
         -------
-        Grid to be passed as `domain=`. A model output that has the same size as one of the inputs, or as the cells or
-        faces of this grid, is partitioned in the same way
+        Grid
+            to be passed as `domain=`. A model output that has the same size as one of the inputs, or as the cells or
+            faces of this grid, is partitioned in the same way
 
         Raises
         ------

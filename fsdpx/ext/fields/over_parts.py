@@ -62,7 +62,8 @@ def partition_model_of_fields(
     """Convert a model as `partition_model` does, but allow several inputs and outputs, which may be fields or scalars.
 
     `parts` are the partitions of the inputs that are fields: one for all of them, or one for each. An output that has
-    the same number of cells as one of these partitions, or else as one of those in `known`, gets that partition."""
+    the same number of cells as one of these partitions, or else as one of the partitions `known`, gets that
+    partition."""
     scalars = find_scalar_inputs(model)
     fields = scalars.count(False)
     if len(parts) not in (1, fields):
@@ -124,8 +125,8 @@ def find_scalar_inputs(model: Layer) -> tuple[bool, ...]:
     """Return, for each input of a model, True if it consists of scalars, which every rank holds in full, or False if it
     is a field.
 
-    An input is taken to be scalars if it is read, directly or through elementwise layers, by a layer that cannot run on
-    a part of a field, such as `Linear`, or that expects scalars, such as `FiLM`. If all inputs would be scalars, return
+    An input is taken to be scalars if a layer that cannot run on a part of a field, such as `Linear`, or that expects
+    scalars, such as `FiLM`, reads it directly or through elementwise layers. If all inputs would be scalars, return
     False for all of them; sharding the model then raises an error that names the layer that cannot run on a part."""
     count = len(list_input_names(model))
     found = tuple(_find_scalar_reads(model, count, [False] * model.n_outputs))

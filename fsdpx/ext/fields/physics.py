@@ -20,8 +20,8 @@ __all__ = ["MatchMean", "PhysicsLoss"]
 
 
 class MatchMean(FieldLayer):
-    """Shifts y so that, for each channel and sample, its mean over all cells equals the mean of x: y - mean(y) +
-    mean(x).
+    """Shifts y so that, for each channel and sample, its mean over all cells equals the mean of x:
+    `y - mean(y) + mean(x)`.
 
     Takes two inputs y and x of the same shape (samples, channels, *cells). The result is the field closest to y that
     has the same mean as x. On a grid of ranks, the forward and the backward pass each all-reduce 8 bytes per sample and

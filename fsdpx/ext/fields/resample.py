@@ -45,8 +45,8 @@ class ConvTranspose(FieldLayer):
 
     The operation is the gradient of a convolution with respect to its input, plus a bias. The parameters are
     `weight (in_channels, out_channels / groups, *kernel_size)` and `bias (out_channels,)`, initialized from U(-k, k)
-    with k = 1/sqrt(out_channels / groups * prod(kernel_size)). From n cells along a dim, it makes (n - 1) * stride - 2
-    * padding + dilation * (kernel_size - 1) + output_padding + 1 cells.
+    with k = 1/sqrt(out_channels / groups * prod(kernel_size)). From n cells along a dim, it makes
+    `(n - 1) * stride - 2 * padding + dilation * (kernel_size - 1) + output_padding + 1` cells.
 
     Parameters
     ----------

@@ -302,7 +302,8 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
     @property
     def _stack_dim(self) -> int:
-        """The dim along which states are stacked: that of the channels or, on a mesh, of the node features."""
+        """The dim along which states are stacked: the dim of the channels or, on a mesh, the dim of the node
+        features."""
         return 1 if self.parts is None or self.parts.has_cells else 2
 
     def _get_dim(self, other: Array) -> int:

@@ -43,11 +43,11 @@ class PhysicsAttention(Composite):
 
     On a mesh, which needs `kernel_size=None`, input and output are (samples, nodes, channels).
 
-    Parameters are `in_project_x.*` and `in_project_fx.*` (projections of the cells, for the weights and for the
-    tokens), `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, `attend.temperature (1,
-    n_heads, 1, 1)`, which starts at 0.5 and acts within [0.1, 5], `attend.to_q.weight`, `attend.to_k.weight` and
-    `attend.to_v.weight`, all (channels / n_heads, channels / n_heads), and `to_out.weight` and `.bias`. The names of
-    Transolver's parameters are accepted too. The layer is one FSDP unit.
+    The parameters `in_project_x.*` and `in_project_fx.*` project the cells, for the weights and for the tokens. The
+    slices use `attend.in_project_slice.weight (n_slices, channels / n_heads)` and `.bias`, and `attend.temperature (1,
+    n_heads, 1, 1)`, which starts at 0.5 and is clipped to [0.1, 5]. The attention uses `attend.to_q.weight`,
+    `attend.to_k.weight` and `attend.to_v.weight`, all (channels / n_heads, channels / n_heads). The result is projected
+    by `to_out.weight` and `.bias`. The names of Transolver's parameters are accepted too. The layer is one FSDP unit.
 
     Parameters
     ----------

@@ -29,9 +29,9 @@ class TimeDistributed(Layer):
     """Applies a model to each of `steps` states that are stacked along dim 1, such as the result of a `Rollout`, and
     stacks the results in the same way.
 
-    It maps (samples, steps x channels, *cells) to (samples, steps x n), if the model returns scalars (samples, n) such
-    as the drag on a body, or to (samples, steps x n, *cells), if it returns a field of n channels. It has the same
-    parameters as the model, with the same names.
+    The input is (samples, steps x channels, *cells). If the model returns scalars (samples, n), such as the drag on a
+    body, the result is (samples, steps x n). If the model returns a field of n channels, the result is (samples, steps
+    x n, *cells). This layer has the same parameters as the model, with the same names.
 
     Parameters
     ----------

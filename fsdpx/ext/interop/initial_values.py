@@ -51,7 +51,7 @@ class InitialValues:
         }
 
     def broadcast_from_rank0(self, comm: Communicator) -> None:
-        """Replace the values with those of rank 0, because ranks may have drawn different ones. Collective."""
+        """Replace the values with the values of rank 0, because ranks may have drawn different ones. Collective."""
         for name in self._names:
             self._held[name] = array = np.ascontiguousarray(self.get_values(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()

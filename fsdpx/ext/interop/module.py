@@ -125,8 +125,8 @@ class AutogradLayer(Layer):
 
     @contextmanager
     def _explaining_dtype_errors(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
-        """Context manager that turns a dtype error of PyTorch into a ConfigError if the dtype of some buffers differs
-        from that of the inputs and parameters. The ConfigError names these buffers."""
+        """Context manager that turns a dtype error of PyTorch into a ConfigError if some buffers differ in dtype from
+        the inputs and parameters. The ConfigError names these buffers."""
         try:
             yield
         except RuntimeError as error:

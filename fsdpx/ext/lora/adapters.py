@@ -61,8 +61,8 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
     """Load LoRA adapters that `save_adapter` or PEFT wrote for layers with the same names. Collective.
 
-    Raises CheckpointError on all ranks, before anything changes, if the layers, rank or alpha in the files differ from
-    those of the model.
+    Raises CheckpointError on all ranks, before anything changes, if the files differ from the model in layers, rank or
+    alpha.
 
     Parameters
     ----------

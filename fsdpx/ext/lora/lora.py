@@ -42,7 +42,7 @@ class LoRALinear(Linear):
 
     `weight` and `bias` have the names and shapes of `Linear`. `lora_A.weight (rank, in)` is initialized from Kaiming's
     uniform distribution for a = sqrt(5), which is U(-k, k) with k = 1/sqrt(in). `lora_B.weight (out, rank)` is
-    initialized with zeros, so the initial output equals that of the Linear. Only x is saved; the backward pass
+    initialized with zeros, so the initial output equals the output of the Linear. Only x is saved; the backward pass
     recomputes the dropout mask and `dropout(x) @ A.T`.
 
     Parameters

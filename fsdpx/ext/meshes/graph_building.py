@@ -289,8 +289,8 @@ def _send_edges_to_receivers(comm: Any, size: int, given: GraphArguments, owners
 
 
 def _require_equal_features(comm: Any, edges: _Edges, rows: Table, first: Table, source: Table) -> None:
-    """Raise ConfigError on all ranks if the features that ranks pass for an edge differ from those of the lowest rank
-    that passes it.
+    """Raise ConfigError on all ranks if ranks pass different features for the same edge. Features are compared with
+    those of the lowest rank that passes the edge.
 
     Rows rows[i] and first[i] of `edges` hold the same edge. Rank source[first[i]] is the lowest rank that passes the
     edge, and rank source[rows[i]] may be another one."""

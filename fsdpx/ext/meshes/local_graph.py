@@ -49,16 +49,16 @@ class LocalGraph:
     """One rank's part of a graph: the nodes that it owns, its ghosts (copies of other ranks' nodes), and all edges
     whose receivers it owns.
 
-    Arrays of node values have the rows of the owned nodes, then those of the ghosts. Edges are sorted by receiver, and
-    those with the same receiver by the global number of the sender, so that edge values are summed in the same order on
-    any partition.
+    Arrays of node values have the rows of the owned nodes, followed by the rows of the ghosts. Edges are sorted by
+    receiver, and edges with the same receiver by the global number of the sender, so that edge values are summed in the
+    same order on any partition.
 
     Attributes
     ----------
     nodes, ghosts, edges : how many owned nodes, ghosts and edges the rank has
     numbers : global number of each row, (nodes + ghosts,)
     senders, receivers : row of the sender and of the receiver of each edge, (edges,)
-    offsets : the incoming edges of node i are those from offsets[i] up to, but not including, offsets[i + 1]
+    offsets : node i has the incoming edges from offsets[i] up to, but not including, offsets[i + 1]
     sender_order, sender_offsets : indices of the edges, sorted by sender; and where the outgoing edges of each row
         begin in this order, as in `offsets`
     sorted_receivers : the receivers of the edges in `sender_order`

@@ -635,7 +635,7 @@ class Partition(Domain):
         Returns
         -------
         numpy.ndarray
-            of the same shape as the input, except that the edges are those of this rank
+            of the same shape as the input, except for the number of edges: it has the edges of this rank
 
         Raises
         ------
@@ -664,7 +664,7 @@ class Partition(Domain):
         Returns
         -------
         array
-            of the same shape as the input, except that the nodes are those that this rank owns
+            of the same shape as the input, except for the number of nodes: it has the nodes that this rank owns
 
         Raises
         ------

@@ -56,7 +56,8 @@ class SolverMesh(NamedTuple):
 
 
 def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, positions: Any) -> SolverMesh:
-    """Return the graph of the dofs of a dolfinx function space. The arguments are those of `Partition.from_dolfinx`."""
+    """Return the graph of the dofs of a dolfinx function space. The arguments are the same as for
+    `Partition.from_dolfinx`."""
     dofs, topology = V.dofmap.index_map, V.mesh.topology
     numbers = _list_global_numbers(dofs)
     owned = np.arange(numbers.size) < dofs.size_local
@@ -83,7 +84,8 @@ def read_dolfinx_space(V: Any, pairs: Sequence[tuple[int, int]] | None, position
 
 
 def read_dmplex(dm: Any, nodes: str, positions: Any) -> SolverMesh:
-    """Return the graph of the vertices or cells of a DMPlex. The arguments are those of `Partition.from_dmplex`."""
+    """Return the graph of the vertices or cells of a DMPlex. The arguments are the same as for
+    `Partition.from_dmplex`."""
     of_cells = nodes == "cells"
     first, stop = dm.getHeightStratum(0) if of_cells else dm.getDepthStratum(0)
     given = (dm.getCellNumbering() if of_cells else dm.getVertexNumbering()).getIndices().astype(np.int64)
@@ -139,7 +141,7 @@ def exchange_cell_neighbors(comm: Any, size: int, mesh: SolverMesh) -> tuple[Tab
     """Return the edges (2, edges) between cells that share a facet, as rows, and the global number of each row.
     Collective.
 
-    The rows are those of `mesh`, followed by neighboring cells that this rank lacks. A rank lacks them if the solver
+    The rows of `mesh` come first, followed by the neighboring cells that this rank lacks. It lacks them if the solver
     has no ghost cells. Each edge is returned on only one rank, which owns one of its two cells."""
     assert mesh.facets is not None
     rows, shared = mesh.facets

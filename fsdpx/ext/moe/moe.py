@@ -299,11 +299,11 @@ class ShardedMoE(Layer):
     only a partial gradient of `router`, from the rows that it routed. The balancing loss includes the tokens of all
     ranks of the axis.
 
-    Communication per rank: let d be the bytes of a row, w the bytes of a routing weight, c the number of times that
-    this rank's rows chose experts on other ranks, and c' the number of times that other ranks' rows chose experts on
-    this rank. The rank sends c (d + w) + c' d bytes in the forward pass and c d + c' (d + w) bytes in the backward
-    pass. In addition, each rank sends its row counts, 8 bytes per expert, to every other rank. Without `sequence`, the
-    result and the gradient of the input are all-gathered.
+    Communication per rank: a row has d bytes, and a routing weight w bytes. This rank's rows choose experts on other
+    ranks c times, and other ranks' rows choose experts on this rank c' times. The rank sends c * (d + w) + c' * d bytes
+    in the forward pass and c * d + c' * (d + w) bytes in the backward pass. In addition, each rank sends its row
+    counts, 8 bytes per expert, to every other rank. Without `sequence`, the result and the gradient of the input are
+    all-gathered.
 
     Parameters
     ----------

@@ -45,8 +45,8 @@ _wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for
 
 @jit
 def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add):
-    """Compute the lines of outputs `from_line` to `to_line`. The arguments are those of `_convolve_lines` in `direct`,
-    except for `packed`.
+    """Compute the lines of outputs `from_line` to `to_line`. The arguments are the same as for `_convolve_lines` in
+    `direct`, except for `packed`.
 
     `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector; only the
     last block can be smaller, with as many lanes as a narrow vector."""
@@ -95,8 +95,8 @@ def _add_weight_gradient(
     from_plane, to_plane, x, dy, x_steps, y_steps, moves, runs, bounds, sizes, packed, channels, samples
 ):
     """Add the gradient of the weights to `packed`, which has the same layout as in `_convolve_lines`, for the window
-    offsets `from_plane` to `to_plane` along the first two dims. The other arguments are those of `_convolve_lines` in
-    `direct`."""
+    offsets `from_plane` to `to_plane` along the first two dims. The other arguments are the same as for
+    `_convolve_lines` in `direct`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -182,8 +182,8 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
 def _convolve_full_rows(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Convolve each channel of x with its kernel in `weight` (channels, *kernel). The other arguments are those of
-    `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias may have fewer channels."""
+    """Convolve each channel of x with its kernel in `weight` (channels, *kernel). The other arguments are the same as
+    for `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias may have fewer channels."""
     plan = plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add) if y.size else None
     if plan is None:
         return

@@ -385,11 +385,11 @@ def _convolve_lines(
     dim, counted over all samples.
 
     `x` and `y` are the addresses of the first cell and the first output. `x_steps` and `y_steps` are the numbers of
-    bytes from sample to sample, and from cell to cell along each dim. `moves`, (3 dims, 3), contains the numbers of
-    bytes in x from the cell of one output to the cell of the next output, from one window offset to the next, and from
-    the first cell to the first cell that output 0 reads. `runs` contains, for each dim d, bounds[d] runs (start, stop,
-    first offset, end of offsets) of outputs with the same window offsets. `sizes` is the number of window offsets along
-    each dim. Sums start from `start`, or from the previous values of the outputs if `add`."""
+    bytes from sample to sample, and from cell to cell along each dim. `moves`, (3 dims, 3), contains three numbers of
+    bytes in x for each dim: from the cell of one output to the cell of the next output, from one window offset to the
+    next, and from the first cell to the first cell that output 0 reads. `runs` contains, for each dim d, bounds[d] runs
+    (start, stop, first offset, end of offsets) of outputs with the same window offsets. `sizes` is the number of window
+    offsets along each dim. Sums start from `start`, or from the previous values of the outputs if `add`."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
