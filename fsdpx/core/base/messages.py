@@ -203,8 +203,8 @@ def wrap_lines(text: str, columns: int = COLUMNS) -> str:
 
 
 def wrap_for_terminal(text: str, stream: TextIO | None = None) -> str:
-    """Wrap text to the width of the terminal if `stream` (default: standard output) is a terminal, or if this process
-    is a rank, whose output a launcher forwards. Otherwise return the text unchanged."""
+    """Wrap text to the width of the terminal if `stream` (default: standard output) is a terminal. Also wrap it if this
+    process is a rank, because a launcher forwards the output of ranks. Otherwise return the text unchanged."""
     if (stream or sys.stdout).isatty() or environment.read_environment().launcher is not None:
         return wrap_lines(text, shutil.get_terminal_size().columns)
     return text

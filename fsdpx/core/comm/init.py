@@ -224,8 +224,8 @@ def open_world(
 
 
 def adopt_communicator(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
-    """Convert `comm` to a `Communicator`. If it is one, return it unchanged. If it is an mpi4py communicator, return a
-    communicator around a duplicate of it. For `backend` and `device_map`, see `open_world`."""
+    """Convert `comm` to a `Communicator`. A `Communicator` is returned unchanged. An mpi4py communicator is duplicated,
+    and the result is a `Communicator` that uses the duplicate. For `backend` and `device_map`, see `open_world`."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     comm = default_communicator.to_mpi4py(comm)

@@ -38,7 +38,7 @@ Pairs = Sequence[tuple[int, Array]]
 
 
 class Messenger(Protocol):
-    """The part of a backend that collectives built from point-to-point messages need."""
+    """The attributes and methods of a backend that are needed to build collectives from point-to-point messages."""
 
     rank: int
     size: int

@@ -107,9 +107,9 @@ def insert_gathers(actions: Actions, stage: Stage, ahead: int, keep: bool, resid
     """Insert the actions GATHER, which all-gathers the parameters of a page (flat buffer), and FREE, which frees the
     gathered parameters.
 
-    All future uses are known, so the pages that are gathered before an action are exactly those that it needs and the
-    `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing is freed. The pages in
-    `resident` are already gathered."""
+    All future uses are known. The pages that are gathered before an action are therefore exactly the pages that the
+    action needs, and the `ahead` pages that are needed next (Belady's rule with prefetch). If `keep` is true, nothing
+    is freed. The pages in `resident` are already gathered."""
     needs = [_list_pages_of_kind("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []

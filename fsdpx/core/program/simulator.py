@@ -112,8 +112,8 @@ Waits = tuple[tuple[Hashable, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTask:
-    """An action to simulate, with its dependencies. Dependencies are expressed by keys, which tasks complete and wait
-    for.
+    """An action to simulate, with its dependencies. A dependency is expressed by a key: one task completes the key, and
+    other tasks wait for it.
 
     Attributes
     ----------

@@ -19,8 +19,8 @@ class StepChoices:
     ----------
     seed : seed for initialization and dropout
     clip_norm : maximum global gradient norm; None: no clipping
-    reproducible_chunks : number of equal parts of the global batch whose gradients are added along a fixed tree, so
-        that results do not depend on the number of ranks; None: gradients are added as they are computed
+    reproducible_chunks : number of equal parts into which the global batch is split. Their gradients are added along a
+        fixed tree, so that results do not depend on the number of ranks. None: gradients are added as they are computed
     """
 
     seed: int = make_option_field(0, make_min_int_predicate(0), "a whole number, 0 or more")

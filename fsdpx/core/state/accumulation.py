@@ -255,15 +255,15 @@ class TreeAccumulation:
 
     @property
     def _nodes_of_shard_ranks(self) -> list[tuple[TreeNode, ...]]:
-        """For each rank along this rank's shard axis, the nodes of the binary tree whose values add up to the sum over
-        that rank's chunks (parts of the batch)."""
+        """For each rank along this rank's shard axis, nodes of the binary tree. The values of these nodes add up to the
+        sum over the chunks (parts of the batch) of that rank."""
         base = self.replica[0] * self.shard[1]
         return [self._cover_chunks_of_ranks(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
     def _nodes_of_replicas(self) -> list[tuple[TreeNode, ...]]:
-        """For each replica, the nodes of the binary tree whose values add up to the sum over that replica's chunks
-        (parts of the batch)."""
+        """For each replica, nodes of the binary tree. The values of these nodes add up to the sum over the chunks
+        (parts of the batch) of that replica."""
         width = self.shard[1]
         return [self._cover_chunks_of_ranks(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 

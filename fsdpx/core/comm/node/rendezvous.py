@@ -153,7 +153,7 @@ class NodeGroup:
 
     def _is_slot_free(self, slot: int) -> bool:
         """Return whether the collective in a slot of the board (shared records) no longer needs its records, so that a
-        later one may overwrite them."""
+        later collective may overwrite these records."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
@@ -184,8 +184,9 @@ class NodeGroup:
         return self.memory.view_elements(self.board.read_words(index, number, 3), start, size, dtype)
 
     def view_host_slices(self, number: int, own: Array, start: int) -> list[Array]:
-        """For each rank of this host, in rank order, return a slice of the array that it has announced for collective
-        number `number`. Each slice begins at element `start` and is as long as `own`, this rank's own slice."""
+        """For each rank of this host, in rank order, return a slice of the array that the rank has announced for
+        collective number `number`. Each slice begins at element `start` and is as long as `own`, this rank's own
+        slice."""
         count = range(len(self.ranks))
         return [own if i == self.lane else self.view_peer_slice(i, number, start, own.size, own.dtype) for i in count]
 
