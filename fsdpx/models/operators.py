@@ -74,8 +74,8 @@ def from_state_dict(source: Mapping[str, Any] | str | PathLike[str], **options: 
     """Build the field or mesh model that the given weights belong to, and initialize it with these weights. Every rank
     must pass the same weights.
 
-    Supported field models are the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well,
-    `neuralop.models.FNO` of neuraloperator 2.0 with dense weights, and FNO1d to FNO3d of PDEBench, whose last input
+    Supported field models are: the usual U-Net (Buda et al. 2019) and its versions in PDEBench and The Well;
+    `neuralop.models.FNO` of neuraloperator 2.0 with dense weights; and FNO1d to FNO3d of PDEBench, whose last input
     channels are the coordinates of the cells. Supported mesh models are `MeshGraphNet` of PhysicsNeMo, and the model of
     the TensorFlow program by Pfaff et al. (2021). For the latter, `source` maps names of variables to their values, and
     the statistics for normalization are not read.

@@ -399,7 +399,7 @@ def _add_sharded_row_gradients(env: LayerContext, gw: Array, x: Array, dy: Array
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _localize_index(env, index, total)
-        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values to select rows by
+        if not getattr(xp, "holds_no_data", False):  # shape-only arrays have no values by which rows could be selected
             own_rows = xp.flatnonzero(inside)
             index, rows = index[own_rows], rows[own_rows]
     kernels.embedding_backward(xp, gw, index, rows)

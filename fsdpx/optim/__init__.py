@@ -1,4 +1,4 @@
-"""Optimizers, which update this rank's flat parameter shard in place, and learning rate schedules."""
+"""Optimizers and learning-rate schedules. An optimizer updates this rank's flat parameter shard in place."""
 
 from typing import TYPE_CHECKING
 

@@ -170,9 +170,9 @@ class NumberRange:
         return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
 
     def iterate_runs_of_equal_upper_word(self) -> Iterator[tuple[slice, int, int, int]]:
-        """Split the range into runs of positions that share their upper 32 bits. For each run, yield its slice of this
-        range, the lower 32 bits of its first position, and the two key words with which the lower bits are to be
-        mixed."""
+        """Split the range into runs of positions that share their upper 32 bits. For each run, yield three values: the
+        run's slice of this range, the lower 32 bits of the run's first position, and the two key words that are to be
+        mixed with the lower bits."""
         key0, key1 = (int(key) & WORD_MASK for key in self.keys)
         position = self.start
         while position < self.stop:

@@ -68,7 +68,7 @@ def attention(
 
     Returns
     -------
-    o (B, H, T, D), and lse (B, H, T), the logarithm of each row's sum of exponentials, which the backward pass needs
+    o (B, H, T, D) and lse (B, H, T). lse is the logarithm of each row's sum of exponentials; the backward pass needs it
         (Rabe and Staats 2021). o is stored with time before heads, so that merging the heads needs no copy. Peak
         memory: T x S scores of one head, or 64 rows of these scores in compiled code.
     """

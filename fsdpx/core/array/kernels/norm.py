@@ -51,8 +51,9 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 @kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Add the parameter gradients of `layer_norm`: the sum of `dy * n` over the rows to gw, where n is the normalized
-    row, and the sum of dy over the rows to gb. gw or gb may be None."""
+    """Add the parameter gradients of `layer_norm` to gw and gb, either of which may be None. The weight gradient is
+    the sum of `dy * n` over the rows, where n is the normalized row. The bias gradient is the sum of dy over the
+    rows."""
     if gw is not None:
         gw += xp.sum(dy * ((x - mean[:, None]) * rstd[:, None]), axis=0)
     if gb is not None:

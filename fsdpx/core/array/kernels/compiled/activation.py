@@ -97,7 +97,7 @@ def compute_gelu_tanh_derivative(x):
 
 
 def _make_elementwise_loop(function: Any) -> Any:
-    """Return a compiled loop that computes y = function(x) for each element."""
+    """Return a compiled loop that computes `y = function(x)` for each element."""
 
     def map_loop(x, y):
         use_widest_vectors()
@@ -236,7 +236,7 @@ def gated_backward(
 
 
 def _make_gelu_recompute_loop(function: Any, derivative: Any) -> Any:
-    """Return a compiled loop that, for each element, computes y = function(x) and multiplies dy by derivative(x) in
+    """Return a compiled loop that, for each element, computes `y = function(x)` and multiplies dy by `derivative(x)` in
     place."""
 
     def recompute_loop(x, dy, y):
@@ -288,7 +288,7 @@ def _add_bias_loop(y, bias):
 
 
 def _make_add_bias_loop(function: Any) -> Any:
-    """Return a compiled loop that adds bias to h in place, and computes y = function(h)."""
+    """Return a compiled loop that adds bias to h in place, and computes `y = function(h)`."""
 
     def bias_loop(h, y, bias):
         use_widest_vectors()

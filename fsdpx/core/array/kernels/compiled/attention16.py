@@ -52,10 +52,10 @@ def multiply_tiles_into(a, down, along, b, b_row, c, c_row, rows, columns, words
     """Compute `c = a @ b`, or `c += a @ b` if `add` is true, for bfloat16 matrices a and b and a float32 matrix c. The
     matrices are passed as addresses.
 
-    c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns), where each
-    word holds two neighboring numbers of the summed dim. `b_row` and `c_row` are the distances between rows of b and
-    of c. All strides and distances are in bytes. `rows` is rounded up to a multiple of ROWS; `columns` must be a
-    multiple of `SIZE_MULTIPLE`."""
+    c is (rows, columns), a is (rows, words) with the strides `down` and `along`, and b is (words, columns). A word
+    holds two neighboring numbers of the summed dim. `b_row` and `c_row` are the distances between rows of b and of c.
+    All strides and distances are in bytes. `rows` is rounded up to a multiple of ROWS; `columns` must be a multiple of
+    `SIZE_MULTIPLE`."""
     for j in range(0, columns, VECTORS * LANES):
         for i in range(0, rows, ROWS):
             _multiply_tile_into(a + i * down, down, along, b + 4 * j, b_row, c + i * c_row + 4 * j, c_row, words, add)
@@ -263,8 +263,8 @@ def _copy_head_rows_into(x, b, h, start, stop, out):
 
 @jit
 def _write_scaled_head_rows(out, b, h, start, stop, x, factors, block):
-    """Multiply row i of x by factors[i], round the products in the buffer `block`, and write them to `out`, in the rows
-    [start, stop) of sample b and head h."""
+    """Multiply row i of x by `factors[i]`, round the products in the buffer `block`, and write them to the rows [start,
+    stop) of sample b and head h in `out`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
             block[i, j] = round_to_dtype_of(block, x[i, j] * factors[i])

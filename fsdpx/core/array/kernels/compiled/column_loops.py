@@ -103,7 +103,7 @@ def _make_loop_over_vectors(formula: Formula, writes: bool, nbytes: int, vectors
 def _list_addresses(
     context: Any, builder: Any, kind: Any, packed: Any, column: Any, row: Any = None
 ) -> list[tuple[Any, Any, Any]]:
-    """Return, for each array, a tuple of the address of the element at `column` (in `row`, if given), the distance
+    """Return one tuple for each array: the address of the element at `column` (in `row`, if given), the distance
     between rows in bytes, and the LLVM type of an element."""
     found = []
     for n, one in enumerate(kind.types):

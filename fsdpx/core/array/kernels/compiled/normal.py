@@ -78,7 +78,7 @@ def fill_raw_numbers(out, start, key0, key1):
 
 
 PIECE_ELEMENTS = 1024  # number of elements whose random numbers fit into the L1 cache
-FRACTION_SHIFT = np.uint64(11)  # a right shift of a 64-bit number by this leaves 53 bits
+FRACTION_SHIFT = np.uint64(11)  # shifting a 64-bit number right by this many bits leaves 53 bits
 HALF_ROOT = 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2)
 MANTISSA = (1 << 52) - 1
 
@@ -154,7 +154,7 @@ def normal(numbers: NumberRange) -> np.ndarray:
     return out
 
 
-CHANCE_SHIFT = np.uint64(40)  # a right shift of a 64-bit number by this leaves 24 bits
+CHANCE_SHIFT = np.uint64(40)  # shifting a 64-bit number right by this many bits leaves 24 bits
 
 
 @jit

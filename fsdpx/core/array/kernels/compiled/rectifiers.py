@@ -73,7 +73,7 @@ def compute_tanh_backward(y, dy, _, __):
 
 
 def _make_loop(function: Any) -> Any:
-    """Return a compiled loop that computes y = function(x, first, second) for each element."""
+    """Return a compiled loop that computes `y = function(x, first, second)` for each element."""
 
     def one_array_loop(x, y, first, second):
         use_widest_vectors()
@@ -84,7 +84,7 @@ def _make_loop(function: Any) -> Any:
 
 
 def _make_backward_loop(function: Any) -> Any:
-    """Return a compiled loop that computes dx = function(x, dy, first, second) for each element."""
+    """Return a compiled loop that computes `dx = function(x, dy, first, second)` for each element."""
 
     def two_arrays_loop(x, dy, dx, first, second):
         use_widest_vectors()

@@ -106,8 +106,8 @@ def _remove_magic_number(typingctx: Any, x: Any) -> Any:
 def _multiply_by_power_of_two(typingctx: Any, x: Any, shifted: Any) -> Any:
     """Return `x * 2^n` for x near 1. n is the integer in the low bits of `shifted`, a result of `_add_magic_number`.
 
-    Half of n is added to the exponent of x, which cannot overflow. The result is then multiplied by 2 to the power of
-    the other half, so that overflow and gradual underflow are correct."""
+    First, half of n is added to the exponent of x; this cannot overflow. The result is then multiplied by 2 to the
+    power of the other half, so that overflow and gradual underflow are correct."""
     size, mantissa, bias = FLOATS[x]
 
     def emit_ir(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
