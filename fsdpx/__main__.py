@@ -26,7 +26,8 @@ class Command(NamedTuple):
     help : one line that describes the command
     function : "module:function" in fsdpx/launch; the function returns an exit status, or text to print
     options : function that adds the command's options to a parser
-    example : arguments after `fsdpx`, or after `mpiexec -n 4 python -m fsdpx` if they begin with `mpiexec`
+    example : arguments of an example. A first word `mpiexec` stands for `mpiexec -n 4 python -m fsdpx`; without it, the
+        example begins with `python -m fsdpx`
     """
 
     help: str

@@ -78,7 +78,7 @@ class FsdpxError(Exception):
 
 
 class ConfigError(FsdpxError, ValueError):
-    """Raised for an option, a model, or a combination of these that cannot work."""
+    """Raised for an option or a model that cannot work, or for options and models that cannot work together."""
 
 
 class MeshError(ConfigError):

@@ -421,8 +421,8 @@ class LocalSyncPolicy(SyncPolicy):
     def gather_checkpoint_counters(self, state: TrainState) -> dict[str, Any]:
         """Return the information about local training that a checkpoint stores. Collective.
 
-        These are the schedule of rounds and, for each replica and fragment, the loss weight of the data on which the
-        replica has trained since it last sent the fragment."""
+        The information consists of the schedule of rounds and, for each replica and fragment, of the loss weight of the
+        data on which the replica has trained since it last sent the fragment."""
         replica = self.placement.axes.replica
         weights = self.placement.all_gather_numbers(state.store[TRAINED], "weights of replicas", replica)
         return {**self._saved_rounds, "weights": weights}

@@ -55,9 +55,10 @@ class CommonMemory:
     """Parameters and optimizer state in a shared-memory window, which every rank can read and update without involving
     the rank that owns the data. The constructor is collective.
 
-    Each rank owns one part of the window. It consists of arrays of these kinds: "words" (counters, stored before each
-    page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of gradients). If
-    `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a model."""
+    Each rank owns one part of the window. A part consists of arrays of these kinds: "words" (counters, stored before
+    each page), "master" (parameters), "slot" and "average" (optimizer state) and, if `added`, "added" (sum of
+    gradients). If `sharded`, all ranks update one model, of which each owns a shard; otherwise each rank owns a
+    model."""
 
     def __init__(self, placement: Placement, sharded: bool, added: bool) -> None:
         self.placement, world = placement, placement.axes.world
@@ -216,7 +217,7 @@ class AsyncSGD(OwnSpeed):
     ----------
     staleness : number of steps that a rank may be ahead of the slowest rank. 0: ranks step together, and the gradients
         of a step are added in rank order before one update, as in synchronous training. 1 or more: each gradient is
-        applied in an update of its own. None (default): no limit
+        applied in a separate update. None (default): no limit
     by_staleness : whether to divide the learning rate of an update by 1 + n, where n is the number of other updates
         since the rank read the parameters (Zhang et al., IJCAI'16)
     """
@@ -546,7 +547,7 @@ class OwnSpeedPolicy(SyncPolicy):
         """Return all elements of a page of parameters or optimizer state, without involving other ranks. Not
         collective.
 
-        They are assembled from all shards or, if each rank has its own model, averaged over the models."""
+        The elements are assembled from all shards or, if each rank has its own model, averaged over the models."""
         if self.choice.sharded:
             here = self.placement.pages[key.page]
             if self.choice.staleness == 0:

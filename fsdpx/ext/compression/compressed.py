@@ -204,8 +204,8 @@ class CompressedCodec(Codec):
 
 
 def _make_random_stream(step: int, sender: int, owner: int | str, size: int) -> NumberRange:
-    """Return the random stream that `sender` uses to round what it packs for `owner` (a rank, or "all" for all ranks)
-    in reduction number `step`."""
+    """Return the random numbers with which rank `sender` rounds the part that it packs for `owner` (a rank, or "all"
+    for all ranks) in reduction number `step`."""
     return NumberRange(step, f"codec {sender} to {owner}", 0, size)
 
 

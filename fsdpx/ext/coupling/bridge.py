@@ -79,10 +79,10 @@ class Bridge:
     trainer : on training ranks, their grid, without ghost cells; None on solver ranks
     mode : what happens if one side is faster. All ranks pass the same mode. "lockstep": `send` returns when the other
         side has received the fields. "queue" (default): `send` waits only while `depth` snapshots are in transit.
-        "latest": `send` drops snapshots for which the other side is not ready. On solver ranks, it never waits, neither
-        for the trainer nor for other solver ranks; when the trainer asks for a snapshot, it receives the first one that
-        all solver ranks can still send. From trainer to solver, `send` is collective over the training ranks, and the
-        newest snapshot and weights always arrive in the end, even if the trainer has closed the bridge
+        "latest": `send` drops snapshots for which the other side is not ready. On solver ranks, `send` never waits,
+        neither for the trainer nor for other solver ranks; when the trainer asks for a snapshot, it receives the first
+        one that all solver ranks can still send. From trainer to solver, `send` is collective over the training ranks,
+        and the newest snapshot and weights always arrive in the end, even if the trainer has closed the bridge
     depth : maximum number of snapshots in transit in mode "queue"; default 2
 
     Raises
@@ -408,8 +408,8 @@ def _require_equal_contents(messages: list[tuple[Overlap, Any, list[np.ndarray]]
 
 def _announce_end_at_exit(comm: Communicator, senders: list[Sender], receivers: list[Receiver]) -> Any:
     """Register a function to run at exit that tells the other side that this rank's script has ended without closing
-    the bridge, and return this function. If ranks are threads, it is not registered, because threads report a missing
-    call themselves."""
+    the bridge, and return this function. If ranks are threads, the function is not registered, because threads report a
+    missing call themselves."""
 
     def announce_end() -> None:
         for receiver in receivers:

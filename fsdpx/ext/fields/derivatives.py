@@ -205,9 +205,9 @@ class FieldDerivative(_DerivativeLayer):
         `along`
     derivative : order of the derivative, 1 or 2; default 1
     spacing : distance between cells: one number for all dims, or one per dim; default 1. For a dim whose cells differ
-        in width, pass an array instead of a number, as in (bounds, 0.1). It holds the positions of all values of the
-        full field. If values lie at cell centers, it may instead hold the bounds of all cells, one more than there are
-        cells; a periodic dim requires the bounds
+        in width, pass an array instead of a number, as in (bounds, 0.1): the positions of all values of the full field
+        or, if values lie at cell centers, the bounds of all cells (one more than there are cells). A periodic dim
+        requires the bounds
     periodic : whether the field is periodic: one bool for all dims, or one per dim. The ends of a dim that is not
         periodic are walls. Default False
     order : order of accuracy, 2 or 4; default 2
@@ -358,8 +358,8 @@ def _find_stretched_taps(
     halo: HaloSpec, rank: int, periodic: bool, scheme: tuple[int, int], spacing: CellPositions, name: str
 ) -> tuple[StencilTap, ...]:
     """Return the stencil taps of a rank along a dim whose cells lie at the positions `spacing`. The stencils cover the
-    same cells as those for equidistant positions, and their weights follow Fornberg (1988). Raises ShapeError, with the
-    `name` of the dim, if the number of positions does not match the number of cells."""
+    same cells as for equidistant positions; their weights follow Fornberg (1988). Raises ShapeError, with the `name` of
+    the dim, if the number of positions does not match the number of cells."""
     start, stop, (first, _) = halo.cuts[rank], halo.cuts[rank + 1], halo.needs[rank]
     n, found = halo.cuts[-1], []
     positions, period = spacing.compute_value_positions(n, periodic, name)

@@ -76,7 +76,7 @@ class CRPS(Loss):
             self.weights.require_broadcastable(self, wanted)
 
     def _split_members(self, env: LayerContext, y: Array, target: Array) -> tuple[Array, Array | None]:
-        """Return x_m - t as (samples, members, channels, *cells), and weights that can be broadcast to it."""
+        """Return x_m - t as (samples, members, channels, *cells), and weights that can be broadcast to this shape."""
         members = y.reshape(y.shape[0], self.members, *target.shape[1:])
         apart, _, w = compute_masked_difference(env, members, target[:, None], self.weights, self.skipna)
         return apart, w

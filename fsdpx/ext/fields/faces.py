@@ -117,8 +117,9 @@ class _NeighborLayer(FieldLayer):
         return exchange_halo_backward(env, wide, (saved.halo,)), ()
 
     def _weigh_neighbors(self, env: LayerContext, move: NeighborMove, x: Array) -> list[tuple[Array, tuple[Any, ...]]]:
-        """Return two pairs (weights, index), for the lower and for the upper neighbors: their weights in this rank's
-        outputs, and their index in the array of own values and halo."""
+        """Return two pairs (weights, index), one for the lower neighbors and one for the upper neighbors. `weights` has
+        a number for each of this rank's outputs, and `index` selects the neighbors from the array of own values and
+        halo."""
         rank = get_rank_along(env, move.halo.cuts, self.dim)
         start, stop = move.outputs[rank], move.outputs[rank + 1]
         return [

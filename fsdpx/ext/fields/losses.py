@@ -68,8 +68,8 @@ class FieldLoss(Loss):
         """Return this rank's share (total, weight) of the loss: the field's total and weight, each divided by the
         number of ranks that hold parts of the field.
 
-        The total for the field is the sum of those `values` whose entry in `counts` is above 0, and its weight is their
-        number. All ranks of a field hold the same values, so each returns an equal share."""
+        The total for the field is the sum of those `values` whose entry in `counts` is above 0, and the weight is the
+        number of these values. All ranks of a field hold the same values, so each returns an equal share."""
         xp, ranks = env.xp, env.mesh.parts.size
         counted = counts > 0
         return float(xp.where(counted, values, 0.0).sum()) / ranks, float(counted.sum(dtype=np.float64)) / ranks
@@ -256,8 +256,8 @@ class BandRMSE(RootLoss):
         return (inside if self.high is not None else apart - inside).astype(apart.dtype), target, None
 
     def _filter_band(self, env: LayerContext, error: Array, stop: float) -> Array:
-        """Return the error without all modes whose wavenumber is at least `stop` or, if `high` is given, below
-        `low`."""
+        """Return the error after removing all modes with a wavenumber of at least `stop` and, if `high` is given, also
+        all modes with a wavenumber below `low`."""
         xp, cuts_of = env.xp, self._get_cuts(error)
         waves, tables, cells = [], [], math.prod(cuts[-1] for cuts in cuts_of)
         for d, cuts in enumerate(cuts_of):

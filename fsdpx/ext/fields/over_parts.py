@@ -204,6 +204,6 @@ def _plan_redistributions(reader: Layer, kinds: Sequence[Kind]) -> list[Redistri
 
 
 def _can_take_ghosts(layer: Layer) -> bool:
-    """Return whether a layer accepts inputs with ghost cells. It does if it reads ghost cells, or if it acts on each
-    element separately, so that its output has ghost cells as well."""
+    """Return whether a layer accepts inputs with ghost cells. A layer does if it reads ghost cells, or if it acts on
+    each element separately, so that the output has ghost cells as well."""
     return layer.takes_ghosts or layer.acts_on == "element"

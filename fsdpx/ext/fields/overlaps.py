@@ -68,8 +68,8 @@ def find_overlaps(dims: Sequence[int], letters: str, periods: Sequence[bool], en
     overlap are left out.
 
     Parts overlap along a dim if all pairs of neighbors that can be compared have rows in common. For each dim, `dims`
-    holds the number of ranks, `letters` the name, and `periods` whether it is periodic. `ends` holds the hashes from
-    all ranks of the field, in the order of the grid."""
+    holds the number of ranks, `letters` the name, and `periods` whether the dim is periodic. `ends` holds the hashes
+    from all ranks of the field, in the order of the grid."""
     found: dict[str, int] = {}
     places = np.arange(len(ends)).reshape(tuple(dims))
     for dim, letter in enumerate(letters):

@@ -53,7 +53,7 @@ class Pool(WindowLayer):
             raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
 
     def exchange_window_halo(self, env: LayerContext, x: Array) -> tuple[Array, Any, WindowStrides, tuple[int, ...]]:
-        """Exchange the halo that this rank's windows need, and return all cells under them. Communicates with
+        """Exchange the halo that this rank's windows need, and return all cells under these windows. Communicates with
         neighboring ranks.
 
         Returns the cells, the halo specs, the windows, and the number of outputs along each dim. Raises ShapeError if

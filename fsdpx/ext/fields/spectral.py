@@ -54,8 +54,8 @@ class SpectralConv(FieldLayer):
 
     On a grid of ranks, the partial sums of modes are reduce-scattered, each rank multiplies its share of the modes, and
     the results are all-gathered: two collectives in the forward pass and two in the backward pass. The weight is not
-    partitioned by modes: with "ddp", each rank holds the full weight, and its gradients are summed like all others;
-    "fsdp" shards the weight like other parameters, and gathers it before use.
+    partitioned by modes: with "ddp", each rank holds the full weight, whose gradients are summed over the ranks like
+    all other gradients; "fsdp" shards the weight like other parameters, and gathers it before use.
 
     Parameters
     ----------

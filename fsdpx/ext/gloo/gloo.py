@@ -399,8 +399,8 @@ def _view_bool_as_uint8(array: Array) -> Array:
 
 
 def _as_byte_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor of the bytes of an array. The tensor shares the array's memory. For a read-only array, it is a
-    copy, which can be sent but must not be received into."""
+    """Return a tensor of the bytes of an array. The tensor shares the array's memory. For a read-only array, the tensor
+    is a copy, which can be sent but must not be received into."""
     data = array.view(np.uint8)
     return torch.from_numpy(data if data.flags.writeable else data.copy())
 

@@ -146,8 +146,8 @@ def _import_cublas() -> Any:
 
 
 class CublasLibrary:
-    """The functions of cuBLAS that CuPy wraps, without CuPy's check that refuses them while a graph is recorded. cuBLAS
-    itself supports them."""
+    """The functions of cuBLAS that CuPy wraps, without CuPy's check that refuses these functions while a CUDA graph is
+    recorded. cuBLAS itself supports them."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -54,9 +54,8 @@ class OneDNN:
     ) -> None:
         """Compute out = a @ b + bias, or out += a @ b.
 
-        a `(m, k)` and b `(k, n)` are bfloat16 or float16 with unit stride in one of their dims. out has contiguous
-        rows, in the dtype of a and b or in float32. bias is `(n,)`. Alternatively, a and b are int8, and out is
-        float32."""
+        a `(m, k)` and b `(k, n)` are bfloat16 or float16, each with unit stride in one dim. out has contiguous rows, in
+        the dtype of a and b or in float32. bias is `(n,)`. Alternatively, a and b are int8, and out is float32."""
         layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
         key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
         known = self._get_primitives_of_thread()

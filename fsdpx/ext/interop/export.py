@@ -548,9 +548,10 @@ class _ExportPlan:
         return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
 
     def _find_unit(self, node: fx.Node) -> str | None:
-        """Return the name of the unit to which an operation belongs, or None if it belongs to none.
+        """Return the name of the unit to which an operation belongs, or None if it belongs to no unit.
 
-        The unit is the outermost module around the operation that was selected as a unit or has parameters of its own.
+        Among the modules that contain the operation, the unit is the outermost one that was selected as a unit or has
+        parameters of its own.
         """
         path = _get_module_path(node)
         names = path.split(".") if path else []

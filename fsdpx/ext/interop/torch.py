@@ -27,7 +27,8 @@ __all__ = ["TorchLoss", "TorchModule", "adapt_torch", "from_torch", "to_array", 
 
 def adapt_torch(model: Any, loss: Any, domain: Any = None) -> tuple[Any, Any]:
     """Return the model and the loss, with a PyTorch module converted to a layer and a PyTorch loss to a `TorchLoss`.
-    Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run over it."""
+    Anything else is returned unchanged. If `domain` is a grid, the module is converted to layers that run over this
+    grid."""
     is_module = isinstance(model, torch.nn.Module)
     layer = from_torch(model, domain=domain if _is_grid(domain) else None) if is_module else model
     return layer, TorchLoss(loss) if isinstance(loss, torch.nn.Module) else loss

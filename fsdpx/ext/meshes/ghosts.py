@@ -43,8 +43,8 @@ class ExchangeGhosts(GraphLayer):
 
 def append_ghosts(env: LayerContext, graph: LocalGraph, layer: Any, x: Array) -> Array:
     """Return the values x (samples, nodes, features) of owned nodes, followed by the values of the ghosts. Communicates
-    with the ranks that own this rank's ghosts, and with those that have its nodes as ghosts. Error messages name
-    `layer`."""
+    with the ranks that own this rank's ghosts, and with the ranks that have this rank's nodes as ghosts. Error messages
+    name `layer`."""
     return start_appending_ghosts(env, graph, layer, x)()
 
 

@@ -157,7 +157,8 @@ def exchange_arrays(comm: Any, pieces: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 def find_rows(numbers: Table, wanted: Table) -> Table:
-    """Return the index in `numbers` of each of the numbers `wanted`, each of which must occur there once."""
+    """Return the index in `numbers` of each number in `wanted`. Each of these numbers must occur exactly once in
+    `numbers`."""
     order = np.argsort(numbers, kind="stable")
     return order[np.searchsorted(numbers, wanted, sorter=order)]
 

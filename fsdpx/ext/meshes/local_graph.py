@@ -111,8 +111,8 @@ class LocalGraph:
 
     @cached_property
     def edge_slots(self) -> np.ndarray:
-        """A number for each edge, which does not depend on the partition: its receiver's global number times `slots`,
-        plus its position among the incoming edges of its receiver."""
+        """A number for each edge, which does not depend on the partition: the global number of the edge's receiver
+        times `slots`, plus the position of the edge among the incoming edges of this receiver."""
         inside = np.arange(self.receivers.size) - self.offsets[self.receivers]
         return self.numbers[self.receivers] * self.slots + inside
 

@@ -177,7 +177,7 @@ class MoE(Layer):
         return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _group_choices_by_expert(self, xp: Any, chosen: Array) -> list[Array]:
-        """Return, for each expert, the positions in the flattened array `chosen` at which it occurs.
+        """Return, for each expert, the positions in the flattened array `chosen` at which this expert occurs.
 
         On shape-only arrays, all experts get the same number of positions."""
         places = chosen.reshape(-1)

@@ -459,8 +459,8 @@ def correlate_backward_params(
 
 
 def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number of groups, slice of their input channels, slice of their outputs) for each set of groups that are
-    computed together."""
+    """Yield, for each set of groups that are computed together, (number of groups, slice of the input channels of these
+    groups, slice of their outputs)."""
     inner, outer = x.shape[-1] // strides.groups, y.shape[-1] // strides.groups
     together = 1 if strides.groups == 1 else -(-GROUP_OUTPUTS // outer)
     for g in range(0, strides.groups, together):
