@@ -329,7 +329,7 @@ class WaitedMessages:
             raise self._error
 
     def abandon(self) -> None:
-        """Make the background thread return: also wait here for its messages, with a short timeout.
+        """Make the background thread return: also wait here for the thread's messages, with a short timeout.
 
         When a wait times out, Gloo fails all pending operations of the group, including the thread's."""
         for work in self._works:

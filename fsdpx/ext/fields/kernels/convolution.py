@@ -38,8 +38,8 @@ class WindowStrides(NamedTuple):
     def iterate_window_offsets(
         self, sizes: Sequence[int], cells: Sequence[int]
     ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield (offset, outputs, cells) for each window offset. `outputs` is the index of the outputs whose cell at
-        this offset is inside the field, and `cells` the index of the cells that these outputs read.
+        """Yield (offset, index of outputs, index of cells) for each window offset. Only outputs are selected whose cell
+        at this offset is inside the field; the cells are those that these outputs read at this offset.
 
         `sizes` is the number of outputs along each dim, and `cells` the number of input cells."""
         for offset in product(*map(range, self.kernel)):
