@@ -92,4 +92,4 @@ def main(comm, folder):
 
 
 if __name__ == "__main__":
-    main(MPI.COMM_WORLD, Path(sys.argv[1]))
+    main(MPI.COMM_WORLD, Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint"))
