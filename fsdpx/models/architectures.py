@@ -57,8 +57,8 @@ class Architecture:
     ignored_fields : configuration fields that do not change the model. A field that is neither in one of these three
         tables nor common to all architectures is an error
     aliases : for each alternative name of a configuration field, its usual name
-    tied : dict that maps the name of each tensor that is tied if `tie_word_embeddings` is set to the name of the tensor
-        to which it is tied; the first entry is the head
+    tied : for models with `tie_word_embeddings`, a dict that maps the name of each tied tensor to the name of the
+        tensor to which it is tied; the first entry is the head
     """
 
     make_model: Callable[..., Container]

@@ -54,8 +54,8 @@ MAX_COPIED_BYTES = 1 << 30
 
 
 def save_pretrained(trainer: Any, folder: str | os.PathLike[str], *, dtype: DtypeName | None = None) -> None:
-    """Save a model that was loaded by `fsdpx.models.from_pretrained` in a folder that transformers can load. All ranks
-    write in parallel. Collective.
+    """Save a model in a folder that transformers can load. The model must have been loaded by
+    `fsdpx.models.from_pretrained`. All ranks write in parallel. Collective.
 
     Files and tensors have the same names as in the folder from which the model was loaded; `config.json` and the
     tokenizer are copied from that folder.

@@ -56,8 +56,8 @@ class MultiHeadAttention(AttentionContainer):
     """Multi-head attention (Vaswani et al. 2017): `softmax(q @ k^T / sqrt(d_head)) @ v` for each head. Input and output
     have the shape `(samples, time, d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
-    A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 d_model, d_model)`, with
-    rows in the order of PyTorch's `in_proj_weight`, `qkv.bias (3 d_model,)`, `out.weight (d_model, d_model)` and
+    A single matrix product computes queries, keys and values. Parameters are `qkv.weight (3 * d_model, d_model)`, with
+    rows in the order of PyTorch's `in_proj_weight`, `qkv.bias (3 * d_model,)`, `out.weight (d_model, d_model)` and
     `out.bias (d_model,)`. As in PyTorch, `qkv.weight` is initialized from Xavier's uniform distribution, and biases
     with 0.
 

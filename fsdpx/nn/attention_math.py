@@ -26,7 +26,7 @@ class AttentionCore(Protocol):
 
     def forward(self, env: LayerContext, qkv: Array) -> tuple[Array, Any]:
         """Return the attention output of all heads, and the values that `backward` needs. `qkv` is
-        `(samples, time, 3 width)`, and the output is `(samples, time, width)`."""
+        `(samples, time, 3 * width)`, and the output is `(samples, time, width)`."""
         ...
 
     def backward(self, env: LayerContext, kept: Any, dmerged: Array) -> Array:

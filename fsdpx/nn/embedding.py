@@ -224,7 +224,7 @@ class VocabParallelEmbedding(Layer):
     holds, and uses zeros in place of all other rows. The results are summed over the ranks.
 
     The forward pass all-reduces the result, and the backward pass communicates nothing. If `sequence` is true, the
-    forward pass reduce-scatters the result, and the backward pass all-gathers its gradient.
+    forward pass reduce-scatters the result, and the backward pass all-gathers the gradient of the result.
 
     Parameters
     ----------

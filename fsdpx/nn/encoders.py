@@ -62,7 +62,7 @@ class Bert(Container):
     d_model : model width, the number of features per position; a multiple of n_heads
     n_layers, n_heads : number of blocks, and number of heads per block
     seq_len : maximum length of a sequence
-    hidden : hidden width of each block's MLP; None: 4 d_model
+    hidden : hidden width of each block's MLP; None: 4 * d_model
     types : number of token types
     classes : number of classes; the logits are (samples, classes), computed from the first position. None: the logits
         are (samples, time, vocab), for predicting masked tokens with `CrossEntropyLoss`, which ignores targets of -100
@@ -227,7 +227,7 @@ class ViT(Container):
     d_model : model width, the number of features per token; a multiple of n_heads
     n_layers, n_heads : number of blocks, and number of heads per block
     classes : number of classes
-    hidden : hidden width of each block's MLP; None: 4 d_model
+    hidden : hidden width of each block's MLP; None: 4 * d_model
     activation : activation of the MLP, as in `GPT`
     eps : `eps` of the LayerNorm layers
     qkv_bias : whether queries, keys and values have biases

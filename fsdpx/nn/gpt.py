@@ -36,7 +36,7 @@ class GPT(Sequential):
     tie : whether `head.weight` is tied to `embed.weight`
     dropout : dropout probability of the embedding, the attention weights and the residual branches
     bias : whether Linear and LayerNorm layers have biases
-    hidden : hidden width of each block's MLP; None: 4 d_model
+    hidden : hidden width of each block's MLP; None: 4 * d_model
     activation : activation of the MLP: "gelu", "gelu_new" (the tanh form of GELU, which GPT-2 was trained with),
         "relu", "silu" or "tanh"
     eps : `eps` of the LayerNorm layers

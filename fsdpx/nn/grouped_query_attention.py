@@ -21,8 +21,8 @@ class GroupedQueryAttention(AttentionContainer, Composite):
     """Grouped-query attention as in Llama and similar models. Input and output have the shape
     `(samples, time, d_model)`. The layer is one FSDP unit: its parameters are all-gathered together.
 
-    Weights are `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, and
-    `out.weight (d_model, n_heads d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. With
+    Weights are `q.weight (n_heads * d_head, d_model)`, `k.weight` and `v.weight (kv_heads * d_head, d_model)`, and
+    `out.weight (d_model, n_heads * d_head)`; with `qk_norm`, also `q_norm.weight` and `k_norm.weight (d_head,)`. With
     "attention" in `env.recompute`, only queries, keys and values are saved for the backward pass of the attention.
 
     Parameters

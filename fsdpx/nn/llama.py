@@ -43,7 +43,7 @@ class Llama(Container):
         seq_len
     kv_heads : number of key and value heads, a divisor of n_heads; None: n_heads
     d_head : number of features per head; None: d_model / n_heads
-    hidden : hidden width of each block's MLP; None: 8 ceil(d_model / 3)
+    hidden : hidden width of each block's MLP; None: `8 * ceil(d_model / 3)`
     theta, rope_scaling : options of the rotary positions, see `Rotary`
     window : number of positions to which a position attends: itself and the window - 1 positions before it; None:
         itself and all positions before it

@@ -327,11 +327,11 @@ class WeightedElementwiseLoss(_Elementwise):
             self.weights.require_broadcastable(self, tuple(shape))
 
     def compute_errors(self, xp: Any, apart: Array) -> Array:
-        """Return the error of each element, given y - target."""
+        """Return the error of each element. `apart` is y - target."""
         raise NotImplementedError
 
     def compute_slopes(self, xp: Any, apart: Array) -> Array:
-        """Return the derivative of each element's error with respect to y."""
+        """Return the derivative of each element's error with respect to y. `apart` is y - target."""
         raise NotImplementedError
 
 

@@ -442,8 +442,8 @@ class ShardingContext:
     width : number of ranks on the tensor axis
     mark : the tensor plan's mark for this layer, such as `ColumnParallel`; None: the layer has no mark
     sequence : the argument `sequence` of `parallelize`
-    redistribution_functions : the functions of `ShardingWalk` that insert redistributions, for layers that themselves
-        shard an inner model
+    redistribution_functions : the functions of `ShardingWalk` that insert redistributions, for layers that contain a
+        model and shard it themselves
     """
 
     path: str

@@ -103,7 +103,7 @@ class MLP(Container):
     Parameters
     ----------
     d_model : number of features of the input and the output
-    d_hidden : number of features between the two Linear layers; None: 4 d_model
+    d_hidden : number of features between the two Linear layers; None: 4 * d_model
     dropout : probability that an element of the result is dropped
     bias : whether the two Linear layers have biases
     activation : the activation layer; None: `GELU()`
@@ -216,7 +216,7 @@ class TransformerBlock(Container):
     Parameters
     ----------
     d_model, n_heads, causal : as in `MultiHeadAttention`
-    d_hidden : number of hidden features of the MLP; None: 4 d_model
+    d_hidden : number of hidden features of the MLP; None: 4 * d_model
     dropout : dropout probability of the attention weights and of the results of both branches
     bias : whether the Linear and LayerNorm layers have biases
     activation : name of the activation of the MLP, such as "gelu" or "gelu_new" (the tanh form of GELU)

@@ -50,8 +50,8 @@ class EMA:
 @wrap_constructor_with_option_check
 @dataclass(frozen=True)
 class SWA:
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after steps `start`, `start` +
-    `every`, `start` + 2 `every`, and so on. Before step `start`, the average equals the parameters.
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after steps `start`,
+    `start + every`, `start + 2 * every`, and so on. Before step `start`, the average equals the parameters.
 
     Parameters
     ----------

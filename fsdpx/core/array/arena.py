@@ -89,10 +89,10 @@ class SlabPlan:
 def assign_offsets(lives: Iterable[BufferLifetime]) -> SlabPlan:
     """Assign memory offsets to buffers, so that no two buffers that are alive at the same time overlap.
 
-    Each buffer takes the lowest gap that fits it. Buffers are placed either from largest to smallest or in order of
-    `start`, whichever needs less memory. If all buffers have the same size, both orders are optimal (interval
-    coloring). Otherwise the slab (the allocation that contains all buffers) may be larger than the peak (the maximum
-    total size of the buffers alive at the same time), even if the sizes are nearly equal.
+    Each buffer is placed in the lowest gap that is large enough. Buffers are placed either from largest to smallest or
+    in order of `start`, whichever needs less memory. If all buffers have the same size, both orders are optimal
+    (interval coloring). Otherwise the slab (the allocation that contains all buffers) may be larger than the peak (the
+    maximum total size of the buffers alive at the same time), even if the sizes are nearly equal.
     """
     born = sorted(lives, key=lambda life: life.start)
     peak, best = _compute_peak_bytes(born), SlabPlan()

@@ -77,8 +77,8 @@ def list_library_files(name: str) -> list[Path]:
 
 
 def describe_library_files() -> dict[str, str]:
-    """Return a dict {name: text} of the path, size and modification time of each installed library, without loading any
-    library. Stored measurements are valid only as long as these texts stay the same."""
+    """Return {name: text} for each installed library, where the text contains the path, size and modification time of
+    the library file. No library is loaded. Stored measurements are valid only as long as these texts stay the same."""
     first = {name: paths[0] for name in (*LIBRARY_NAMES, "onednn") if (paths := list_library_files(name))}
     return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
@@ -134,7 +134,8 @@ product_threads = 1  # set by `set_product_threads`
 
 
 def list_available_libraries() -> dict[str, str]:
-    """Return a dict {name: text} of the path and version of each library that `select_library` accepts."""
+    """Return {name: text} for each library that `select_library` accepts, where the text contains the path and
+    version."""
     libraries = [(name, load_library(name)) for name in LIBRARY_NAMES if has_numba()]
     where = {name: f"{one.path} ({one.version})" for name, one in libraries if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}

@@ -23,8 +23,8 @@ def measure_library_gflops(count: ProgressCallback = lambda done, total: None) -
     """Measure the speed of each BLAS library on one thread, in GFLOP/s. This takes a few tenths of a second.
 
     The libraries take turns. Only the fastest call for each product counts, since other processes may slow down some
-    calls. The result is the harmonic mean over several matrix shapes, so that large products do not hide small ones.
-    `count` is called with the number of measurements done and the total number.
+    calls. The result is the harmonic mean over several matrix shapes, so that a high speed for large products does not
+    hide a low speed for small ones. `count` is called with the number of measurements done and the total number.
     """
     names, before = list(libraries.list_available_libraries()), libraries.requested_library
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}

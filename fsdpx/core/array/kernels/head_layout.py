@@ -7,7 +7,7 @@ __all__ = ["empty_attention_gradients", "empty_time_first"]
 
 
 def empty_time_first(xp: Any, a: Any) -> Any:
-    """Return an uninitialized array with the same shape (B, H, T, D) as a, but stored in memory as (B, T, H, D)."""
+    """Return an uninitialized array with the shape (B, H, T, D) of `a`, but stored in memory as (B, T, H, D)."""
     b, h, t, d = a.shape
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 

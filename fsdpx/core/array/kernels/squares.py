@@ -52,7 +52,7 @@ def _iterate_block_starts(xp: Any, size: int, step: int) -> Iterable[int]:
 def sum_rows_in_lanes(xp: Any, rows: Any) -> Any:
     """Sum each row in a fixed order that suits vector processors.
 
-    Lane k adds the elements k, k + LANES, k + 2 LANES, ... one after another. Then the upper half of the lanes is
+    Lane k adds the elements k, k + LANES, k + 2 * LANES, ... one after another. Then the upper half of the lanes is
     repeatedly added to the lower half, until one lane is left.
     """
     lanes = xp.zeros((rows.shape[0], LANES))

@@ -29,7 +29,7 @@ Array = Any
 
 
 def make_kernel_result(shape: Any, dtype: Any, *read: Any, kernel: str = "copy") -> ShapeArray:
-    """Return a new array, and count one kernel call that writes it and reads the arrays `read`."""
+    """Return a new array, and count one kernel call that reads the arrays `read` and writes the new array."""
     result = ShapeArray(shape, dtype)
     record_traffic(*read, result, kernel=kernel)
     return result

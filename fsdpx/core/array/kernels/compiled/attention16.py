@@ -73,9 +73,9 @@ def interleave_row_pairs(x, row, rows, columns, out, out_row):
 
 @jit
 def transpose_words_into(x, row, rows, columns, out, out_row):
-    """Transpose x, viewed as words of two numbers that are neighbors along dim 1. x and `out` are addresses, and `row`
-    and `out_row` are the distances between their rows in bytes. Sizes, counted in numbers, are multiples of
-    `SIZE_MULTIPLE`."""
+    """Transpose x as a matrix of words. A word consists of two numbers that are neighbors along dim 1. x and `out` are
+    addresses, and `row` and `out_row` are the distances between their rows in bytes. Sizes, counted in numbers, are
+    multiples of `SIZE_MULTIPLE`."""
     for i in range(0, rows, LANES):
         for j in range(0, columns // 2, LANES):
             _transpose_tile_into(x + i * row + 4 * j, row, out + j * out_row + 4 * i, out_row)

@@ -118,7 +118,8 @@ def _compute_log(x):
 
 @register_jitable
 def _compute_cosine_of_turns(v):
-    """Return cos(2 pi v) for v in [0, 1). The argument is reduced exactly, by subtracting the nearest quarter turn."""
+    """Return `cos(2 * pi * v)` for v in [0, 1). The argument is reduced exactly, by subtracting the nearest quarter
+    turn."""
     quarter = round_to_even(v * 4.0)
     r = fused_multiply_add(quarter, -0.25, v)
     odd = quarter == 1.0 or quarter == 3.0
