@@ -162,9 +162,9 @@ def memory_map_array(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def read_npy_header(file: BinaryIO, start: int, stop: int) -> tuple[tuple[int, ...], Literal["C", "F"], np.dtype, int]:
-    """Return the shape, memory order and dtype of an array that an open file holds in `.npy` format from byte `start`
-    on, and the offset of its first element. Raise OSError or ValueError if the array cannot be read or extends beyond
-    byte `stop`."""
+    """Read the header of an array that an open file holds in `.npy` format from byte `start` on. Return the shape,
+    memory order and dtype of the array, and the file offset of its first element. Raise OSError or ValueError if the
+    array cannot be read or extends beyond byte `stop`."""
     file.seek(start)
     form = np.lib.format
     header = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
@@ -257,7 +257,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def make_empty_batch(batch: Any) -> Any:
-    """Return a batch of 0 samples with the structure, dtypes and remaining dimensions of `batch`."""
+    """Return a batch of 0 samples that otherwise has the structure, dtypes and shapes of `batch`."""
     if isinstance(batch, dict):
         return {key: make_empty_batch(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):

@@ -42,10 +42,9 @@ class DistributedSampler:
     """Shuffles the samples 0 .. n-1 by (seed, epoch), divides them into global batches, and splits each global batch
     over the ranks.
 
-    The global batch of step k (from 0) is order[k batch : (k+1) batch]. Of a global batch of L samples, rank r of
-    `size` ranks gets those from floor(L r / size) up to, but not including, floor(L (r+1) / size). The global batches
-    are therefore the same for any number of ranks, and each sample occurs exactly once per epoch: no sample is
-    repeated as padding.
+    The global batch of step k (from 0) is `order[k * batch : (k + 1) * batch]`. Of a global batch of L samples, rank r
+    gets those from `L * r // size` up to, but not including, `L * (r + 1) // size`. The global batches are therefore
+    the same for any number of ranks, and each sample occurs exactly once per epoch: no sample is repeated as padding.
 
     Iterating over the sampler yields this rank's indices one by one; `iterate_batches()` yields one array per step.
     Both advance `epoch` and `position`, the number of samples of the epoch that all ranks together have received. At
@@ -56,18 +55,18 @@ class DistributedSampler:
     Parameters
     ----------
     n : number of samples in the dataset
-    rank, size : number of this data rank, and number of data ranks; None: as in `comm`. rank=0, size=1 without comm
-        means that the dataset contains only this rank's samples, which are not split again (`presharded`), and that
-        `batch` counts only this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to
-        True: ranks may then have different numbers of samples, so `state_dict` leaves out `n`
+    rank, size : number of this data rank, and number of data ranks; None: as in `comm`. With rank=0, size=1 and no
+        comm, the dataset must contain only this rank's samples: they are not split again (`presharded` is True), and
+        `batch` counts only this rank's samples. If `fit` uses such samplers on several ranks, it sets `uneven` to True:
+        ranks may then have different numbers of samples, so `state_dict` leaves out `n`
     comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator if
         one exists, else all ranks of this job
     shuffle : whether each epoch has a new random order; if False, the order is 0 .. n-1
     seed : seed of the random order
     drop_last : whether to leave out the last global batch if it is shorter than `batch`
     batch : number of samples in a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
-    reproducible_chunks : the trainer's option of this name. `batch` must be a multiple of this number, each rank gets
-        entire chunks, and a short batch is truncated to a multiple of this number
+    reproducible_chunks : number of chunks of a global batch, as in the trainer's option of this name. `batch` must be a
+        multiple of it, each rank gets entire chunks, and a short batch is truncated to a multiple of it
     """
 
     @wrap_with_option_check

@@ -33,8 +33,8 @@ class PackedGraphs(NamedTuple):
 
     @property
     def graph_numbers(self) -> np.ndarray:
-        """For each node, the number of its graph, from 0: the nodes of a coarser mesh that has a node for each graph
-        (`fsdpx.MeshLevel`)."""
+        """For each node, the number of its graph, counted from 0. `fsdpx.MeshLevel` takes these numbers to link the
+        nodes to a coarser mesh with one node per graph."""
         return np.repeat(np.arange(self.offsets.size - 1), np.diff(self.offsets))
 
     def assign_parts(self, ranks: int) -> np.ndarray:

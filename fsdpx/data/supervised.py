@@ -34,10 +34,10 @@ class SupervisedDataset:
     r"""Conversations from a JSON Lines file.
 
     Each line is `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content": ...}, ...]}`. The
-    model is trained on completions, and on messages with the role "assistant".
+    model is trained on answers, which are completions and messages with the role "assistant".
 
-    A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position, with -100 outside
-    of answers, so that the loss is the mean over the tokens of answers.
+    A sample is (tokens, targets), both `(seq_len,)`. Targets are the tokens shifted by one position. Tokens outside of
+    answers are replaced by -100, which the loss ignores, so that the loss is the mean over the tokens of answers.
 
     Conversations are truncated to seq_len + 1 tokens. A conversation in which no token of an answer remains is
     skipped; `left_out` counts the skipped conversations. The file is read once, when the dataset is constructed.

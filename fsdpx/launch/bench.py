@@ -413,8 +413,8 @@ WARMUP_STEPS = 3
 
 
 def run_step_bench(args: argparse.Namespace) -> int:
-    """Compare the training step times of strategies, and print a table. With -n, start a new job with that many ranks
-    for this. Return the exit status."""
+    """Compare the training step times of strategies, and print a table. With -n, the comparison runs in a new job with
+    that many ranks. Return the exit status."""
     strategies: list[Any] = [name.strip() for name in args.strategies.split(",")]
     example = find_model(args.model, args.batch)
     for name in strategies:
@@ -450,10 +450,10 @@ def compare_strategies(
     """Time training steps of each strategy, and return the report that `--json` writes. The report is identical on all
     ranks. Collective.
 
-    For each strategy, the report contains the median and the minimum over all rounds of the slowest rank's step time,
-    in seconds, and the ratio of that time to the first strategy's time (computed in each round; the median over all
-    rounds is reported). To report progress, `count` is called with the number of finished rounds, including warm-up,
-    and the total number of rounds."""
+    In each round, the step time of a strategy is that of the slowest rank. For each strategy, the report contains the
+    median and the minimum of its step times over all rounds, in seconds. It also contains the median of their ratios,
+    each of which divides a step time by that of the first strategy in the same round. To report progress, `count` is
+    called with the number of finished rounds, including warm-up, and the total number of rounds."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

@@ -367,8 +367,8 @@ class RestartPlan:
 
 
 def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str, float | None]:
-    """Add `ending` to the plan, and decide whether the job is restarted. Return the reason, and the seconds to wait
-    before the restart (None: no restart).
+    """Add `ending` to the plan, and decide whether the job is restarted. Return the reason for the decision, and the
+    seconds to wait before the restart (None: no restart).
 
     If the same rank on the same host dies twice in a row, the next attempt has one rank fewer, but never fewer than
     `min_ranks`. If the same step raises an error twice in a row, the job is not restarted. The waiting time doubles
@@ -395,7 +395,8 @@ def record_and_decide_restart(plan: RestartPlan, ending: JobEnding) -> tuple[str
 
 
 def _count_attempts_without_progress(endings: Sequence[JobEnding]) -> int:
-    """Return how many attempts in a row, directly before the last one, got at least as far as the last one."""
+    """Return the number of consecutive attempts, directly before the last one, that got at least as far as the last
+    one."""
     count, last = 0, endings[-1].step or 0
     for earlier in reversed(endings[:-1]):
         if (earlier.step or 0) < last:

@@ -125,8 +125,8 @@ def _list_blas_rate_rows() -> list[tuple[str, str]]:
 
 
 def probe_mpi_library() -> tuple[str, str]:
-    """Return (name and version of the MPI library that mpi4py loads, ""). If no library can be loaded, return ("",
-    reason)."""
+    """Return two texts: the name and version of the MPI library that mpi4py loads, and the reason why no library can be
+    loaded. One of them is ""."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:

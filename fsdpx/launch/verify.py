@@ -248,7 +248,7 @@ def _count_microbatches(case: VerifyCase) -> int:
 
 def _iterate_batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
     """Yield this rank's samples of each global batch, as (inputs, targets). The global batches do not depend on the
-    number of ranks. Without chunks, the last one is small."""
+    number of ranks. Without chunks, the last global batch is smaller than the others."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH

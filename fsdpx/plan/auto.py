@@ -48,8 +48,8 @@ def fill_in_fastest_configuration(
     batch : inputs and targets of the global batch, as for `fsdpx.plan`
     memory : bytes that a rank may use (default: its share of the host's free memory; for a GPU, the capacity that
         `machine` states)
-    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0; without this file, each
-        host is treated as a laptop, or for device="cuda", `a100-dgx-200g` is used)
+    machine : the machine to plan for (default: `machine.toml` in the working folder of rank 0; without this file,
+        `a100-dgx-200g` for device="cuda", and one laptop per host for device="cpu")
 
     Returns
     -------

@@ -225,8 +225,8 @@ class _MemoizedLayer:
 
 
 def _find_first_equal_layer(layer: Layer) -> Layer:
-    """Among all layers passed to this function so far, return the first one that is equal to `layer`, which may be
-    `layer` itself. Equal containers must share one object, because a container object records what it has saved."""
+    """Return the first layer passed to this function that is equal to `layer`; this may be `layer` itself. Using one
+    object for all equal layers is necessary for containers, because a container object records what it has saved."""
     if id(layer) not in _FIRST_EQUAL:
         kept: list[Any] = [layer]
         _FIRST_EQUAL[id(layer)] = layer, _LAYER_BY_KEY.setdefault(_make_layer_key(layer, kept), (layer, kept))[0]

@@ -107,9 +107,9 @@ class KernelRates:
         return product.flops / rate + count_weight_bytes(product) / known[0]
 
     def compute_memory_seconds_beyond_products(self, kernel_pass: KernelPass, name: str) -> float | None:
-        """Return the time that a kernel takes in addition to its matrix products. This is the time for accessing main
-        memory, because the products were measured in the caches, and for converting 16-bit values that are computed in
-        float32.
+        """Return the time that a kernel takes in addition to its matrix products. It consists of the time for accessing
+        main memory, since the products were measured in the caches, and the time for converting 16-bit values that are
+        computed in float32.
 
         Parameters
         ----------
@@ -144,8 +144,8 @@ def get_product_grid_point(product: ProductCount) -> tuple[int, int, int, float]
     """Return the position of a matrix product in the grid of measured sizes: (input channels, output channels, window
     size in cells, windows per row of results).
 
-    A matrix product that computes parameter gradients sums over cells. The columns of such a product are the input
-    channels."""
+    Usually, the product sums over input channels. A product that computes parameter gradients sums over cells instead,
+    and the input channels are the columns of its result."""
     channels = product.columns if "params" in product.kernel else product.inner
     return channels, product.rows, product.places, product.windows
 

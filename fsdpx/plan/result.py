@@ -119,8 +119,8 @@ class Plan:
         ranks first
     slow : (options, seconds) for each configuration that was ruled out, because `seconds`, a lower bound on its step
         time, exceeds the step times of the configurations that are shown
-    deepest : (blocks, parameters) of the deepest model of the same width that fits, at most 16 times as deep; (0, 0)
-        if the model has no repeated block
+    deepest : (blocks, parameters) of the deepest model of the same width that fits, at most 16 times as deep as the
+        given model; (0, 0) if the model has no repeated block
     limits : the options with which the largest batch, size and depth fit; the keys are "batch", "size" and "depth"
     large : configurations that were predicted but do not fit
     """

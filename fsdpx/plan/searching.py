@@ -92,11 +92,11 @@ def search(
 ) -> Plan:
     """Search for the fastest configurations that fit into memory, as predicted by `predict`.
 
-    First, each strategy is tried on each mesh, with the microbatches and recomputation that fit. If nothing fits, the
-    configurations that need the least memory are tried with offloaded state. Then each strategy and mesh that can fit
-    is tried with all microbatches, schedules and recomputations, and the three fastest configurations are also tried
-    with other `group_bytes` and codecs. A configuration is not predicted if a lower bound on its step time, which is
-    computed from its layers, exceeds 1.3 times the fastest step time.
+    First, each strategy is tried on each mesh, with a number of microbatches and a recomputation with which the step
+    fits. If nothing fits, the configurations that need the least memory are tried with offloaded state. Then each
+    strategy and mesh that can fit is tried with all numbers of microbatches, schedules and recomputations, and the
+    three fastest configurations are also tried with other `group_bytes` and codecs. A configuration is not predicted if
+    a lower bound on its step time, which is computed from its layers, exceeds 1.3 times the fastest step time.
 
     Parameters
     ----------
@@ -343,8 +343,8 @@ class _Search:
         return pipe, -(-self.sample_count // data)
 
     def try_options(self, options: dict[str, Any], all_kinds: bool = False) -> Candidate | None:
-        """Predict a configuration and record the result. Return None if the configuration was tried before, cannot
-        run, does not fit, or is too slow to be shown.
+        """Predict a configuration, record the result, and return it. Return None if the configuration was tried before,
+        cannot run, does not fit, or is too slow to be shown.
 
         By default, a configuration that may be the fastest of its own kind of parallelism is predicted even if other
         kinds are faster. With `all_kinds`, it is predicted only if it may be shown among the fastest of all kinds."""

@@ -200,7 +200,8 @@ class WorldStep:
 
     @property
     def _steady(self) -> int | None:
-        """The value of `NamedSchedule.steady` of the pipeline schedule; None for a schedule without a name."""
+        """`NamedSchedule.steady` of the pipeline schedule: the number of microbatches per pipeline rank beyond which
+        each additional one takes the same time. None if it is unknown, or if the schedule has no name."""
         chosen = self.options["schedule"]
         found = SCHEDULES.get(chosen) if isinstance(chosen, str) else None
         return None if found is None else found.steady
@@ -361,8 +362,8 @@ def _make_domain(space: Any, model: nn.Layer, batch: Batch, mesh: Mesh) -> Domai
 
 
 def require_no_mesh_layers(model: nn.Layer, space: Any) -> None:
-    """Raise ConfigError if a layer of the model needs a mesh. `space` is the given value of the option `domain`, which
-    describes no mesh."""
+    """Raise ConfigError if a layer of the model needs a mesh of nodes (a `Partition`). The value `space` of the option
+    `domain` does not describe such a mesh; it is named in the error message."""
     for path, layer in iterate_layers(model):
         if isinstance(layer, TakesRows):
             raise ConfigError(

@@ -32,7 +32,8 @@ class VirtualTime:
 
     Attributes
     ----------
-    events : tuples (time in seconds, rank, kind), in order, where kind is "pull", "push" or "mix"
+    events : tuples (time in seconds, rank, kind) in order of time. Kind is "pull" (read parameters), "push" (update
+        them) or "mix" (average them with another rank)
     """
 
     def __init__(self, seconds: Sequence[float], seed: int = 0, jitter: float = 0.1) -> None:

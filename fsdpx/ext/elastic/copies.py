@@ -48,8 +48,9 @@ def assign_copy_holder_ranks(hosts: Sequence[str], copies: int) -> list[tuple[in
 
     With the same memory, groups survive more losses than a single ring of all ranks. State is lost when a rank and all
     its buddies are lost at once; a ring has N such sets of ranks, but groups have only N / (copies + 1). If N ranks
-    form pairs, k random simultaneous losses are survived with probability C(N/2, k) 2^k / C(N, k), the probability that
-    no two are in the same pair. For N = 16 and k = 3, this is 0.80; for a ring, it is 0.63."""
+    form pairs, the job survives k random simultaneous losses unless two of the lost ranks form a pair. The probability
+    of survival is `C(N/2, k) * 2**k / C(N, k)`, where C is the binomial coefficient. For N = 16 and k = 3, this is
+    0.80; for a ring, it is 0.63."""
     found: list[tuple[int, ...]] = [()] * len(hosts)
     for group in form_copy_groups(hosts, copies):
         n = len(group)
@@ -206,8 +207,8 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for copies on this rank once two generations exist: 2 x (own + kept), each part rounded up
-        to cache lines."""
+        """Bytes of memory for copies on this rank once two generations exist. Each generation has a snapshot of this
+        rank and of each rank for which it keeps a copy; each part of a snapshot is rounded up to cache lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 

@@ -387,8 +387,8 @@ class ReshardPlan:
         """Divide moves into messages of `block` bytes, and return the rows of each.
 
         All elements are laid out in sequence, with each move aligned to ALIGN_BYTES, and the sequence is divided every
-        `block` bytes. Sender and receiver therefore divide the sequence at the same positions, and messages from the
-        middle of a long run contain nothing else."""
+        `block` bytes. Sender and receiver therefore divide the sequence at the same positions, and a message from the
+        middle of a long run contains only elements of this run."""
         found = defaultdict[int, list[ElementRows]](list)
         filled, block = 0, max(self.block // ALIGN_BYTES, 1) * ALIGN_BYTES
         for move in moves:

@@ -352,7 +352,8 @@ of a contiguous array after a change of its shape."""
 def compile_to_machine_code(dispatcher: Any, kinds: tuple[str, ...]) -> MachineCode | None:
     """Compile a function for these kinds (types) of arguments, and return its machine code.
 
-    Returns None if entry points do not support the function's result type, or a function that it calls."""
+    Returns None if the function has a result type that entry points do not support, or if it calls another function
+    that they do not support."""
     arguments = tuple(map(_to_numba_type, kinds))
     _compile_without_gc(dispatcher, arguments)
     found = dispatcher.overloads[arguments]

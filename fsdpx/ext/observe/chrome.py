@@ -150,9 +150,9 @@ class TraceHeader:
     origin : the time on the rank's clock, in seconds, that corresponds to time 0 in the file
     clock : offsets of this clock from rank 0's clock, measured at the beginning and at the end of the run
     shown : number of the representative run of a program, whose timeline is shown in reports; None if there is none
-    simulated : (action, start, end) of each action of the rank in a simulation of that run in which messages take no
-        time
-    alive : pairs (time in seconds, bytes of activations from that time on) for that run
+    simulated : (action, start, end) of each action of the rank, from a simulation of the representative run in which
+        messages take no time
+    alive : pairs (time in seconds, bytes of activations from that time on) for the representative run
     memory : kind of memory -> bytes that the rank holds in addition to activations
     """
 

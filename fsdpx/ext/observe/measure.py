@@ -41,7 +41,7 @@ class MeasuredStep:
     events : events of the fastest step, with times in seconds since its first action
     programs : the program (list of actions) of each pipeline rank
     machine : the duration of each action in this step. In simulations, an action that did not occur in this step gets
-        the median duration of the actions with its verb and unit
+        the median duration of those with the same verb and unit (group of layers)
     """
 
     events: list[ActionEvent]

@@ -187,7 +187,8 @@ Part = tuple[str, tuple[int, ...], tuple[tuple[int, int], ...], Any, bool]
 
 
 class _SlotTensors:
-    """Determines which tensors the values that actions write contain, and which elements of the full tensors."""
+    """Finds the tensors whose elements are in a value that an action writes, and the positions of these elements in the
+    full tensors."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, layout = engine, engine.placement.layout

@@ -103,7 +103,8 @@ class ReportSummary:
         return moved / seconds if moved and seconds else None
 
     def compute_hidden_share(self, verb: str) -> float | None:
-        """Return the share of the time with pending transfers of one kind that is overlapped with computation.
+        """Return how much of one kind of transfer is hidden: the share of the time with pending transfers of this kind
+        in which computation runs at the same time.
 
         Parameters
         ----------

@@ -19,8 +19,8 @@ them."""
 
 
 def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
-    """Return a pair (record, slot) for each record, where the slot has a value only while the record is stored on disk.
-    """
+    """Return pairs (record, slot). The slot (a named value of a program) has a value only while the record is stored on
+    disk."""
     return tuple((record, Slot("stored", number)) for number, record in enumerate(records))
 
 

@@ -253,8 +253,8 @@ class Watchdog:
         return report.is_wait_overdue([flight for flight in heads if flight is not None], last, now)
 
     def _list_better_informed(self) -> list[Watchdog]:
-        """Return the other watchdogs of this process whose communicators the watched thread has used more recently.
-        They know more about the thread's current wait, so they report it."""
+        """Return those other watchdogs of this process whose communicators the watched thread has used more recently
+        than this watchdog's. They know more about the thread's current wait, so they report it."""
         own = self.record
         return [one for one in [*_running] if one.record.thread == own.thread and one.record.used_at > own.used_at]
 
