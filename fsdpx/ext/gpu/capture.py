@@ -70,7 +70,7 @@ class GraphMemory:
 
 
 class Capture:
-    """The recording of one CUDA graph. Use it as a context manager; afterwards, `launch` runs the graph.
+    """The recording of one CUDA graph, which is made inside `recording`, and which `launch` runs.
 
     A layer's random numbers depend on the step. Kernels therefore read the position in the stream of random numbers
     from memory of the GPU, and `launch` writes the current position there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class UnitCall:
     grads: Sequence[Gradients] = ()
     saved: list[Any] | None = None
 
-    @property
+    @cached_property
     def flags(self) -> list[bytearray]:
         """The flags of all gradient buffers that the call uses. A flag says whether a gradient is blank, that is, not
         yet written."""

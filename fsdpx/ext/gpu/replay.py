@@ -128,9 +128,7 @@ class ReplayObserver(Observer):
         elif complete and now.runs == 2:
             if now.regroup(self._state.placement.layout.units):
                 now.restart(runs=1)
-            refused = {key for key, one in now.calls.items() if (one.unit.index, key[1]) in now.refusals}
-            for key in refused:
-                del now.calls[key]
+            now.calls = {k: one for k, one in now.calls.items() if (one.unit.index, k[1]) not in now.refusals}
 
     def on_action_begin(self, words: str, now: float) -> None:
         self._words = words
@@ -153,8 +151,8 @@ class ReplayObserver(Observer):
     ) -> list[Any]:  # fmt: skip
         parts, found = self._get_parts(unit), []
         for part in parts:
-            at, inputs = part.nodes, part.inputs
-            inner = values if len(parts) == 1 else {v: values[v] for v in inputs}
+            at, inputs = part.nodes, part.inputs if len(parts) > 1 else set()
+            inner = {v: values[v] for v in inputs} if len(parts) > 1 else values
             function = partial(_run_forward, run, part.unit, envs[at], params[at], inner, keep, constant, released[at])
             found.append(self._run_call(UnitCall(function, part.unit, inner, params[at]), part))
             if inner is not values:
@@ -204,7 +202,7 @@ class ReplayObserver(Observer):
         now = self._now
         assert now is not None
         if now.runs == 0:
-            return self._compute_and_watch(now, call)
+            return self._compute_and_watch(now, call, part)
         recorded = now.calls.get((self._words, part.number))
         if recorded is not None:
             why = recorded.find_mismatch(call)
@@ -217,13 +215,13 @@ class ReplayObserver(Observer):
             return self._record_call(now, call, part)
         return call.function(call.saved)
 
-    def _compute_and_watch(self, now: Recording, call: UnitCall) -> Any:
+    def _compute_and_watch(self, now: Recording, call: UnitCall, part: UnitPart) -> Any:
         """Compute a call as usual, and find out whether its layers communicate."""
         counters = self._engine.placement.axes.counters
         before = counters.total
         result = call.function(call.saved)
         if counters.total != before:
-            self._refuse(now, call.unit, 0, "its layers communicate")
+            self._refuse(now, call.unit, part.number, "its layers communicate")
         return result
 
     def _refuse(self, now: Recording, unit: Unit, number: int, why: str) -> None:
