@@ -160,8 +160,8 @@ def _make_table() -> np.ndarray:
 
 
 def _make_shift(zeros: int) -> np.ndarray:
-    """Return, for each of the CRC states 1, 2, 4, ..., the state after `zeros` more zero bytes, computed by repeated
-    squaring."""
+    """For each of the CRC states 1, 2, 4, ..., return the state after `zeros` more zero bytes. This is computed by
+    repeated squaring."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, found = _make_table()[bits & np.uint32(0xFF)] ^ (bits >> np.uint32(8)), bits
     while zeros:

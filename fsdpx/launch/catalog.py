@@ -124,8 +124,8 @@ def find_model(name: str, batch: str | None = None) -> CatalogModel:
     """Return the catalog model `name`, or a user's model if `name` has the form "module:name". A user's model is a
     layer, a (layer, loss) pair, or a function that returns a layer or such a pair.
 
-    `batch` is the size of the global batch in samples or, for a user's model, the shape of the batch: "8x1024", or
-    "8x1024:int64"."""
+    `batch` is the size of the global batch in samples or, for a user's model, the shape of the batch: for example
+    "8x1024", or "8x1024:int64" with a dtype."""
     if ":" in name:
         return _make_user_entry(name, batch)
     if name not in CATALOG:

@@ -42,7 +42,7 @@ class FirstDifference:
     worst : the element that differs most; for per-sample values, the first index of the element is the index of the
         sample in the global batch
     ranks : number of ranks of the first run, and of the second run
-    before : number of values before this one, all of which agree
+    before : number of values that were computed before this one, all of which agree
     """
 
     step: int

@@ -46,7 +46,7 @@ class DeathRecorder:
     ----------
     order : ranks that have ended, in the order in which they ended
     missed : ranks that had ended before they could be watched
-    in_vain : event that is set when ranks in MPI_Init have waited too long for a rank that has already ended
+    in_vain : event that is set when ranks have waited too long in MPI_Init for a rank that has already ended
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:

@@ -69,7 +69,7 @@ class Launcher:
 
     @property
     def requires_even_spread(self) -> bool:
-        """Whether the launcher needs the same number of ranks on each host, except that the last may have fewer."""
+        """Whether the launcher needs the same number of ranks on each host; the last host may have fewer."""
         return "{slots}" not in self.on and "{pairs}" not in self.on
 
 

@@ -172,8 +172,8 @@ class LaunchArgs(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Position of this host in a job without a common launcher: a user runs the same command `fsdpx run --backend
-    gloo` on each host, with a different --node-rank.
+    """Position of this host in a job without a common launcher: the user runs `fsdpx run --backend gloo` on each host,
+    with the same options except for --node-rank.
 
     Parameters
     ----------
@@ -333,9 +333,9 @@ def assign_ranks_to_hosts(hosts: Sequence[HostSlots], config: LaunchConfig, rank
 def find_default_rank_count(
     nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None
 ) -> tuple[int, str]:
-    """Return the default number of ranks of a job without -n, and a phrase for its origin, such as "the 8 cores that
-    this process may use". The number is derived from other options, a hostfile, the allocation, or the cores of this
-    machine."""
+    """Return the default number of ranks of a job without -n, and a phrase that says where it comes from, such as "the
+    8 cores that this process may use". The number is derived from other options, a hostfile, the allocation, or the
+    cores of this machine."""
     if hostfile is None and nodes is not None and per_node is not None:
         return nodes * per_node, "--nodes and --nproc-per-node"
     made = environment.find_hostfile_and_variable() if hostfile is None else (hostfile, "--hostfile")

@@ -108,9 +108,9 @@ def plan_job(args: argparse.Namespace) -> str:
 
 
 def _choose_field_and_domain(args: argparse.Namespace, example: CatalogModel) -> tuple[CatalogModel, Any]:
-    """Return the model with samples of the size that --field gives, and the `domain` argument of the search: the grid
-    of ranks that --domain gives, or a value that stands for all possible grids. The argument is None if samples are not
-    fields."""
+    """Return the model, with samples of the size that --field gives, and the `domain` argument of the search. The
+    argument is the grid of ranks that --domain gives, or else a value that stands for all possible grids; it is None if
+    samples are not fields."""
     cells, dims = parse_dims("--field", args.field) or example.cells, parse_dims("--domain", args.domain)
     if not example.cells and (cells or dims):
         raise make_no_field_error(args.example)

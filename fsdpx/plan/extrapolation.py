@@ -78,8 +78,8 @@ class StepDryRuns:
         return True
 
     def extrapolate_step(self, timing: StepTimes) -> tuple[float, dict[str, float], tuple[ActionEvent, ...]]:
-        """Return the predicted time of the step in seconds, the same time split by cause, and the simulated events. The
-        machine's overhead per step is not included.
+        """Return the predicted time of the step in seconds, how this time divides by cause, and the simulated events.
+        The machine's overhead per step is not included.
 
         Only some of the microbatches are simulated, since each further microbatch adds an equal amount of time."""
         simulated, period, clock = self.simulated, self.period, StepClock(self.runs, timing)

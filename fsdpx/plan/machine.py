@@ -190,7 +190,7 @@ class Machine:
         return next((level.ranks for level in self.levels if level.name == "host"), self.levels[0].ranks)
 
     def compute_slowdown(self, ranks: int) -> float:
-        """Return the factor by which computing with `ranks` ranks takes longer than the figures of `compute` say.
+        """Return the factor by which computing takes longer with `ranks` ranks than the figures of `compute` say.
 
         The factor differs from 1 only if ranks share cores (`Compute.cores` < 1). In that case, the ranks on a core
         take turns, and all ranks wait for the core with the most ranks. The figures of `compute` apply to a full host,

@@ -114,7 +114,7 @@ class Plan:
     loss : the loss as a Python expression
     cells : number of cells of the field along each dim, if the batch consists of fields
     longest : size of the longest sequence that fits (in tokens) or of the largest field that fits (in cells along each
-        dim), found by doubling like `largest_batch`; () if the model accepts no size other than the batch's
+        dim), found by doubling, as for `largest_batch`; () if the model accepts no size other than the batch's
     scaling : predictions of the fastest configuration on other numbers of ranks, with the same global batch, fewest
         ranks first
     slow : (options, seconds) for each configuration that was ruled out, because `seconds`, a lower bound on its step

@@ -594,7 +594,8 @@ def _make_sort_key(candidate: Candidate) -> tuple[float, int]:
 
 
 def _get_bytes_without_activations(found: Prediction) -> int:
-    """Return the bytes that a rank needs, not counting activations. More microbatches would not lower this number."""
+    """Return the bytes that a rank needs, not counting activations. Using more microbatches would not lower this
+    number."""
     return min(one.nbytes - one.memory.get("activations", 0) for one in found.classes)
 
 

@@ -37,10 +37,9 @@ class Fault:
     ----------
     kind : "kill", "stop" or "delay"
     rank : the rank on which the fault occurs
-    action : number of actions that the rank has run since the start of the job when the fault occurs
+    action : the fault occurs when the rank has run this number of actions since it was last started
     seconds : duration of a delay
-    start : number of the start of the job during which the fault occurs: 0 for the first start, 1 for the first
-        restart, and so on
+    start : number of restarts of the job before the fault occurs: 0 if it occurs in the first run
     """
 
     kind: str
@@ -117,8 +116,8 @@ def _inject_fault(fault: Fault, action: object, threads: bool) -> None:
 
 
 def run_until_survived(run: Callable[[int], T], max_starts: int = 20) -> tuple[T, int]:
-    """Call `run(0)`, `run(1)`, ... until a call does not raise `InjectedFault`. Return the result of this call and its
-    argument.
+    """Call `run(0)`, `run(1)`, ... until a call does not raise `InjectedFault`. Return the result and the argument of
+    this call.
 
     Raise AssertionError if `max_starts` calls have failed."""
     for start in range(max_starts):

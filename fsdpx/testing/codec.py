@@ -61,8 +61,9 @@ class CodecContract:
 
     @pytest.mark.parametrize("whole", [False, True])
     def test_error_feedback_loses_nothing(self, whole: bool) -> None:
-        """For a codec with error feedback, check that everything sent plus everything kept equals the sum of all
-        gradients. The kept values are those in memory arrays whose rule in `reshard_rules` is "sum"."""
+        """For a codec with error feedback, check that the sum of all sent values plus the values kept for later equals
+        the sum of all gradients. The kept values are in those memory arrays for which `reshard_rules` has the rule
+        "sum"."""
         size, n, steps = 3, 61, 3
 
         def body(comm: Communicator) -> np.ndarray:
@@ -132,7 +133,7 @@ class CodecContract:
         spawn(body, size, timeout=60)
 
     def test_codec_state_is_only_in_memory_arrays(self) -> None:
-        """Check that two codecs that take turns with the same memory arrays give the same bits as a single codec, which
+        """Check that two codecs that take turns with the same memory arrays give the same bits as a single codec. This
         shows that a codec stores no state elsewhere."""
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:

@@ -25,7 +25,7 @@ class WorstElement:
     index : index of the element in the tensor
     got, want : actual and expected values of the element
     relative : absolute difference of the two values, divided by the largest absolute value of the expected tensor
-    beyond, elements : number of elements of this tensor that differ by more than the tolerance, and number of all its
+    beyond, elements : number of elements of this tensor that differ by more than the tolerance, and total number of its
         elements
     tensors : number of tensors with elements that differ by more than the tolerance
     """

@@ -98,7 +98,7 @@ class OptimizerContract:
         assert np.array_equal(p, before)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads can share one optimizer: the results of each must be bit-identical to those with an
+        """Check that two threads can share one optimizer: each thread must get the same bits as with an
         optimizer of its own."""
 
         def train(optimizer: Optimizer) -> dict[str, Any]:

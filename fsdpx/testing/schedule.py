@@ -89,9 +89,9 @@ class ScheduleContract:
                     assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
 
     def test_no_rank_waits_forever(self) -> None:
-        """Check that a step takes at most the sum of all costs, for several choices of the costs of forward passes,
-        backward passes and messages. A step meets this limit if, at every moment, a rank computes or a message is in
-        flight."""
+        """Check that a step takes at most the sum of the costs of all its forward passes, backward passes and messages,
+        for several choices of these costs. A step meets this limit if, at every moment, a rank computes or a message is
+        in flight."""
         for made in self._iterate_schedules():
             for costs in (StageCosts(1, 1, 1), StageCosts(3, 1, 1, 0.5), StageCosts(1, 5, 2), StageCosts(1, 0, 4, 2)):
                 work = sum(costs.cost_of(action) for row in made.ranks for action in row)

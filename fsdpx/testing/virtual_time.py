@@ -20,9 +20,9 @@ __all__ = ["VirtualTime"]
 class VirtualTime:
     """A virtual clock for ranks that run as threads: `distribute(..., comm=virtual.wrap_communicator(comm))`.
 
-    Pulls (reading parameters) and updates take no time. The step between a pull and an update takes the time that
-    `seconds` gives for the rank. If two ranks are at the same virtual time, the one with the lower number continues
-    first. Ranks compute one at a time.
+    Reading and updating parameters takes no time. The step between reading and updating takes the time that `seconds`
+    gives for the rank. If two ranks are at the same virtual time, the one with the lower number continues first. Ranks
+    compute one at a time.
 
     Parameters
     ----------
@@ -76,8 +76,8 @@ class VirtualTime:
             self._changed.notify_all()
 
     def wait_for_turn(self, rank: int, window: Window) -> None:
-        """Block until it is this rank's turn, that is, until no other rank can access a window (shared memory) at an
-        earlier virtual time.
+        """Block this rank until no other rank can still access a window (shared memory) at an earlier virtual time than
+        this rank's.
 
         Parameters
         ----------
@@ -104,8 +104,8 @@ class VirtualTime:
             self.wake_ready_ranks(rank)
 
     def wake_ready_ranks(self, rank: int) -> None:
-        """Wake each rank that waits in `wait_until` for a condition that is now true. If its virtual time is earlier
-        than that of `rank`, it is set to that of `rank`.
+        """Wake each rank that waits in `wait_until` for a condition that is now true. If the virtual time of a woken
+        rank is earlier than that of `rank`, it is set to that of `rank`.
 
         Parameters
         ----------

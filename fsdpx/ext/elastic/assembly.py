@@ -137,8 +137,8 @@ class Assembly:
     control : communicator of all living ranks
     initial_ranks : for each living rank, its rank when the job began
     training : the ranks that train
-    group : communicator of the training ranks; None on an idle rank, whose session has no data
-    session : the training session of this rank
+    group : communicator of the training ranks; None on an idle rank
+    session : the training session of this rank; on an idle rank, it holds no data
     copies : copies of the state in the memory of other ranks
     step : number of the step from which training continues; 0 for initial parameters
     watchdog : the watchdog that finds hanging ranks, if any
@@ -192,7 +192,7 @@ class Assembler:
 
         Raises StateLost, on all ranks, if there is no such state. On return, ranks again hold copies of each other's
         state. `report` is called with messages about the progress. `timeout` is the timeout in seconds for the new
-        watchdog. It is taken from the previous watchdog, because the timeout of `control` is longer."""
+        watchdog. It is that of the previous watchdog, because the timeout of `control` is longer."""
         mine = [
             GenerationSummary(g.step, g.scalars.to_json(), [describe_shard(part) for part in g.parts])
             for g in generations

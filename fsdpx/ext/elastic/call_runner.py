@@ -222,7 +222,8 @@ class ElasticRunner(CallRunner):
         return self._retry_until_agreed(all_reduce_once)
 
     def agree_on_end_of_batches(self) -> None:
-        """Do nothing: in elastic training all ranks have the same batches, so their data ends at the same step."""
+        """Do nothing: in elastic training, all ranks have the same batches, so the data of all ranks end at the same
+        step."""
 
     def copy_weights_and_get_restorer(self, trainer: Any) -> Callable[[], None]:
         """Copy the current weights of `trainer`, and return a function that restores them. Collective.
@@ -375,7 +376,7 @@ class ElasticRunner(CallRunner):
                 self._run_pending_steps()
 
     def _run_and_send_errors(self, run: Callable[[], T]) -> T:
-        """Run the call `run` on the training ranks, and send any error that it raises to the idle ranks."""
+        """Run the function `run` on the training ranks. If it raises an error, send the error to the idle ranks."""
         try:
             return run()
         except RankLost:

@@ -152,8 +152,8 @@ class StepPosition:
     scalars : copy of the scalars, such as the loss scale, made before the next step
     before : copies of the running statistics and codec memory, made before the next step, because a step changes these
         before all ranks have agreed on it
-    under_way : number of the step whose copies have not arrived yet; None if there is none
-    updating : whether a step is agreed on but this rank has not finished its update
+    under_way : number of the step after which the pending copies were taken; None if no copies are pending
+    updating : whether all ranks have agreed on a step whose update this rank has not finished
     """
 
     step: int

@@ -73,8 +73,8 @@ def form_copy_groups(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _group_ranks_by_host(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks grouped by host, beginning with the hosts that have the most ranks, so that the last group of
-    ranks comes from many hosts."""
+    """Return the ranks grouped by host. Hosts with the most ranks come first, so that the last group of ranks comes
+    from many hosts."""
     size, first = Counter(hosts), {host: hosts.index(host) for host in set(hosts)}
     return sorted(range(len(hosts)), key=lambda rank: (-size[hosts[rank]], first[hosts[rank]], rank))
 
@@ -174,8 +174,8 @@ class StateCopies:
     surviving ranks have a complete generation in common. Nothing is kept if there are enough replicas. Idle ranks have
     no state of their own, but keep copies for other ranks.
 
-    A rank sends `copies` times the bytes of its state for each generation. The copies of a rank without buddies on
-    other hosts are on its own host."""
+    A rank sends `copies` times the bytes of its state for each generation. If a rank has no buddies on other hosts, its
+    copies are on its own host."""
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """Agree on which ranks keep copies of which state. Collective.

@@ -341,8 +341,8 @@ class ReshardPlan:
 
     @cached_property
     def _holder_offset_by_name(self) -> dict[str, int]:
-        """For each tensor name, an offset that determines which of the ranks that hold the tensor sends first. Offsets
-        differ between tensors, to spread the load."""
+        """For each tensor name, an offset that determines which rank sends first, among those that hold the tensor.
+        Offsets differ between tensors, to spread the load."""
         return {name: holder_offset for holder_offset, name in enumerate(sorted(self._shards_by_name_and_rank))}
 
     @cached_property

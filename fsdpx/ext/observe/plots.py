@@ -488,7 +488,7 @@ def _draw_time_axis(all_axes: Sequence[Any], second: float, last: float, theme: 
 
 
 def _choose_time_unit(longest: float, second: float) -> tuple[str, float]:
-    """Return a readable unit for times up to `longest`: its suffix, such as " ms", and its length in the units in
+    """Choose a readable unit for times up to `longest`. Return its suffix, such as " ms", and its length in the unit in
     which times are given."""
     if not second:
         return "", 1.0

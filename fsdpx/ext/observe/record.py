@@ -239,8 +239,9 @@ class _SlotTensors:
         yield name, tuple(value.shape), ((first, first + value.size),), value, known
 
     def _iterate_parameters_in_span(self, slot: Slot, flat: Any, span: ElementRange, more: str = "") -> Iterator[Part]:
-        """Yield each parameter in a flat array that holds the elements `span` of a page (flat parameter buffer). For
-        arrays of other values, such as partial sums, yield nothing. `more` is appended to the names of the tensors."""
+        """Yield each parameter whose elements are in `flat`, which holds the elements `span` of a page (flat parameter
+        buffer). If `flat` holds other values, such as partial sums, yield nothing. `more` is appended to the names of
+        the tensors."""
         page = self.engine.placement.layout.pages[slot.at or 0]
         if getattr(flat, "ndim", 0) == 1 and flat.size >= span.size:
             for f, start, part in page.iterate_fields_in_range(flat, span):

@@ -238,10 +238,10 @@ class TrafficReport:
     reduces : the compressed reductions of gradients
     per : text that says which steps `predicted` covers
     routing : path of a mixture-of-experts layer -> load of its experts, counted for this rank's tokens
-    planned : text with the strategy that strategy="auto" chose, and the reason
+    planned : text that names the strategy chosen by strategy="auto", and gives the reason
     gathers_whole_model : whether parameters are sharded but all layers of the model are gathered at once
-    shared_parameters : bytes of full parameters that several ranks of the host store only once, and the number of these
-        ranks
+    shared_parameters : bytes of full parameters of which several ranks of the host share one copy, and the number of
+        these ranks
     """
 
     traffic: dict[tuple[str, str], Traffic]
@@ -297,7 +297,7 @@ class Report(TrafficReport):
     high_water : kind of memory -> (planned bytes, peak bytes). Planned bytes are None without a plan, and activations
         are included only if the trainer keeps a trace
     layers : path of a layer -> its time, if the trainer records a trace
-    read_footprint : memory of the process, or the function that reads it; see `footprint`
+    read_footprint : memory of the process, or a function that reads it; see `footprint`
     """
 
     rank: int

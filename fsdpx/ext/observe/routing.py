@@ -29,8 +29,8 @@ class ExpertLoad:
 
     Attributes
     ----------
-    chosen : for each expert, how often the router chose it, for the tokens of this rank or, in a sum over ranks, of all
-        ranks
+    chosen : for each expert, how often the router chose it for tokens of this rank; in a sum over ranks, for tokens of
+        all ranks
     computed : for each rank that has the layer, how many (token, expert) choices its experts computed
     """
 

@@ -57,7 +57,7 @@ class _RecordCache:
     Attributes
     ----------
     numbers : numbers of the records
-    there : for each slot that is in memory, whether its value differs from the value on disk
+    there : for each slot (named value of a program) that is in memory, whether its value differs from the value on disk
     leaving : slots whose values are being written to disk
     stored : activations that are stored on disk
     last : for each slot, the index of the last action that needs it
@@ -131,8 +131,8 @@ class _RecordCache:
 def _list_slots_needed_in_memory(
     actions: Actions, slots: Sequence[ActionSlots], needs: Sequence[Sequence[Slot]]
 ) -> list[list[Slot]]:
-    """Return, for each action, the records that must be in memory while it runs: the ones that the action needs, and
-    the ones that pending transfers are still reading."""
+    """Return, for each action, the records that must be in memory while it runs: those that the action needs, and those
+    that pending transfers are still reading."""
     reading: dict[Slot, list[Slot]] = {}  # result of each pending transfer -> slots that the transfer reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):
