@@ -6,6 +6,7 @@ import copy
 import gc
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -600,23 +601,32 @@ class WithLoss(tnn.Module):
         return {"tensor": loss, "dict": {"loss": loss, "scores": y}, "tuple": (loss, y)}[self.what]
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(), tnn.MSELoss(), nn.CrossEntropyLoss(), tnn.CrossEntropyLoss()])
-def test_a_module_that_returns_its_loss_is_told_what_to_return(loss: Any) -> None:
-    x = np.ones((3, 4), np.float32)
+LOSSES = [nn.MSELoss(), tnn.MSELoss(), nn.CrossEntropyLoss(), tnn.CrossEntropyLoss()]
+
+
+@pytest.mark.parametrize("turn", range(len(LOSSES)))
+def test_a_module_that_returns_its_loss_is_told_what_to_return(turn: int) -> None:
+    """Each loss with two ways to give a module, and each way with one loss or two: each export takes long."""
+    x, loss = np.ones((3, 4), np.float32), LOSSES[turn]
     y = x if "MSE" in repr(loss) else np.zeros(3, np.int64)
-    named = TorchModule(WithLoss("dict"), inputs=("x", "labels"), output="loss")
-    for model, given in (
-        (WithLoss("tensor"), x),
-        (from_torch(WithLoss("dict"), output="loss"), x),
-        (from_torch(WithLoss("tuple"), x, output=0), x),
-        (tnn.Sequential(tnn.Linear(4, 4), WithLoss("tensor")), x),
-        (named, (x, x)),
-    ):
+    ways: list[tuple[Callable[[], Any], Any]] = [
+        (lambda: WithLoss("tensor"), x),
+        (lambda: from_torch(WithLoss("dict"), output="loss"), x),
+        (lambda: from_torch(WithLoss("tuple"), x, output=0), x),
+        (lambda: tnn.Sequential(tnn.Linear(4, 4), WithLoss("tensor")), x),
+        (lambda: TorchModule(WithLoss("dict"), inputs=("x", "labels"), output="loss"), (x, x)),
+    ]
+    for make, given in ways[turn : turn + 2]:
+        model = make()
         trainer = fsdpx.distribute(model, loss=loss, optimizer=optim.SGD(lr=0.1))
         for call in (trainer.step, trainer.evaluate):
             with pytest.raises(ConfigError, match=r"returns a single number, such as its loss: .* as loss=") as caught:
                 call(given, y)
         assert ("layer '1'" in str(caught.value)) is isinstance(model, tnn.Sequential)
+
+
+def test_an_output_that_is_not_there_is_named() -> None:
+    x = np.ones((3, 4), np.float32)
     for what, said in (("tensor", "it gives Tensor"), ("dict", "there are loss, scores"), ("tuple", "there are 0, 1")):
         trainer = fsdpx.distribute(
             from_torch(WithLoss(what), output="other"), loss=nn.MSELoss(), optimizer=optim.SGD(lr=0.1)
