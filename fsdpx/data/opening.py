@@ -131,7 +131,8 @@ def _is_zarr(folder: Path) -> bool:
 
 
 def _explain_unreadable(path: Path, file: Any, known: str) -> str:
-    """Return an error message for a file in the unsupported format `known`, which says how to convert or unpack it."""
+    """Return an error message for a file in the unsupported format `known`. The message says how to convert or unpack
+    the file."""
     name = shlex.quote(str(path))
     if known == "netcdf-3":
         into = shlex.quote(str(path.with_name(f"{path.stem}-4.nc")))

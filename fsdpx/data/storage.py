@@ -92,9 +92,9 @@ def find_number_encoding(path: Path, array: Any) -> NumberEncoding | None:
 
 
 def _resolve_integer_dtype(stored: np.dtype, unsigned: str) -> np.dtype:
-    """Return the dtype to use for interpreting stored integers, given the value of their attribute `_Unsigned`. In
-    NetCDF's classic model, all integers are stored as signed, and this attribute marks those that are meant as
-    unsigned."""
+    """Return the dtype with which stored integers are interpreted. `unsigned` is the value of their attribute
+    `_Unsigned`. In NetCDF's classic model, all integers are stored as signed, and this attribute marks those that are
+    meant as unsigned."""
     meant = {("i", "true"): "u", ("u", "false"): "i"}.get((stored.kind, unsigned.lower()))
     return stored if meant is None else np.dtype(f"{stored.byteorder}{meant}{stored.itemsize}")
 

@@ -79,8 +79,8 @@ def parse_byte_features(data: bytes) -> dict[str, memoryview]:
 
 
 def _select_bytes(data: memoryview, number: int) -> list[memoryview]:
-    """Return the values of those fields of a message that have the field number `number` and contain bytes, strings or
-    messages."""
+    """Return the values of all fields with the number `number` in a message. Fields that do not contain bytes, strings
+    or messages are skipped."""
     return [value for field, value in _iterate_fields(data) if field == number and isinstance(value, memoryview)]
 
 

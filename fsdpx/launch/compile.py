@@ -85,7 +85,7 @@ def _require_writable_code_folder() -> Path:
 
 
 def _list_compile_calls(runs: Iterable[str], precision: Precision) -> list[Callable[[], Any]]:
-    """Return functions that compile the kernels named in `runs` and all other code that is needed for training in this
+    """Return functions that compile the kernels named in `runs`, and all other code that is needed for training in this
     precision, such as optimizer updates and shared-memory collectives."""
     dtypes = parse_dtype(precision.compute), parse_dtype(precision.gradient_dtype), parse_dtype(precision.master_dtype)
     rounded = precision.master_dtype != precision.gradient_dtype

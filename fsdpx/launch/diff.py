@@ -101,8 +101,8 @@ def _iterate_written_tensors(
     """Yield the tensors that the ranks wrote in a step, in program order, as (tensor, text that names action and rank,
     key).
 
-    The key is the same for a tensor of one run and the corresponding tensor of the other run. It consists of the
-    identity of the tensor and the number of times that the tensor was written before."""
+    The key is the same for a tensor of one run and the corresponding tensor of the other run. It consists of values
+    that identify the tensor, and the number of times that the tensor was written before."""
     times: Counter[Hashable] = Counter()
     rows = [(one.at, record.rank, n, one) for record in records for n, one in enumerate(record.steps[step])]
     for _, rank, _, one in sorted(rows, key=lambda row: row[:3]):

@@ -197,8 +197,8 @@ def _describe_mpi(threads: str | None) -> str:
 
 
 def _describe_host_transport(comm: Communicator) -> str:
-    """Describe how ranks of a host exchange NumPy arrays: through shared memory, or by messages; in the latter case,
-    also say why."""
+    """Describe how ranks of a host exchange NumPy arrays: through shared memory, or by messages. For messages, also say
+    why shared memory is not used."""
     node, name = find_node_communicator(comm), get_backend_name()
     if name == "local":
         return "local: one rank by itself, or threads of fsdpx.spawn"

@@ -57,8 +57,8 @@ def request_join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class JoinRequests:
-    """Handles requests to add ranks to a job, in the job's launcher. The attribute `accepted_ranks` is the number of
-    ranks that will join at the next restart."""
+    """Handles requests to add ranks to a job. It runs in the job's launcher. The attribute `accepted_ranks` is the
+    number of ranks that will join at the next restart."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
         """Discard old requests in `folder`, the job's --folder. `fits` is a function that raises LaunchError if the

@@ -46,8 +46,8 @@ class LaunchConfig:
     ranks : number of ranks
     nodes : number of hosts to use: the first ones in the hostfile, or any hosts of the allocation
     per_node : maximum number of ranks per host
-    backend : "mpi", or "gloo" to start ranks on this host without MPI (docs: backends). For "gloo" on several hosts,
-        use `fsdpx run --node-rank`
+    backend : "mpi", or "gloo" to start ranks on this host without MPI (docs: backends). To use "gloo" on several hosts,
+        call `fsdpx run --node-rank` on each
     hostfile : file with host names and the number of ranks for each, in the format of any supported launcher (docs:
         launching)
     mpiexec : command line of the launcher, such as "srun --mpi=pmi2" (None: find one)

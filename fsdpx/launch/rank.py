@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def escape_colon_words(program: Sequence[str]) -> list[str]:
-    """Escape the words of a program's command line for mpiexec, which interprets a single ":" as the start of another
+    """Escape the words of a program's command line for mpiexec, which takes the word ":" as the start of another
     program.
 
     One more colon is appended to each word that consists only of colons; `main` removes it."""

@@ -115,8 +115,8 @@ def run_job(
     """Run a job, and restart it after failures, as far as `config` allows. Return how the last attempt ended.
 
     `program` are the command-line arguments of Python, such as ["train.py", "--fast"] or ["-m", "train"]. `variables`
-    are additional environment variables of the ranks. `node` is given if each host has its own launcher; `config` then
-    counts only the ranks of this host."""
+    are additional environment variables of the ranks. `node` is this host's position among the hosts if each host has
+    its own launcher; `config` then counts only the ranks of this host."""
     plan = RestartPlan(config.ranks, config.least_ranks, config.max_restarts, config.backoff)
     job = LaunchedJob(find_launcher(config), config, program, variables or {}, node)
     _require_existing_program(program)
@@ -257,8 +257,8 @@ def _recreate_private_folder(own: Path) -> Path:
 
 
 def _require_existing_program(program: Sequence[str]) -> None:
-    """Raise LaunchError if the script or module does not exist. This is checked before any ranks are started, because
-    all of them would fail."""
+    """Raise LaunchError if the script or module does not exist. This is checked before ranks are started, because each
+    of them would fail."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and not _is_importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")

@@ -343,8 +343,8 @@ def _format_memory(run: DryRun) -> str:
 
 
 def _format_budget_check(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
-    """Return text that says whether the predicted peak memory of the process is within the budget that --memory gives.
-    If not, append the text from the function `helpful`, which lists options that would lower the peak."""
+    """Return text that says whether the predicted peak memory of the process is within the budget given by --memory. If
+    not, append the text from the function `helpful`, which lists options that would lower the peak."""
     if budget is None:
         return ""
     found = run.footprint

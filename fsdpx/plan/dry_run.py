@@ -76,7 +76,7 @@ class ProcessBaseline:
     ----------
     own : private memory of the process, without what MPI adds
     files : memory for code and data files that the processes of a host share, without the files of MPI
-    mpi : what MPI adds to `own`, including its shared memory
+    mpi : what MPI adds to `own`, including the shared memory of MPI
     mpi_files : what MPI adds to `files`
     workspace : workspace of the BLAS library, which holds reordered copies of large operands
     """

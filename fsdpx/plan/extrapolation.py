@@ -52,8 +52,8 @@ class StepDryRuns:
     @classmethod
     def _dry_run_one_rank_per_kind(cls, step: WorldStep, ran: int, simulated: int, period: int) -> StepDryRuns:
         """Run the step on one rank of each kind. These are all pipeline ranks of up to three data ranks: the one with
-        the most samples, the one with the fewest samples, and, among those that share samples, the one that
-        communicates most."""
+        the most samples, the one with the fewest samples and, if data ranks share samples, the one that communicates
+        most."""
         last, runs, others = step.sample_group_count - 1, list[RankDryRun](), list[RankDryRun]()
         if step.count_samples_of_group(0) < step.count_samples_of_group(last) and (
             step.count_samples_of_group(0) or step.options.get("reproducible_chunks") is None

@@ -32,8 +32,8 @@ class KernelRates:
     Parameters
     ----------
     passes : format -> kernel -> (rate of calls that read and write `SHORT` bytes, rate of calls that read and write
-        `LONG` bytes), in bytes per second; the key `WEIGHTS` + kernel holds the rate at which a convolution reorders
-        its weights
+        `LONG` bytes), in bytes per second; the entry with the key `WEIGHTS` + kernel is the rate at which a convolution
+        reorders its weights
     products : format -> kernel -> rows of (input channels, output channels, window size in cells, windows per row of
         results, FLOP per second), for each kernel that consists of matrix products. The rates were measured with data
         in the caches. The rows form a full grid, in which the logarithm of the rate is interpolated linearly in the

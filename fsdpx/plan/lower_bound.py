@@ -39,10 +39,10 @@ def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
     """Return a lower bound on the time of a step in seconds. It covers only computing and the communication that layers
     wait for.
 
-    Each pipeline rank computes its stages for all microbatches. Before the rank can begin, the first microbatch must
-    pass forward through all stages before the rank's lowest stage. At the end, the last microbatch must pass backward
-    through these earlier stages, while the rank may still be computing parameter gradients. The bound is 0 if the
-    option `stages` is given."""
+    Each pipeline rank computes its stages for all microbatches. A rank can begin only when the first microbatch has
+    passed forward through all earlier stages, which are those before the rank's lowest stage. At the end, the last
+    microbatch must pass backward through these earlier stages; meanwhile, the rank may still be computing parameter
+    gradients. The bound is 0 if the option `stages` is given."""
     pipe = PipelineChoice(step.options["schedule"], step.mesh.width_of("pipe"))
     m, options = step.microbatches, step.options
     rows = step.count_samples_of_group(step.sample_group_count - 1) // m
@@ -106,8 +106,8 @@ def predict_layers(step: WorldStep, machine: Machine) -> dict[str, LayerPredicti
 
 def _run_layers_and_list_costs(step: WorldStep, rows: int, split: bool) -> tuple[LayerList, LayerCostList]:
     """Run all layers on shape-only arrays, and return the layers and the costs of one microbatch. Each cost is given as
-    (index of the last layer of the unit, number from `STEP_PARTS`, cost of an action, change in the bytes of kept
-    activations).
+    (index of the last layer of the unit, part of the step as numbered in `STEP_PARTS`, cost of an action, change in the
+    bytes of kept activations).
 
     `rows` is the number of samples of a microbatch. With `split`, two pipeline ranks each run half of the layers, so
     that the backward pass is divided into input gradients (I) and parameter gradients (W)."""

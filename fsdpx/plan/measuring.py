@@ -116,8 +116,8 @@ def _average_call_seconds(
     """Return the time of one call in seconds, averaged over ranks. Collective.
 
     Each round of calls ends with a barrier, so that ranks that share a core all wait for the slowest rank, as they do
-    in a step. A round is timed from the end of the previous round, because a rank may be asleep when the round begins
-    on other ranks."""
+    in a step. The time of a round starts at the end of the previous round, because a rank may be asleep when the round
+    begins on other ranks."""
     device.timings += 1
     device.count(device.timings)
     call()

@@ -190,8 +190,8 @@ def _iterate_activations_at_peak(state: TrainState, watch: HeapRecorder) -> Iter
 
 
 def _iterate_persistent_memory_at_peak(state: TrainState, parts: int) -> Iterator[Holding]:
-    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and the gradient sums of
-    the step. At the peak, these sums take `parts` bytes."""
+    """Yield the memory that is kept from step to step, such as parameters and optimizer state, and also the gradient
+    sums of the step, which take `parts` bytes at the peak."""
     found = Counter[tuple[str, str]]()
     for row in state.ledger:
         kind = LEDGER_KINDS[row.key.kind].memory

@@ -202,8 +202,8 @@ def disabling_gc() -> Iterator[None]:
 def dry_run_one_rank_per_group(
     model: nn.Layer, batch: tuple[Any, ...], ranks: int, gpu: bool, **options: Any
 ) -> StepDryRuns:
-    """Run the step on shape-only arrays, on one rank of each group of ranks that do the same work. Return the runs,
-    from which `predict_from_dry_runs` can predict the step on any machine.
+    """Run the step on shape-only arrays, on one rank of each group of ranks that do the same work. Return the runs;
+    `predict_from_dry_runs` can predict the step on any machine from them.
 
     `gpu` says whether ranks are GPUs; `options` are those of `predict`."""
     step = make_world_step(model, batch, ranks, gpu, options)

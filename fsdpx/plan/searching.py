@@ -306,8 +306,8 @@ class _Search:
         return isinstance(self.space, Domain) and not isinstance(self.space, Grid)
 
     def _list_grids(self, data: int, tensor: int) -> list[Any]:
-        """Return the grids that split fields over `data` data ranks and leave at least one sample for each group of
-        ranks that share a field. In this list, None stands for fields that are not split."""
+        """Return the grids that can split fields over `data` data ranks. Each group of ranks that share a field must
+        get at least one sample. In the result, None stands for fields that are not split."""
         space = self.space
         if space is not None and space != ANY_GRID:
             return [space] if tensor == 1 and data % prod(parse_domain_dims(space)) == 0 else []
@@ -417,8 +417,8 @@ class _Search:
         return Plan(found, refused, searched, largest[0], *about, longest[0], scaling, slow, *most, large)
 
     def _list_memory_saving_options(self, best: Candidate) -> list[dict[str, Any]]:
-        """Return the options with which to look for the largest problem that fits: first the options of the fastest
-        configuration, then options that need the least memory.
+        """Return a list of options with which to search for the largest batch, sample size or depth that fits: first
+        the options of the fastest configuration, then options that need the least memory.
 
         Options of the second kind recompute all activations, and have as many microbatches as samples."""
         placed: dict[str, Candidate] = {}

@@ -62,7 +62,7 @@ class Recovery:
 
     Attributes
     ----------
-    step : number of the last step that was not undone
+    step : number of the last step that the change did not undo
     lost : ranks that died, numbered as at the start of the job
     ranks : number of ranks that train from now on
     replayed : number of steps that had to be repeated
@@ -436,7 +436,7 @@ class Coordinator:
         self.assembly.copies.drop_old_generations()
 
     def report_to_observers(self, what: str) -> None:
-        """Report the progress of a recovery or save, as the line of text `what`, to the observers of the engine's
-        actions."""
+        """Report the line of text `what`, which describes the progress of a recovery or save, to the observers of the
+        engine's actions."""
         for look in self.assembly.session.engine.hooks.on_action_done:
             look(what)  # type: ignore[arg-type]

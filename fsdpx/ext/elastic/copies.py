@@ -136,8 +136,8 @@ class GenerationBuffers:
 
     Attributes
     ----------
-    own : bytes of this rank's snapshot
-    kept : rank -> bytes of that rank's snapshot
+    own : this rank's snapshot, as an array of bytes
+    kept : rank -> that rank's snapshot, as an array of bytes
     """
 
     def __init__(self, ledger: Ledger, number: int, partners: CopyPartners) -> None:
@@ -275,8 +275,8 @@ class StateCopies:
         return [StateGeneration(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon_generation(self) -> None:
-        """Drop the generation that is being copied, after a failure and a call of `revoke`. Complete generations are
-        kept."""
+        """Drop the generation that is being copied; complete generations are kept. Call this after a failure, once
+        `revoke` has been called."""
         over = drain_or_keep_transfers(self._transfers)
         self._transfers.clear()
         self._lost = None

@@ -107,8 +107,9 @@ def find_element_runs(part: ShardDescriptor) -> ElementRuns:
 def iterate_up_to_date_shards(state: TrainState, before: Mapping[LedgerKey, Any] | None = None) -> Iterator[LocalShard]:
     """Yield those local shards of the train state that are up to date on this rank.
 
-    Running statistics are up to date only on their home pipeline rank. `before` gives arrays to use instead of the
-    ones that an unfinished step has changed (see `iterate_rows_changed_before_commit`)."""
+    Running statistics are up to date only on the pipeline rank that `placement.statistic_ranks` gives for them.
+    `before` contains arrays to use instead of those that an unfinished step has changed (see
+    `iterate_rows_changed_before_commit`)."""
     home, here = state.placement.statistic_ranks, state.placement.axes.coordinates.pipe
     for part in iterate_local_shards(state):
         if part.name not in home:

@@ -342,7 +342,7 @@ def read_traces(folder: Path) -> list[RankTrace]:
     """Read the trace files of all ranks in a folder, in rank order. Raises ConfigError if any is missing or damaged.
 
     Because of errors in the measured clock offsets, a message can seem to arrive before it was sent. In that case, the
-    events of the receiving rank are moved later, by at most the error of the offsets."""
+    times of the receiving rank's events are increased, by at most the error of the offsets."""
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:
         raise ConfigError(

@@ -49,8 +49,8 @@ class TrainingLog:
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
         """Prepare a log in `folder`, with a column for each of `metrics`. If `tensorboard` is None, TensorBoard events
-        are written only if tensorboardX is installed. If `tensorboard` is True, ConfigError is raised without
-        tensorboardX."""
+        are written only if tensorboardX is installed; if it is True, ConfigError is raised unless tensorboardX is
+        installed."""
         self.folder, self._tensorboard = safe_files.expanduser(folder), tensorboard
         if tensorboard and find_spec("tensorboardX") is None:
             raise ConfigError(

@@ -31,7 +31,8 @@ class RankSpans:
     ----------
     whole : total time of the steps
     computing : time spent in computations
-    transferring : time blocked in transfers that all participating ranks had entered, so that data was moving
+    transferring : time for which this rank was blocked in transfers that all participating ranks had entered, so that
+        data was moving
     """
 
     whole: float

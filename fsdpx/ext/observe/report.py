@@ -345,7 +345,7 @@ class Report(TrafficReport):
 
     @property
     def routing_text(self) -> list[str]:
-        """A list with a table of expert load as its only string, or an empty list if there are no experts."""
+        """Table of expert load, as a list with one string; the list is empty if there are no experts."""
         return format_expert_load(self.routing, all_ranks=self.ranks == 1)
 
     @property
@@ -537,8 +537,9 @@ def _iterate_tied_gradient_transfers(place: Placement, tie: TieGroup) -> Iterato
 
 
 def _count_stage_message_bytes(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """Return the size in bytes of each message between pipeline stages, as a dict keyed by (edge, microbatch), given
-    the shapes of the last batch."""
+    """Return the size in bytes of each message between pipeline stages, given the shapes of the last batch. The result
+    is a dict keyed by (number of the edge, microbatch); an edge is a value, or the gradient of a value, that one stage
+    sends to another."""
     found: dict[tuple[int, int | None], int] = {}
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):

@@ -124,7 +124,7 @@ class ExpertLoadMetrics:
 
 
 def format_expert_load(routing: Mapping[str, ExpertLoad], all_ranks: bool) -> list[str]:
-    """Return a list with a table of expert load as its only string, or an empty list if there are no experts.
+    """Return a table of expert load, as a list with one string. The list is empty if there are no experts.
 
     `all_ranks` says whether the load covers all ranks; dropped choices are known only if it does."""
     if not routing:

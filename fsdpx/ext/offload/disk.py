@@ -453,8 +453,8 @@ class DiskStorage(StateStorage):
         return size + ALIGN_BYTES if size else 0
 
     def start_fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
-        """Start to read a record into `buffer`. Return the handle, and the record's array or a dict of its named
-        arrays.
+        """Start to read a record into `buffer`. Return the handle of the read, and the record's array (or, if the
+        record has several, a dict of its arrays by name).
 
         `buffer` must have `get_buffer_nbytes` bytes."""
         rows, offset, arrays = self._records[record], 0, {}
@@ -509,8 +509,8 @@ class DiskStorage(StateStorage):
         return offset
 
     def map_array(self, row: LedgerRow) -> Any:
-        """Return the array that belongs to a row of the ledger (the table of a rank's arrays), memory-mapped as
-        described for `DiskFile.map_array`."""
+        """Return the array that belongs to a row of the ledger (the table of a rank's arrays), memory-mapped as by
+        `DiskFile.map_array`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
         return self.file.map_array(self._places[row.key], row.elements, row.dtype)

@@ -25,7 +25,8 @@ def pair_with_stored_slots(records: Sequence[Slot]) -> StoredSlots:
 
 
 def list_records(stage: Stage) -> list[Slot]:
-    """Return the offloaded records of a pipeline stage, in the order of their numbers."""
+    """Return the records (state that is stored on disk between uses) of a pipeline stage, in the order of their
+    numbers."""
     return [record for record, _ in stage.stored_slots]
 
 

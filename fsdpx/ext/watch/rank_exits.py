@@ -47,8 +47,8 @@ class WatchedRank(NamedTuple):
 def register_exit_report(
     record: FlightRecorder, rank: int, end: Callable[[], None], abort: Callable[[int], None] | None
 ) -> None:
-    """Make sure that the exit of this process is recorded in its flight record, where other ranks see it. For `end` and
-    `abort`, see `WatchedRank`."""
+    """Make sure that the exit of this process is recorded in its flight record (the log of its last actions), where
+    other ranks see it. For `end` and `abort`, see `WatchedRank`."""
     _open[record] = WatchedRank(rank, end, abort)
     atexit.register(end)
 

@@ -75,8 +75,8 @@ def start_watchdog(
     flight record cannot be created, return None. Collective.
 
     `other_comms` are communicators made from `comm`. `timeout` defaults to the timeout of `comm` (FSDPX_TIMEOUT). With
-    `extend_waits`, a wait on any of these communicators may take WAIT_FACTOR times as long from now on, since a waiting
-    rank is not stuck as long as other ranks make progress."""
+    `extend_waits`, a wait on any of these communicators may take WAIT_FACTOR times as long from now on, because a
+    waiting rank is not stuck as long as other ranks make progress."""
     base = unwrap_communicator(comm)
     watchdog: Watchdog | None = base.watched_by
     token = secrets.token_hex(8) if watchdog is None else ""
