@@ -185,8 +185,8 @@ def read_npy_header(file: BinaryIO, start: int, stop: int) -> tuple[tuple[int, .
 class Dataset(Protocol):
     """The protocol of datasets. The samples of a dataset are numbered from 0 to `len(dataset) - 1`.
 
-    If a dataset has the method `__getitems__(numbers) -> samples`, as PyTorch and Hugging Face datasets do, or
-    `take(indices) -> batch`, the loader reads each batch with a single call of that method."""
+    A dataset may also have one of the methods `take(indices) -> batch` and `__getitems__(numbers) -> samples` (as
+    PyTorch and Hugging Face datasets do). The loader then reads each batch with a single call of that method."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...

@@ -73,8 +73,8 @@ class PackedGraphs(NamedTuple):
 
         Raises
         ------
-        DataError : if the number of nodes of an array differs from that of its graph, or if arrays have different
-            numbers of samples or features
+        DataError : if an array and its graph have different numbers of nodes, or if arrays have different numbers of
+            samples or features
         """
         found, sizes = [np.asarray(array) for array in arrays], np.diff(self.offsets).tolist()
         shapes = [array.shape for array in found]

@@ -48,8 +48,8 @@ class SupervisedDataset:
     encode : function from text to tokens, such as `lambda text: tokenizer.encode(text, add_special_tokens=False).ids`
         for a tokenizer of the tokenizers library
     seq_len : number of tokens in a sample
-    end : token that is appended to every answer, as a part of the answer to which the loss applies; it also pads
-        samples shorter than seq_len
+    end : token that is appended to every answer, so that the loss applies to it; it also pads samples shorter than
+        seq_len
     packed : whether to put several conversations into one sample, in the order of the file. A sample is then ((tokens,
         segments), targets), where segments contains for each token the number of its conversation in the sample,
         counted from 0. This is for models with `segments=True` (docs: models)

@@ -451,9 +451,9 @@ def compare_strategies(
     ranks. Collective.
 
     In each round, the step time of a strategy is that of the slowest rank. For each strategy, the report contains the
-    median and the minimum of its step times over all rounds, in seconds. It also contains the median of their ratios,
-    each of which divides a step time by that of the first strategy in the same round. To report progress, `count` is
-    called with the number of finished rounds, including warm-up, and the total number of rounds."""
+    median and the minimum of its step times over all rounds, in seconds. It also contains the median ratio of its step
+    time to that of the first strategy in the same round. To report progress, `count` is called with the number of
+    finished rounds, including warm-up, and the total number of rounds."""
     first, end = (example.batch * n // comm.size for n in (comm.rank, comm.rank + 1))
     specs = example.x(example.batch), example.y(example.batch)
     x, y = (_draw_random_batch(spec, seed)[first:end] for seed, spec in enumerate(specs))

@@ -144,8 +144,8 @@ class Evidence:
     late : whether the job was ended because a rank waited too long in MPI_Init
     ranks : number of ranks
     elastic : whether the job survives the death of ranks. If so, the statuses of the surviving ranks count instead of
-        the launcher's, because Open MPI returns 0 even if the last rank aborts, and a nonzero status if the job
-        succeeds after ranks died
+        the launcher's. The launcher's status says nothing in this case: Open MPI returns 0 even if the last rank
+        aborts, and a nonzero status if the job succeeds after ranks died
     launcher : name of the launcher
     killed : name of the signal that killed the launcher although the job was not asked to stop; no rank can have sent
         it, because ranks send no signals

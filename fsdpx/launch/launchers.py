@@ -131,8 +131,8 @@ class FoundLauncher:
 
 
 def find_launcher(config: LaunchConfig) -> FoundLauncher:
-    """Find the launcher of a job. Raise LaunchError if there is none, or if it belongs to a different MPI library from
-    the one that mpi4py uses.
+    """Find the launcher of a job. Raise LaunchError if there is none, or if it does not belong to the MPI library that
+    mpi4py uses.
 
     For backend "gloo", this is fsdpx's own launcher. For MPI, it is the first of the following that exists: the
     launcher that `config` names; the mpiexec next to this Python (it belongs to the MPI library that mpi4py loads from
@@ -282,9 +282,9 @@ def _make_environment_options(template: str, names: Sequence[str]) -> list[str]:
 def _identify_and_check_launcher(
     words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False
 ) -> FoundLauncher:
-    """Identify the launcher that the command line `words` starts, and return it. Raise LaunchError if it belongs to a
-    different MPI library from the one that mpi4py uses, or if the job is elastic and the launcher ends all ranks when
-    one dies.
+    """Identify the launcher that the command line `words` starts, and return it. Raise LaunchError if the launcher does
+    not belong to the MPI library that mpi4py uses, or if the job is elastic and the launcher ends all ranks when one
+    dies.
 
     `wheel` says whether the launcher comes from the same wheel as the MPI library that mpi4py loads."""
     version = _read_launcher_version(words)

@@ -95,7 +95,7 @@ class VerifyCase:
         return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Return a label that lists those of mesh, schedule, sequence mode and recomputation that are set."""
+        """Return a label with the mesh, schedule, sequence mode and recomputation, as far as they are set."""
         parts = [] if self.mesh is None else [format_mesh(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width_of("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]

@@ -28,8 +28,8 @@ class StepDryRuns:
     ----------
     step : the step
     runs : for each pipeline rank, a run of the data rank with the most samples
-    others : runs of the data rank with the fewest samples, and of the rank that communicates most, if these ranks
-        differ from those of `runs`
+    others : runs of the data rank with the fewest samples and of the data rank that communicates most, unless `runs`
+        already contains them
     ran : number of microbatches in each run
     simulated, period : see `WorldStep.count_simulated_microbatches_and_period`
     """

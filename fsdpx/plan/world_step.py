@@ -423,6 +423,6 @@ def parse_domain_dims(space: Any) -> tuple[int, ...]:
 
 
 def find_representative_action(action: Action, ran: int) -> Action:
-    """Return the action whose recorded cost stands for the cost of `action` if only the first `ran` microbatches ran:
-    the action itself, or the same operation on the last microbatch that ran."""
+    """Only the first `ran` microbatches ran. Return the action from which the cost of `action` is taken: the action
+    itself, or the same operation on the last microbatch that ran."""
     return action if action.mb is None or action.mb < ran else Action(action.op, action.unit, ran - 1)

@@ -128,7 +128,7 @@ def _find_worst_element(name: str, got: np.ndarray, want: np.ndarray, tolerance:
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:
-    """Return the array, or a contiguous copy of it, as a view in which each element is raw bytes, so that elements can
-    be compared bit by bit."""
+    """Return a view of the array, or of a contiguous copy of it, in which each element is raw bytes. This makes it
+    possible to compare elements bit by bit."""
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(f"V{array.dtype.itemsize}").reshape(array.shape)

@@ -151,8 +151,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
     def test_thread_ranks_may_share_one_instance(self) -> None:
-        """Check that two threads can concurrently run the forward and backward passes of one layer, each on its own
-        samples, and that the results are bit-identical to those of separate runs."""
+        """Check that two threads can run the forward and backward passes of one layer concurrently, each on its own
+        samples. The results must be bit-identical to those of separate runs."""
         layer, x, p = self._make_test_case()
         halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
         wanted = [self._run_forward_backward(self.make(), p, half) for half in halves]
@@ -190,8 +190,8 @@ class LayerContract(GradientContract):
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
     def test_samples_are_computed_independently(self) -> None:
-        """Split a batch into two parts. Check that the parts give the same outputs as the full batch, even if the
-        layer draws random numbers, and that the parameter gradients of the parts add up to those of the full batch."""
+        """Split a batch into two parts. Check that the parts give the same outputs as the full batch, even if the layer
+        draws random numbers. Also check that the parameter gradients of the parts add up to those of the full batch."""
         layer, x, p = self._make_test_case()
         if not self.samples_are_independent:
             return

@@ -99,8 +99,8 @@ class ScheduleContract:
                 assert max(event.end for event in simulate(made, costs)) <= work + messages
 
     def test_compiled_programs_complete(self) -> None:
-        """Check that the compiled programs of all ranks run to their end, including messages, gathers and reductions,
-        for a model with one unit per stage and an activation that skips stages."""
+        """Check that the compiled programs of all ranks, including messages, gathers and reductions, run to their end.
+        The model has one unit per stage, and an activation that skips stages."""
         for made in self._iterate_schedules():
             n = made.stages
             units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]

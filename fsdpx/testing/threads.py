@@ -26,8 +26,9 @@ their own attributes."""
 def switching_at_every_bytecode() -> Iterator[None]:
     """Return a context manager in which other threads may run at every bytecode that this thread executes.
 
-    There are no switches in frames of NumPy, of Numba, and of those modules of Python's standard library that wrap
-    calls, nor at a bytecode that has already been executed `MAX_VISITS` times, for example in a loop."""
+    Threads do not switch in frames of NumPy, of Numba, or of those modules of Python's standard library that wrap
+    calls. They also do not switch at a bytecode that has already been executed `MAX_VISITS` times, for example in a
+    loop."""
     before, visits = sys.gettrace(), Counter[tuple[CodeType, int]]()
 
     def step(frame: FrameType, event: str, argument: Any) -> Any:

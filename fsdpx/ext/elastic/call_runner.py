@@ -290,8 +290,8 @@ class ElasticRunner(CallRunner):
         self._switch_to_current_session()
 
     def _run_pending_steps(self) -> None:
-        """Run all steps whose batches are stored and that are not committed, either because they are new or because a
-        recovery undid them."""
+        """Run all steps that have a stored batch and are not committed. Such a step is new, or a recovery has undone
+        it."""
         while self._coordinator.last_step < self._recent.last_number:
             try:
                 self._attempt_step(self._recent[self._coordinator.last_step + 1])

@@ -457,8 +457,8 @@ def choose_sources_of_shard(
 
 
 def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chunk: int) -> np.ndarray:
-    """Return positions that divide the wanted elements into intervals such that each rank holds either all elements of
-    an interval or none, so that a single rank can send each interval."""
+    """Return positions that divide the wanted elements into intervals. Each rank holds either all elements of an
+    interval or none, so that a single rank can send an interval."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // chunk) * chunk, last, chunk, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in held for edge in some[:2]), lines])
@@ -466,8 +466,8 @@ def _find_split_positions(wanted: ElementRuns, held: Sequence[ElementRuns], chun
 
 
 def _find_local_positions(some: ElementRuns, elements: np.ndarray) -> np.ndarray:
-    """Return, for each of `elements` of the full tensor, its offset in the local array that consists of the runs
-    `some`, or -1 if the local array does not contain it."""
+    """For each of `elements` (indices in the full tensor), return its offset in the local array, which consists of the
+    runs `some`. The offset is -1 if the local array does not contain the element."""
     i = np.searchsorted(some.start, elements, "right") - 1
     inside = (i >= 0) & (elements < some.stop[i])
     return np.where(inside, some.at[i] + elements - some.start[i], -1)

@@ -155,7 +155,8 @@ def _append_object_file(
 
 
 def enable_disk_cache(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """Let a Numba dispatcher, whose function is `function` or a copy of it, cache compiled code on disk.
+    """Let a Numba dispatcher cache compiled code on disk. `function` is the kernel; the dispatcher may compile a copy
+    of it.
 
     `bare` says whether the code lacks an entry point for Python."""
     try:
@@ -475,8 +476,8 @@ def _emit_load_and_type_check(n: int, kind: str) -> str:
 
 
 def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """For a number that is argument n of a Python call, return the LLVM assembly that checks its type, the assembly
-    that reads its value, and the arguments to pass to the function that Numba compiled."""
+    """Argument n of a Python call is a number. Return LLVM assembly that checks its type, LLVM assembly that reads its
+    value, and the list of arguments to pass to the function that Numba compiled."""
     check = _emit_load_and_type_check(n, kind) + f"  %fits{n} = and i1 %is{n}, true\n"
     if kind == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]
@@ -487,8 +488,8 @@ def _emit_number_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
 
 
 def _emit_array_argument(n: int, kind: str) -> tuple[str, str, list[str]]:
-    """For an array that is argument n of a Python call, return the LLVM assembly that checks its type, the assembly
-    that reads its fields, and the arguments to pass to the function that Numba compiled.
+    """Argument n of a Python call is an array. Return LLVM assembly that checks its type, LLVM assembly that reads its
+    fields, and the list of arguments to pass to the function that Numba compiled.
 
     Numba passes an array as two owners (null here), size, item size, data pointer, shape and strides."""
     dtype, ndim, layout, *mode = kind.split()

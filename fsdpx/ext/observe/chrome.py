@@ -407,8 +407,8 @@ def merge_traces(folder: Path) -> tuple[Path, float, int]:
     """Merge the trace files of all ranks in a folder into one file, with all times on the clock of rank 0.
 
     Returns the path of the file, an upper bound in seconds on the clock error between any two ranks, and the number of
-    messages for which both ends are present. If the folder contains a simulated step, it is added such that it begins
-    at the same time as the representative measured step."""
+    messages for which both ends are present. If the folder contains a simulated step, this step is added, shifted so
+    that it begins at the same time as the representative measured step."""
     ranks = read_traces(folder)
     zero = min(one.to_rank0_clock(0.0) for one in ranks)
     events = [dict(event) for one in ranks for event in _convert_to_rank0_clock(one, zero)]

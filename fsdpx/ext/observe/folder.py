@@ -237,8 +237,8 @@ def iterate_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def agree_on_run_folder(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
-    """Choose the folder of a run on rank 0, and return it on all ranks, together with the arguments with which the run
-    was last started ({} for a new run). Collective.
+    """Choose the folder of a run on rank 0. On all ranks, return this folder, and the arguments with which the run was
+    last started ({} for a new run). Collective.
 
     `given` is the path of the folder. If it is None, a new folder is named after the current time; with `resume`, the
     folder of the latest run with this name that has made steps is used instead. A restarted job resumes the run that it

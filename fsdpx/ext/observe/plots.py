@@ -454,7 +454,7 @@ def _merge_adjacent_events(events: Sequence[ActionEvent]) -> list[ActionEvent]:
 
 
 def _assign_stage_shades(panel: StepLanes) -> dict[tuple[int, int | None], float]:
-    """Return a dict from (row, unit) to a brightness from 0 to 1, such that later pipeline stages of a rank are darker.
+    """Return a dict from (row, unit) to a brightness from 0 to 1. Later pipeline stages of a rank are darker.
 
     Returns {} if the schedule is not a pipeline."""
     computed = [e for e in panel.events if _is_compute(e) and e.action.unit is not None]

@@ -517,8 +517,8 @@ def get_traffic_sizes(engine: Engine) -> TrafficSizes:
 
 
 def _list_outer_gradient_transfers(place: Placement, page: int) -> Transfers:
-    """Return the collectives that reduce the outer gradient of a page (the change of its parameters during a round of
-    local steps), with the bytes that this rank sends in each."""
+    """Return the collectives that reduce the outer gradient of a page (flat parameter buffer), with the bytes that this
+    rank sends in each. The outer gradient is the change of the parameters during a round of local steps."""
     replica = place.axes.replica
     counts = split_evenly(place.pages[page].own_range.size, replica.size)
     return place.get_codec_route(page).replica.predict_transfers(counts, replica.rank, place.formats.gradients.itemsize)

@@ -435,8 +435,8 @@ class DiskStorage(StateStorage):
         return sum(_round_up_to_align(row.nbytes) for row in self._records.get(record, ()))
 
     def get_bytes_per_transfer_by_record(self) -> dict[str, Mapping[tuple[int, int | None], int]]:
-        """Return a dict with the single key "record", whose value maps (record number, microbatch) to the bytes that
-        one read or write of the record transfers."""
+        """Return a dict with the single key "record". Its value is a dict from (record number, microbatch) to the bytes
+        that one read or write of the record transfers."""
         numbers = {slot: number for number, slot in enumerate(self._stands)}
         pages: dict[tuple[int, int | None], int] = {
             (n, None): self.get_record_nbytes(slot) for slot, n in numbers.items()

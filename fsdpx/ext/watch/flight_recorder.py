@@ -64,7 +64,7 @@ class FlightRecorder(Observer):
 
     Attributes
     ----------
-    thread : id of the thread that runs the program, whose stack the watchdog reads
+    thread : id of the thread that runs the program; the watchdog reads the stack of this thread
     serial : number of actions begun so far
     calls : number of collective calls begun so far
     used_at : time in seconds (`time.perf_counter`) when a collective call or a program last began

@@ -142,8 +142,8 @@ def have_all_ranks_ended(record_paths: Collection[Path]) -> bool:
 def find_awaited_ended_rank(
     own_record: FlightRecorder, waited_seconds: float, other_records: Collection[Path], all_ranks_local: bool
 ) -> FlightRecord | None:
-    """Return the flight record of a rank on this host that has ended and for which this rank is therefore waiting in
-    vain. Return None if there is no such rank.
+    """If this rank is waiting in vain for a rank on this host that has ended, return the flight record of the ended
+    rank. Otherwise return None.
 
     A rank that ended before it began the current collective call will never reach it, and a rank that ended in an
     action will not finish it. In other cases, it is unknown whether the ended rank is needed, unless all living ranks
