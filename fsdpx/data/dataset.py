@@ -108,8 +108,8 @@ class WindowDataset(ABC):
 class TokenDataset(WindowDataset):
     """Samples of `seq_len` consecutive tokens from a memory-mapped file.
 
-    Sample i is `x = tokens[i T : i T + T]` and `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)`
-    int32.
+    Sample i is `x = tokens[i * T : i * T + T]` and `y = tokens[i * T + 1 : i * T + T + 1]` with T = seq_len, both
+    `(T,)` int32.
 
     Parameters
     ----------
@@ -311,8 +311,8 @@ def python_stdlib_folder() -> Path:
 class TextDataset(WindowDataset):
     """Samples of `seq_len` consecutive bytes from one or more text files.
 
-    Sample i is `x = bytes[i T : i T + T]` and `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, both `(T,)` of
-    `dtype`, where `bytes` are the concatenated files.
+    Sample i is `x = bytes[i * T : i * T + T]` and `y = bytes[i * T + 1 : i * T + T + 1]` with T = seq_len, both `(T,)`
+    of `dtype`, where `bytes` are the concatenated files.
 
     Parameters
     ----------

@@ -99,8 +99,8 @@ class NodeCores:
 
 
 def find_cores_per_node() -> NodeCores:
-    """Return the number of cores per node. This is the number of the smallest Slurm node or, if Slurm is not installed,
-    of this machine."""
+    """Return the number of cores per node: the cores of the smallest Slurm node or, if Slurm is not installed, of this
+    machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:

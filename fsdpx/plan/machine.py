@@ -76,8 +76,8 @@ class Compute:
     flops : peak FLOP per second of matrix products, by format: float64, float32, bf16, float16
     memory : peak bytes per second to and from memory
     efficiency : share of `flops` that large products reach
-    half : number of FLOP of a matrix product that reaches half the rate of large ones; a product of F FLOP reaches F /
-        (F + half) of that rate. This holds for the fastest format; in any other format, a small product loses the same
+    half : number of FLOP of a matrix product that reaches half the rate of large ones; a product of F FLOP reaches `F /
+        (F + half)` of that rate. This holds for the fastest format; in any other format, a small product loses the same
         time in seconds
     memory_efficiency : share of `memory` that memory-bound kernels reach
     launch : overhead of each kernel call in seconds

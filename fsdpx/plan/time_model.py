@@ -29,10 +29,10 @@ def compute_work_seconds(work: WorkCount, compute: Compute, half: str) -> float:
     """Return the time in seconds that counted work (matrix products and kernels) takes. `half` is the 16-bit format of
     the step.
 
-    Kernels that were measured on the machine have their own rates. Any other matrix product takes FLOP /
-    `Compute.flops` for computing and bytes / `Compute.memory` for memory access. On a CPU, these two times are added,
+    Kernels that were measured on the machine have their own rates. Any other matrix product takes `FLOP /
+    Compute.flops` for computing and `bytes / Compute.memory` for memory access. On a CPU, these two times are added,
     because operands are first copied into the order in which they are multiplied. On a GPU, the longer of the two
-    counts. `Compute.half` makes small matrix products slower. All other work takes bytes / `Compute.memory`."""
+    counts. `Compute.half` makes small matrix products slower. All other work takes `bytes / Compute.memory`."""
     products = sum(_compute_product_seconds(p, compute, half) * times for p, times in work.products.items())
     passes = sum(_compute_memory_bound_seconds(p, compute, half) * times for p, times in work.passes.items())
     spilt = compute.spill * sum(nbytes for name, nbytes in work.inner.items() if name in SPILLING_KERNELS)
