@@ -300,7 +300,7 @@ from fsdpx.examples import models
 comm = fsdpx.init()
 trainer = models.make_mlp(1, 8).as_distributed(loss=nn.CrossEntropyLoss(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
 for step in range(3):
-    if sys.argv[1] == "dies" and os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == 3:
+    if sys.argv[1] == "dies" and os.environ["FSDPX_RESTART"] == "0" and step == 1 and comm.rank == comm.size - 1:
         os.kill(os.getpid(), 9)
     trainer.step(np.ones((4, 8), np.float32), np.zeros(4, np.int64))
 digest = trainer.inspect.compute_fingerprint()
@@ -339,13 +339,28 @@ def prints(*texts: str) -> set[str]:
 @needs_torch
 def test_two_launchers_train_one_model_and_start_again_after_a_death(tmp_path: Path) -> None:
     """Two launchers train one model; ranks of the other host end by what they are told of a death, not by timeout."""
-    (status, first), (other, second) = two_hosts(tmp_path, "dies", restarts=1, FSDPX_TIMEOUT="250")
+    (status, first), (other, second) = two_hosts(tmp_path, "dies", restarts=1, FSDPX_TIMEOUT="250", each=1)
     assert (status, other) == (0, 0), first + second
     assert "restart 1 of 1" in first
-    assert re.search(r"fsdpx run: rank 3 on .*; restart 1 of 1", second), second
+    assert re.search(r"fsdpx run: rank 1 on .*; restart 1 of 1", second), second
     assert len(prints(first, second)) == 1
-    assert places(first) == [("0", "4", "0"), ("1", "4", "1")]
-    assert places(second) == [("2", "4", "0"), ("3", "4", "1")]
+    assert places(first) == [("0", "2", "0")]
+    assert places(second) == [("1", "2", "0")]
+
+
+@pytest.mark.jobs
+def test_a_host_numbers_its_ranks_after_those_of_the_host_before(tmp_path: Path) -> None:
+    """Its script need not meet the others, so it needs no PyTorch."""
+    (tmp_path / "place.py").write_text(
+        "import os\nprint('rank {RANK} of {WORLD_SIZE}: LOCAL_RANK={LOCAL_RANK}\\n'.format(**os.environ), end='')\n"
+    )
+    words = [*GLOO, "--master-port", "23456", "--nproc-per-node", "2", "--node-rank", "1", "place.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpx", "run", *words], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=copy_without_rank_variables() | {"PYTHONPATH": str(ROOT), "FSDPX_SECRET": SECRET},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert places(done.stdout) == [("2", "4", "0"), ("3", "4", "1")]
 
 
 @pytest.mark.jobs
