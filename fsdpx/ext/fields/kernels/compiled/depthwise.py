@@ -62,11 +62,15 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
             for c in range(bounds[2]):
                 lo1, n1, lo2, n2 = runs[1, b, 2], runs[1, b, 3], runs[2, c, 2], runs[2, c, 3]
                 n1, n2 = n1 - lo1, n2 - lo2
-                down, right, length = runs[1, b, 0], runs[2, c, 0], runs[2, c, 1] - runs[2, c, 0]
-                for h in range(down, runs[1, b, 1]):
-                    x_at = x_line + h * moves[1, 0] + moves[1, 2] + lo1 * moves[1, 1]
+                down, right = runs[1, b, 0], runs[2, c, 0]
+                high, long = runs[1, b, 1] - down, runs[2, c, 1] - right
+                x_out, x_in, y_out, y_in = moves[1, 0], moves[2, 0], y_steps[2], y_steps[3]
+                if long < min(high, WIDE_ROWS):  # strips along dim 1 have far cells, so only where dim 2 is too short
+                    high, long, x_out, x_in, y_out, y_in = long, high, x_in, x_out, y_in, y_out
+                for h in range(high):
+                    x_at = x_line + down * moves[1, 0] + moves[1, 2] + lo1 * moves[1, 1] + h * x_out
                     x_at += right * moves[2, 0] + moves[2, 2] + lo2 * moves[2, 1]
-                    y_at = y_line + h * y_steps[2] + right * y_steps[3]
+                    y_at = y_line + down * y_steps[2] + right * y_steps[3] + h * y_out
                     first = 0
                     while first < start.size:
                         wide = start.size - first > NARROW // word
@@ -76,15 +80,15 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
                         w_at += lo0 * steps[0] + lo1 * steps[1] + lo2 * steps[2]
                         start_at, x_moves = start.ctypes.data + first * word, (moves[0, 1], moves[1, 1], moves[2, 1])
                         at = 0
-                        while at < length:
-                            rows = choose_strip_output_count(length - at, limit)
-                            xs, ys = x_at + first * word + at * moves[2, 0], y_at + first * word + at * y_steps[3]
-                            begin, step = (ys, y_steps[3]) if add else (start_at, 0)
+                        while at < long:
+                            rows = choose_strip_output_count(long - at, limit)
+                            xs, ys = x_at + first * word + at * x_in, y_at + first * word + at * y_in
+                            begin, step = (ys, y_in) if add else (start_at, 0)
                             if wide:
-                                _wide_strip(like, rows, ys, y_steps[3], begin, step, xs, moves[2, 0], w_at,
+                                _wide_strip(like, rows, ys, y_in, begin, step, xs, x_in, w_at,
                                                (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
                             else:
-                                _narrow_strip(like, rows, ys, y_steps[3], begin, step, xs, moves[2, 0], w_at,
+                                _narrow_strip(like, rows, ys, y_in, begin, step, xs, x_in, w_at,
                                                  (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
                             at += rows
                         first += nbytes // word
