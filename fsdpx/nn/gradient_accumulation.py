@@ -66,7 +66,7 @@ class GradientEntry:
 
 
 class GradientEntries(dict[str, GradientEntry]):
-    """The gradients in one flat buffer, by parameter name and in buffer order."""
+    """Mapping from parameter name to gradient, in the order of the flat buffer that contains all these gradients."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.flags = bytearray(len(arrays))

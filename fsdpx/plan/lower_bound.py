@@ -36,8 +36,8 @@ LayerCostList = list[tuple[int, int, ActionCost, int]]
 
 
 def compute_lower_bound_seconds(step: WorldStep, machine: Machine) -> float:
-    """Return a lower bound on the time of a step in seconds. It covers only computing and the communication that layers
-    wait for.
+    """Return a lower bound on the time of a step in seconds. It includes only computation, and communication
+    that layers wait for.
 
     Each pipeline rank computes its stages for all microbatches. A rank can begin only when the first microbatch has
     passed forward through all earlier stages, which are those before the rank's lowest stage. At the end, the last

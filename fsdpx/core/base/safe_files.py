@@ -100,8 +100,8 @@ def get_path_of_open_file(file: BinaryIO, path: Path) -> Path:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_RECORD_BYTES, ours: bool = True) -> bytes:
-    """Return the content of a file of at most `max_bytes` bytes. The checks, and the argument `ours`, are those of
-    `open_file`."""
+    """Return the content of a file of at most `max_bytes` bytes. The file is opened with `open_file`, which makes the
+    same checks and takes the same argument `ours`."""
     with open_file(path, max_bytes, ours) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

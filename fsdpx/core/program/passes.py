@@ -62,8 +62,8 @@ def expand_stages_to_units(order: Sequence[Action], stage: Stage, end: str | Non
 
 
 class _ScheduleStep:
-    """One action of a pipeline stage, with the messages that belong to it: receives, sends before the stage's units
-    (groups of layers) run, and sends after each unit."""
+    """One action of a pipeline stage, with the messages that belong to it: those received, those sent before the
+    stage's units (groups of layers) run, and those sent after each unit."""
 
     def __init__(self, action: Action, stage: Stage) -> None:
         assert action.unit is not None

@@ -168,7 +168,7 @@ class Page:
         return [shape for shape in tensor_shapes if prod(shape)]
 
     def list_block_edges(self) -> list[int]:
-        """Return the element indices at which a shard may begin without splitting a block (fixed range of a
+        """Return the element indices at which a shard may begin without splitting a block (a fixed range of a
         parameter's elements). If all shards begin at such indices, the sum over each block does not depend on the
         number of shards."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, CHUNK_ELEMENTS)]

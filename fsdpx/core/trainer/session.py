@@ -417,7 +417,7 @@ class Session:
             self.state.ran.add(kind)
             results = self.engine.run_program(executable, feed)
             if kind == "predict" and self._uncoordinated is not None:
-                # prepare the next `predict` now, while all ranks take part: that call will wait only for neighbors
+                # preparing needs all ranks, so prepare the next `predict` now; then `predict` only waits for neighbors
                 self._get_or_prepare_executable(kind, feed, local)
         except MemoryError as error:
             if self.explain_memory_error is None:

@@ -207,8 +207,9 @@ class StateCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory for copies on this rank once two generations exist. Each generation has a snapshot of this
-        rank and of each rank for which it keeps a copy; each part of a snapshot is rounded up to cache lines."""
+        """Bytes of memory for copies on this rank once two generations exist. In each generation, this rank stores a
+        snapshot of itself and of each rank whose copy it keeps. Each part of a snapshot is rounded up to
+        cache lines."""
         own, kept = self._partners.own, self._partners.kept
         return 2 * (count_snapshot_bytes(own) + sum(map(count_snapshot_bytes, kept.values())))
 

@@ -42,11 +42,11 @@ FaceSpacing = float | Sequence[float] | np.ndarray
 
 
 class NeighborMove(NamedTuple):
-    """How outputs are computed along a dim. Each output is a weighted sum of two neighbors: y[i] = lower[i] x[i +
-    first] + upper[i] x[i + first + 1].
+    """Rule for outputs along a dim: each output is a weighted sum of two neighboring inputs,
+    `y[i] = lower[i] * x[i + first] + upper[i] * x[i + first + 1]`.
 
-    `outputs` says how the outputs are divided over the ranks. `lower` and `upper` are the weights for all outputs of
-    the field."""
+    `outputs` contains the range of outputs that each rank computes. `lower` and `upper` are the weights for all outputs
+    of the field."""
 
     outputs: Cuts
     halo: HaloSpec

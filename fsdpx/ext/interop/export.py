@@ -565,9 +565,9 @@ class _ExportPlan:
         """Return the name of the layer for an operation that reads parameters but is outside of all units, such as a
         matmul with the weight of an embedding. Return None if the operation reads no parameters.
 
-        Operations that read only parameters, such as a slice of a table of positions, are repeated in the units that
-        read their results. The first operation that reads a parameter of the top module gets the name of that
-        parameter."""
+        If an operation reads only parameters (such as a slice of position embeddings), each unit that reads its
+        result repeats the operation. If it is the first operation that reads a parameter of the root module, the
+        layer is named after that parameter."""
         sources = [source for source in node.all_input_nodes if _is_tensor(source)]
         reads = [name for source in sources for name in self._read.get(source, ())]
         if not reads:

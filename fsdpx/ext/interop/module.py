@@ -255,13 +255,13 @@ def _list_output_names(result: Any) -> list[Any]:
 
 
 class _BareModule:
-    """A copy of a module without the data of its parameters. Each thread gets its own copy of this object's module.
+    """A copy of a module whose parameters hold no data. Each thread gets its own copy of this object's module.
 
     Attributes
     ----------
     shapes : shapes of parameters and saved buffers, by name
     state : names of running statistics
-    of_norms : names of the scales and shifts of norms
+    of_norms : names of the scales and shifts of normalization layers
     counts : names of integer buffers, which fsdpx treats as constants
     """
 

@@ -26,7 +26,7 @@ class GraphConv(Composite):
     Parameters
     ----------
     in_channels, out_channels : number of node features in the input and in the result
-    aggr : how the values of senders are combined, as the argument `how` of `Aggregate`; default "sum"
+    aggr : how the values of senders are combined; takes the same values as `how` in `Aggregate`; default "sum"
     bias : whether lin_rel has a bias; default True
     """
 

@@ -158,7 +158,7 @@ class NodeGroup:
         return latest is None or (not isinstance(latest, str) and latest.is_slot_free())
 
     def start_barrier(self, number: int, call: Call) -> Handle:
-        """Start a collective that transfers nothing, and that is complete when all ranks of the host have arrived."""
+        """Start a barrier: a collective that completes when all ranks on this host have called it."""
         self.board.post_record(number)
         return self._create_collective(number, call, held=False)
 
