@@ -453,8 +453,8 @@ def sum_means_over_samples(
     env: LayerContext, terms: Sequence[tuple[float, Loss]], pairs: Sequence[tuple[Any, Any]], by_sample: Sequence[bool]
 ) -> tuple[float, float, list[Pieces]]:
     """Compute the weighted sum of several losses for a batch. Return (total, number of samples, pieces): the loss is
-    total / number of samples, and `pieces` contains, for each loss, the values that `backward_pieces` needs. A sample is
-    not counted if its weight is 0 in all losses.
+    total / number of samples, and `pieces` contains, for each loss, the values that `backward_pieces` needs. A sample
+    is not counted if its weight is 0 in all losses.
 
     Collective over the ranks that hold shards of the same samples, if there are several such ranks.
 
