@@ -195,7 +195,7 @@ class ShardSegments:
         tuple of HyperparameterSpan
             the spans in the order of the shard, without empty ones; cached
         """
-        return self._get_or_make_spans(_merge_spans, groups)
+        return self._get_or_make_hyperparameter_spans(_merge_spans, groups)
 
     def spans_per_segment(self, groups: ParamGroups) -> tuple[HyperparameterSpan, ...]:
         """Return the hyperparameters of each segment (part of a parameter).
@@ -209,7 +209,7 @@ class ShardSegments:
         tuple of HyperparameterSpan
             one span per segment, in the order of `items`; cached
         """
-        return self._get_or_make_spans(_make_spans, groups)
+        return self._get_or_make_hyperparameter_spans(_make_hyperparameter_spans, groups)
 
     def split_into_blocks(self, max_elements: int) -> list[tuple[int, "ShardSegments"]]:
         """Split the shard into blocks of at most `max_elements` elements.
@@ -238,7 +238,7 @@ class ShardSegments:
     def _blocks_by_size(self) -> dict[int, list[tuple[int, "ShardSegments"]]]:
         return {}
 
-    def _get_or_make_spans(
+    def _get_or_make_hyperparameter_spans(
         self, make: Callable[..., tuple[HyperparameterSpan, ...]], groups: ParamGroups
     ) -> tuple[HyperparameterSpan, ...]:
         """Return `make(items, groups)`. The result is cached, because every update needs it, and matching thousands of
@@ -353,7 +353,7 @@ def make_hashable_groups(groups: ParamGroups) -> Frozen:
     return tuple((pattern, tuple(sorted(values.items()))) for pattern, values in groups.items())
 
 
-def _make_spans(items: tuple[ShardSegment, ...], groups: Frozen) -> tuple[HyperparameterSpan, ...]:
+def _make_hyperparameter_spans(items: tuple[ShardSegment, ...], groups: Frozen) -> tuple[HyperparameterSpan, ...]:
     def make_span(s: ShardSegment) -> HyperparameterSpan:
         values = next((values for pattern, values in groups if is_in_group(s.name, s.norm, pattern)), ())
         return HyperparameterSpan(s.start, s.stop, missed=s.missed, **dict(values))
@@ -363,7 +363,8 @@ def _make_spans(items: tuple[ShardSegment, ...], groups: Frozen) -> tuple[Hyperp
 
 def _merge_spans(items: tuple[ShardSegment, ...], groups: Frozen) -> tuple[HyperparameterSpan, ...]:
     merged = []
-    for values, same in groupby(_make_spans(items, groups), key=lambda r: (r.lr_scale, r.weight_decay, r.missed)):
+    spans = _make_hyperparameter_spans(items, groups)
+    for values, same in groupby(spans, key=lambda r: (r.lr_scale, r.weight_decay, r.missed)):
         stretch = list(same)
         merged.append(HyperparameterSpan(stretch[0].start, stretch[-1].stop, *values))
     return tuple(run for run in merged if run.start < run.stop)

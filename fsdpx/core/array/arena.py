@@ -159,7 +159,7 @@ def _map_zero_pages(nbytes: int) -> Any:
 
 class WindowMemory(Protocol):
     """An allocator of memory that other ranks can read: shared windows of a `NodeCommunicator`. All methods except
-    `free_shared_later` are collective."""
+    `free_shared_locally` are collective."""
 
     @property
     def xp(self) -> Any:
@@ -174,7 +174,7 @@ class WindowMemory(Protocol):
         """Free an array that `allocate_shared` returned."""
         ...
 
-    def free_shared_later(self, arrays: list[Any]) -> None:
+    def free_shared_locally(self, arrays: list[Any]) -> None:
         """Free arrays from `allocate_shared` after their arena has been garbage-collected: immediately if that is safe,
         otherwise later. This method must not communicate, because garbage collection happens on this rank only, in any
         thread and at any time."""
@@ -197,7 +197,7 @@ class Arena:
         self.kept: dict[Hashable, Any] = {}
         self.blocks: list[Any] = []  # blocks of shared memory that must be freed
         if memory is not None:
-            weakref.finalize(self, memory.free_shared_later, self.blocks).atexit = False
+            weakref.finalize(self, memory.free_shared_locally, self.blocks).atexit = False
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False

@@ -406,4 +406,4 @@ class FakeNodeCommunicator(FakeCommunicator):
     def free_shared(self, array: Any) -> None:
         """Do nothing: the arrays of this communicator have no memory."""
 
-    free_shared_later = free_shared
+    free_shared_locally = free_shared

@@ -79,7 +79,7 @@ class BufferViews:
         alone = {full for full, count in users.items() if count == 1} - self._still
         self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
-    def view_as_equal_blocks(self, buffer: Any, size: int) -> list[Any]:
+    def view_as_consecutive_blocks(self, buffer: Any, size: int) -> list[Any]:
         """Split a buffer into consecutive blocks of `size` elements, and return views of them."""
         key = (id(buffer), size)
         cached = self._leaves.get(key)
@@ -253,7 +253,7 @@ class Workspace:
             buffer = self.take_next_slab_buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
         return place.accumulation.create_gradient(
-            buffer, lambda b: views.view_as_equal_blocks(b, row.span.size), keep_offset=shared
+            buffer, lambda b: views.view_as_consecutive_blocks(b, row.span.size), keep_offset=shared
         )
 
     def take_next_scratch_buffer(self, kind: str, page: int) -> Any:

@@ -194,7 +194,7 @@ def _take_largest_blocks(first, last, all_x, block, per_block, rest, known, valu
 
 
 @jit
-def _scatter_largest_blocks(first, last, values, positions, block, per_block, rest, out):
+def _add_largest_elements_of_blocks(first, last, values, positions, block, per_block, rest, out):
     for b in range(first, last):
         start = b * block
         k = per_block if start + block <= out.size else rest
@@ -246,7 +246,7 @@ def scatter_largest_into(
     values: np.ndarray, positions: np.ndarray, block: int, per_block: int, rest: int, out: np.ndarray
 ) -> None:
     _run_sized_blocks_in_threads(
-        _scatter_largest_blocks, out.size, block, values, positions, block, per_block, rest, out
+        _add_largest_elements_of_blocks, out.size, block, values, positions, block, per_block, rest, out
     )
 
 

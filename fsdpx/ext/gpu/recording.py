@@ -192,7 +192,7 @@ class Recording:
         self.calls.clear()
         self.runs, self.memory = runs, GraphMemory()
 
-    def regroup(self, units: Sequence[Unit]) -> bool:
+    def split_unrecordable_units(self, units: Sequence[Unit]) -> bool:
         """Split each unit in which a layer could not be recorded into its nodes. Once it is known which nodes can be
         recorded, join adjacent ones to larger parts. Return whether the parts of any unit have changed."""
         changed = bool(self.splitting)

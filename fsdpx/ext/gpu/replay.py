@@ -126,7 +126,7 @@ class ReplayObserver(Observer):
         if not complete and now.runs == 1:
             now.restart(runs=0)
         elif complete and now.runs == 2:
-            if now.regroup(self._state.placement.layout.units):
+            if now.split_unrecordable_units(self._state.placement.layout.units):
                 now.restart(runs=1)
             now.calls = {k: one for k, one in now.calls.items() if (one.unit.index, k[1]) not in now.refusals}
 

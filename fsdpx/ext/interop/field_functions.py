@@ -103,7 +103,7 @@ def convert_function(call: FunctionCall) -> list[FieldValue]:
     """Add steps that compute the same as a function of PyTorch, and return its results. Raises NoTwinError if there are
     no such steps."""
     if call.name in ("chunk", "split", "split_with_sizes"):
-        return _split_channels(call)
+        return _convert_split(call)
     if (activate := _ACTIVATIONS.get(call.name)) is not None:
         value = call.steps.get_value(call.x)
         return [replace(value, name=call.steps.add_step(activate(call), value.name), mean_of="")]
@@ -114,7 +114,7 @@ def convert_function(call: FunctionCall) -> list[FieldValue]:
     return [convert(call)]
 
 
-def _split_channels(call: FunctionCall) -> list[FieldValue]:
+def _convert_split(call: FunctionCall) -> list[FieldValue]:
     value, dim = call.steps.get_value(call.x), call.get(2, "dim", 0)
     if dim % call.x.ndim != (call.x.ndim - 1 if value.channels_last else 1):
         raise NoTwinError(f"it splits along dim {dim}; only channels can be split")
@@ -129,7 +129,7 @@ def _take_channels(steps: Steps, value: FieldValue, start: int, stop: int) -> Fi
     return replace(value, name=steps.add_step(ChannelRange(start, stop), value.name), mean_of="")
 
 
-def _combine(call: FunctionCall) -> FieldValue:
+def _convert_arithmetic(call: FunctionCall) -> FieldValue:
     """Convert a sum, difference, product or quotient of two values, or of a value and a number or parameter."""
     name = {"true_divide": "div", "rtruediv": "rdiv", "subtract": "sub", "multiply": "mul"}.get(call.name, call.name)
     a, b = call.args[:2] if len(call.args) > 1 else (call.x, call.kwargs["other"])
@@ -219,11 +219,11 @@ def _combine_with_parameter(steps: Steps, name: str, x: Any, w: Any, turned: Fie
     return FieldValue(steps.add_step(layer, value.name, name=steps.find_parameter(w)), value.channels_last)
 
 
-def _negate(call: FunctionCall) -> FieldValue:
+def _convert_negation(call: FunctionCall) -> FieldValue:
     return _combine_with_number(call.steps, "mul", call.x, -1.0)
 
 
-def _raise_to_power(call: FunctionCall) -> FieldValue:
+def _convert_power(call: FunctionCall) -> FieldValue:
     exponent = 2 if call.name == "square" else call.get(1, "exponent")
     if exponent != 2:
         raise NoTwinError("only squares are known here; use fsdpx.nn.Lambda")
@@ -231,7 +231,7 @@ def _raise_to_power(call: FunctionCall) -> FieldValue:
     return replace(value, name=call.steps.add_step(nn.Multiply(), value.name, value.name), mean_of="")
 
 
-def _concatenate(call: FunctionCall) -> FieldValue:
+def _convert_concatenation(call: FunctionCall) -> FieldValue:
     tensors, dim = call.args[0] if call.args else call.kwargs["tensors"], call.get(1, "dim", 0)
     values = [call.steps.get_value(tensor) for tensor in tensors]
     ndim, last = tensors[0].ndim, values[0].channels_last
@@ -242,7 +242,7 @@ def _concatenate(call: FunctionCall) -> FieldValue:
     return FieldValue(call.steps.add_step(nn.Concat(1), *(value.name for value in values)), last)
 
 
-def _permute(call: FunctionCall) -> FieldValue:
+def _convert_permutation(call: FunctionCall) -> FieldValue:
     """Convert a function that reorders dims, if it moves the channels to the last dim or back."""
     value, n = call.steps.get_value(call.x), call.x.ndim
     with torch.no_grad():
@@ -255,7 +255,7 @@ def _permute(call: FunctionCall) -> FieldValue:
     raise NoTwinError("it may only move the channels to the last dim, or from there to dim 1")
 
 
-def _reduce_cells(call: FunctionCall) -> FieldValue:
+def _convert_reduction(call: FunctionCall) -> FieldValue:
     """Convert a mean, sum or maximum over all cells."""
     dims, value = call.get(1, "dim"), call.get_field()
     dims = (dims,) if isinstance(dims, int) else dims
@@ -271,7 +271,7 @@ def _reduce_cells(call: FunctionCall) -> FieldValue:
     return FieldValue(call.steps.add_step(getattr(nn, name)(), value.name))
 
 
-def _reshape(call: FunctionCall) -> FieldValue:
+def _convert_reshape(call: FunctionCall) -> FieldValue:
     """Convert a reshape of a mean over all cells to scalars (samples, channels), and of scalars to (samples, n, 1, ...)
     and back."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
@@ -285,7 +285,7 @@ def _reshape(call: FunctionCall) -> FieldValue:
     raise NoTwinError("a field keeps its shape; only a mean over all cells can become scalars (samples, channels)")
 
 
-def _expand(call: FunctionCall) -> FieldValue:
+def _convert_expand(call: FunctionCall) -> FieldValue:
     """Convert the repetition of one value per sample and channel for all cells."""
     value, before, after = call.steps.get_value(call.x), tuple(call.x.shape), tuple(call.result.shape)
     if before == after:
@@ -295,13 +295,13 @@ def _expand(call: FunctionCall) -> FieldValue:
     raise NoTwinError("only values (samples, channels, 1, ...) can be repeated for all cells")
 
 
-def _keep(call: FunctionCall) -> FieldValue:
+def _convert_identity(call: FunctionCall) -> FieldValue:
     if call.result.dtype != call.x.dtype or call.result.shape != call.x.shape:
         raise NoTwinError("it changes the dtype; choose precision= when you distribute the model")
     return call.steps.get_value(call.x)
 
 
-def _interpolate(call: FunctionCall) -> FieldValue:
+def _convert_interpolation(call: FunctionCall) -> FieldValue:
     """Convert an interpolation. If the size of the result along each dim is a multiple of the size of the input, the
     layer works for fields of all sizes."""
     size, factor, mode = call.get(1, "size"), call.get(2, "scale_factor"), call.get(3, "mode", "nearest")
@@ -315,7 +315,7 @@ def _interpolate(call: FunctionCall) -> FieldValue:
     return call.apply(nn.Upsample(size, factor, mode, call.get(4, "align_corners")))
 
 
-def _pad(call: FunctionCall) -> FieldValue:
+def _convert_padding(call: FunctionCall) -> FieldValue:
     mode, value, dims = call.get(2, "mode", "constant"), call.get(3, "value") or 0.0, call.x.ndim - 2
     pad = tuple(map(int, call.get(1, "pad")))
     pairs = [*zip(pad[::2], pad[1::2], strict=True), *((0, 0),) * dims]
@@ -325,7 +325,7 @@ def _pad(call: FunctionCall) -> FieldValue:
     return call.apply(nn.Pad(tuple(pairs[:dims][::-1]), side) if any(map(any, pairs)) else None)
 
 
-def _crop(call: FunctionCall) -> FieldValue:
+def _convert_crop(call: FunctionCall) -> FieldValue:
     """Convert an index such as `x[:, :2, 1:-1]`, which keeps a range of channels and the cells in a box, or
     `s[:, :, None, None]`, which appends dims of size 1."""
     value, last = call.steps.get_value(call.x), call.x.ndim - 1
@@ -335,7 +335,7 @@ def _crop(call: FunctionCall) -> FieldValue:
         index = (*index[:at], *(slice(None),) * (len(shape) - len(index) + 1), *index[at + 1 :])
     index = (*index, *(slice(None),) * (len(shape) - len(index)))
     if last == 1 and all(one in (None, slice(None)) for one in index):
-        return _reshape(call)
+        return _convert_reshape(call)
     if len(index) != len(shape) or not all(isinstance(one, slice) for one in index):
         raise NoTwinError("an index may only keep a box of cells, or a range of channels, as in x[:, :2, 1:-1]")
     ranges = [range(n)[one] for n, one in zip(shape, index, strict=True)]
@@ -353,7 +353,7 @@ def _crop(call: FunctionCall) -> FieldValue:
     return replace(value, name=call.steps.add_step(nn.Pad(pairs), value.name), mean_of="")
 
 
-def _max_pool(call: FunctionCall) -> FieldValue:
+def _convert_max_pool(call: FunctionCall) -> FieldValue:
     if call.name.endswith("with_indices"):
         raise NoTwinError("it returns indices; use ConvTranspose or Upsample instead of max_unpool")
     window = (call.get(1, "kernel_size"), call.get(2, "stride") or None, call.get(3, "padding", 0))
@@ -362,19 +362,19 @@ def _max_pool(call: FunctionCall) -> FieldValue:
     return call.apply(layer)
 
 
-def _avg_pool(call: FunctionCall) -> FieldValue:
+def _convert_avg_pool(call: FunctionCall) -> FieldValue:
     window = (call.get(1, "kernel_size"), call.get(2, "stride") or None, call.get(3, "padding", 0))
     options = call.get(4, "ceil_mode", False), call.get(5, "count_include_pad", True), call.get(6, "divisor_override")
     return call.apply(make_dim_layer("AvgPool", call.x.ndim - 2, *window, *options))
 
 
-def _adaptive_avg_pool(call: FunctionCall) -> FieldValue:
+def _convert_adaptive_avg_pool(call: FunctionCall) -> FieldValue:
     value, cells = call.get_field(), tuple(call.result.shape[2:])
     found = call.apply(make_dim_layer("AdaptiveAvgPool", len(cells), cells))
     return replace(found, mean_of=value.name if set(cells) == {1} else "")
 
 
-def _normalize_channels(call: FunctionCall) -> FieldValue:
+def _convert_channel_norm(call: FunctionCall) -> FieldValue:
     """Convert a layer norm over channels in the last dim, with a weight and a bias of the calling module."""
     value, shape = call.steps.get_value(call.x), tuple(call.get(1, "normalized_shape"))
     names = [call.steps.find_parameter(call.get(at, name)) for at, name in ((2, "weight"), (3, "bias"))]
@@ -387,7 +387,7 @@ def _normalize_channels(call: FunctionCall) -> FieldValue:
     return replace(value, name=call.steps.add_step(layer, value.name, name=path.removesuffix(".")), mean_of="")
 
 
-def _drop_out(call: FunctionCall) -> FieldValue:
+def _convert_dropout(call: FunctionCall) -> FieldValue:
     p, training = call.get(1, "p", 0.5), call.get(2, "training", True)
     value = call.steps.get_value(call.x)
     if not training or not p:
@@ -398,7 +398,7 @@ def _drop_out(call: FunctionCall) -> FieldValue:
     return FieldValue(call.steps.add_step(layer, value.name), value.channels_last)
 
 
-def _shuffle_pixels(call: FunctionCall) -> FieldValue:
+def _convert_pixel_shuffle(call: FunctionCall) -> FieldValue:
     if call.name == "pixel_shuffle":
         return call.apply(nn.PixelShuffle(call.get(1, "upscale_factor")))
     return call.apply(nn.PixelUnshuffle(call.get(1, "downscale_factor")))
@@ -447,25 +447,25 @@ _ACTIVATIONS: dict[str, Callable[[FunctionCall], Layer]] = {
     "tanh": lambda call: nn.Tanh(),
 }
 _CONVERTERS: dict[Callable[[FunctionCall], FieldValue], str] = {
-    _adaptive_avg_pool: "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
-    _avg_pool: "avg_pool1d avg_pool2d avg_pool3d",
-    _combine: "add sub rsub mul div true_divide rtruediv rdiv subtract multiply",
-    _concatenate: "cat concat concatenate",
-    _crop: "getitem",
-    _drop_out: "dropout dropout1d dropout2d dropout3d",
-    _interpolate: "interpolate",
-    _expand: "expand expand_as",
-    _keep: "clone contiguous to float double type_as",
-    _max_pool: (
+    _convert_adaptive_avg_pool: "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d",
+    _convert_avg_pool: "avg_pool1d avg_pool2d avg_pool3d",
+    _convert_arithmetic: "add sub rsub mul div true_divide rtruediv rdiv subtract multiply",
+    _convert_concatenation: "cat concat concatenate",
+    _convert_crop: "getitem",
+    _convert_dropout: "dropout dropout1d dropout2d dropout3d",
+    _convert_interpolation: "interpolate",
+    _convert_expand: "expand expand_as",
+    _convert_identity: "clone contiguous to float double type_as",
+    _convert_max_pool: (
         "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices"
     ),
-    _negate: "neg negative",
-    _normalize_channels: "layer_norm",
-    _pad: "pad",
-    _permute: "permute movedim moveaxis transpose swapaxes swapdims",
-    _raise_to_power: "pow square",
-    _reduce_cells: "mean sum amax",
-    _reshape: "flatten view reshape squeeze unsqueeze unflatten",
-    _shuffle_pixels: "pixel_shuffle pixel_unshuffle",
+    _convert_negation: "neg negative",
+    _convert_channel_norm: "layer_norm",
+    _convert_padding: "pad",
+    _convert_permutation: "permute movedim moveaxis transpose swapaxes swapdims",
+    _convert_power: "pow square",
+    _convert_reduction: "mean sum amax",
+    _convert_reshape: "flatten view reshape squeeze unsqueeze unflatten",
+    _convert_pixel_shuffle: "pixel_shuffle pixel_unshuffle",
 }
 _FUNCTIONS = {name: convert for convert, names in _CONVERTERS.items() for name in names.split()}

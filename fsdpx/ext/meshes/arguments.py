@@ -16,7 +16,7 @@ from fsdpx.ext.meshes.graph_building import GraphArguments, raise_first_error
 from fsdpx.ext.meshes.splitting import assign_parts
 
 __all__ = [
-    "parse_count", "parse_graph", "parse_integers", "parse_mask", "parse_on_each_rank", "parse_whole_graph",
+    "parse_count", "parse_graph", "parse_integers", "parse_mask", "parse_or_raise_on_all_ranks", "parse_whole_graph",
     "require_same_choices", "require_same_graph", "to_array",
 ]  # fmt: skip
 
@@ -25,7 +25,7 @@ UNKNOWN = (0, 0)
 """Shape of an array that a rank without nodes or edges passes as [], so that its number of columns is unknown."""
 
 
-def parse_on_each_rank(comm: Any, parse: Callable[[], T]) -> T:
+def parse_or_raise_on_all_ranks(comm: Any, parse: Callable[[], T]) -> T:
     """Return the result of `parse`, which checks this rank's arguments without communication. If it fails on any rank,
     raise ConfigError on all ranks, with the error from the first such rank. Collective."""
     found: list[T] = []

@@ -102,7 +102,7 @@ def build_local_graph(comm: Any, rank: int, size: int, given: GraphArguments) ->
     total = sum(all_gather_plain_data(comm, int(rows.size)))
     edges, routes = _send_edges_to_receivers(comm, size, given, owners)
     if given.undirected is None:
-        _require_directed_or_complete(comm, size, edges, total)
+        _require_no_lost_reverse_edges(comm, size, edges, total)
     receivers = find_rows(numbers, edges.receivers)
     sorting = np.lexsort((edges.repeats, edges.senders, receivers))
     edges, receivers = edges.take(sorting), receivers[sorting]
@@ -321,7 +321,7 @@ def _count_repeats(senders: Table, receivers: Table) -> Table:
     return repeats
 
 
-def _require_directed_or_complete(comm: Any, size: int, edges: _Edges, total: int) -> None:
+def _require_no_lost_reverse_edges(comm: Any, size: int, edges: _Edges, total: int) -> None:
     """Raise ConfigError if nearly all edges, but not all, have a reverse edge. Reverse edges are lost, for example, if
     each rank passes only edges whose receivers it owns, but does not have all cells around its nodes.
 

@@ -45,7 +45,7 @@ class LinkedMeshes(Protocol):
     coarse: Any
     shares: np.ndarray
 
-    def find_link(self, kind: Kind) -> LevelLink: ...
+    def find_node_map(self, kind: Kind) -> LevelLink: ...
 
 
 class _BetweenLevels(Layer, TakesRows):
@@ -59,7 +59,7 @@ class _BetweenLevels(Layer, TakesRows):
     def shard_over_ranks(self, request: ShardingContext) -> ShardedLayer:
         request.require_no_mark(self)
         (kind,), made = request.kinds, copy(self)
-        found = self.level.find_link(kind)
+        found = self.level.find_node_map(kind)
         source, result = (found.fine, found.coarse) if self.reads_fine else (found.coarse, found.fine)
         if kind != source:
             wanted = self.level.fine if self.reads_fine else self.level.coarse

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.core.comm.default_communicator import all_gather_plain_data
 from fsdpx.errors import ConfigError
-from fsdpx.ext.meshes.arguments import parse_integers, parse_on_each_rank
+from fsdpx.ext.meshes.arguments import parse_integers, parse_or_raise_on_all_ranks
 from fsdpx.ext.meshes.graph_building import GraphArguments, build_local_graph, exchange_arrays, find_rows
 from fsdpx.ext.meshes.levels import LevelLink
 from fsdpx.ext.meshes.local_graph import LocalGraph, MeshPartition, PartSizes
@@ -54,7 +54,7 @@ class MeshLevel:
                 )
             return found
 
-        given = parse_on_each_rank(comm, parse)
+        given = parse_or_raise_on_all_ranks(comm, parse)
         self.fine, self.coarse = fine, coarse
         link = _build_link(comm, rank, size, coarse, fine, given)
         self.shares = 1.0 / np.maximum(_exchange_counts(comm, size, link), 1)
@@ -64,7 +64,7 @@ class MeshLevel:
     def __repr__(self) -> str:
         return f"MeshLevel({self.fine}, {self.coarse})"
 
-    def find_link(self, kind: Kind) -> LevelLink:
+    def find_node_map(self, kind: Kind) -> LevelLink:
         """Return the map between the two meshes for node values that are distributed as `kind`, a partition of one of
         the meshes. In a dry run, the map has only sizes. If `kind` belongs to neither mesh, return this rank's map.
 

@@ -26,7 +26,7 @@ from fsdpx.ext.meshes.arguments import (
     parse_graph,
     parse_integers,
     parse_mask,
-    parse_on_each_rank,
+    parse_or_raise_on_all_ranks,
     parse_whole_graph,
     require_same_choices,
     require_same_graph,
@@ -98,7 +98,7 @@ class Partition(Domain):
     ) -> None:  # fmt: skip
         comm = _open(comm)
         rank, _ = get_rank_and_size(comm)
-        count = parse_on_each_rank(comm, lambda: parse_count("owned", owned, "owned nodes"))
+        count = parse_or_raise_on_all_ranks(comm, lambda: parse_count("owned", owned, "owned nodes"))
         first = sum(all_gather_plain_data(comm, count)[:rank])
 
         def parse() -> GraphArguments:
@@ -219,9 +219,9 @@ class Partition(Domain):
         """Return the partition of a solver's mesh. Arrays have the same rows as in the solver, even if edges need more
         ghosts than the solver has."""
         comm = _open(comm)
-        mesh = parse_on_each_rank(comm, read)
+        mesh = parse_or_raise_on_all_ranks(comm, read)
         edges, numbers, owned, rows = mesh.edges, mesh.numbers, mesh.owned, mesh.numbers.size
-        positions = parse_on_each_rank(comm, lambda: to_array("positions", mesh.positions))
+        positions = parse_or_raise_on_all_ranks(comm, lambda: to_array("positions", mesh.positions))
         if mesh.facets is not None:
             edges, numbers = exchange_cell_neighbors(comm, get_rank_and_size(comm)[1], mesh)
             owned = np.concatenate([owned, np.zeros(numbers.size - rows, bool)])
@@ -289,7 +289,7 @@ class Partition(Domain):
         """Partition the graph that `read` returns, in the form of arguments of `parse_whole_graph`. Collective."""
         comm = _open(comm)
         rank, size = get_rank_and_size(comm)
-        given, chosen = parse_on_each_rank(comm, lambda: parse_whole_graph(size, *read()))
+        given, chosen = parse_or_raise_on_all_ranks(comm, lambda: parse_whole_graph(size, *read()))
         require_same_graph(comm, given, chosen)
         senders, receivers = given.edges
         wanted = chosen[receivers] == rank
@@ -379,7 +379,7 @@ class Partition(Domain):
         The caller's arrays have only the first `rows` of the rows in these arguments. If `rows` is None, they have all
         rows."""
         rank, size = get_rank_and_size(comm)
-        given = require_same_choices(comm, parse_on_each_rank(comm, parse))
+        given = require_same_choices(comm, parse_or_raise_on_all_ranks(comm, parse))
         built: BuiltGraph = build_local_graph(comm, rank, size, given)
         self._set_part(built.parts, rank, built.graph)
         self._routes, self._passed_edges = built.routes, -1 if given.undirected else given.edges.shape[1]
@@ -428,7 +428,7 @@ class Partition(Domain):
             rows, mask = find_rows(numbers, table), np.arange(numbers.size) < own.size
             return parse_graph(numbers, mask, rows, positions, edge_features, undirected)
 
-        given = require_same_choices(comm, parse_on_each_rank(comm, parse))
+        given = require_same_choices(comm, parse_or_raise_on_all_ranks(comm, parse))
         built = build_local_graph(comm, self.rank, self.dims[0], given)
         self.graph.replace_with(built.graph)
         self._parts, self.total_edges = built.parts, sum(part.edges for part in built.parts)

@@ -146,7 +146,7 @@ class NodeCommunicator(Backend):
         communicator."""
         self.memory.unmap_window(array)
 
-    def free_shared_later(self, arrays: list[Array]) -> None:
+    def free_shared_locally(self, arrays: list[Array]) -> None:
         """Free shared arrays whose owner has been garbage-collected, without communication. They are freed immediately
         or, if a pending transfer may still be using them, at the next allocation. Any thread may call this at any
         time."""
