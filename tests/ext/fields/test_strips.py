@@ -61,6 +61,21 @@ def test_strips_equal_sums_over_places(dims: int, dtype: str) -> None:
             np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * most, err_msg=str(strides))
 
 
+@pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
+@pytest.mark.parametrize(("k", "d"), [(2, 1), (3, 1), (3, 2), (5, 1), (7, 1)])
+def test_depthwise_strips_equal_sums_over_places(k: int, d: int, dtype: str) -> None:
+    for dims, channels in ((1, 16), (2, 24), (3, 16)):
+        first = (-(k // 2) * d,) * dims
+        strides = WindowStrides((k,) * dims, (1,) * dims, (d,) * dims, first, channels)
+        with use_mode("plain"):
+            want = all_of(dtype, strides, channels, channels)
+        with use_mode("numba"):
+            got = all_of(dtype, strides, channels, channels)
+        for one, other in zip(got, want, strict=True):
+            most = max(float(np.max(np.abs(other))), 1.0)
+            np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE[dtype] * most, err_msg=str(strides))
+
+
 def test_bits_of_strips_do_not_depend_on_the_number_of_threads() -> None:
     strides, before, found = WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 1), parallel.get_threads(), []
     try:

@@ -42,6 +42,9 @@ NARROW_ROWS = 8
 With AVX-512, a WIDE row fills one of 32 registers, and fewer than 8 rows do not keep both multipliers busy."""
 FEW_OUTPUTS = (8, 6, 4, 3)
 """Maximum number of cells in a strip for one, two, three and four output channels."""
+WINDOW_ROWS = (3, 5, 7)
+"""Numbers of window offsets along a strip for which a depthwise strip loads each cell once, and keeps the weights of
+these offsets in registers too."""
 NEAR_BYTES = 3 << 13
 """Size, in bytes, of the cells and output gradients over which the computation of the weight gradient loops repeatedly.
 It is chosen so that they stay in the cache."""
@@ -52,7 +55,9 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
     channels r of x[b + offset, r] w[offset, r].
 
     Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
-    and is multiplied by w elementwise. Addresses and steps are in bytes."""
+    and is multiplied by w elementwise. If, in addition, the next offset along the last dim is the next output's cell,
+    WIDE strips load each cell once for windows of WINDOW_ROWS, with the same order of sums. Addresses and steps are in
+    bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -63,26 +68,40 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
             sums = [cgutils.alloca_once(builder, vector) for _ in range(max_rows)]
             counts, x_steps, w_steps = (cgutils.unpack_tuple(builder, one, 3) for one in (counts, x_steps, w_steps))
 
-            def emit_strip(row_count: int) -> None:
+            def emit_strip(case: int) -> None:
+                row_count, width = (case - 1) % max_rows + 1, (0, *WINDOW_ROWS)[(case - 1) // max_rows]
+                dims = 2 if width else 3
                 for total in sums[:row_count]:
                     builder.store(ir.Constant(vector, None), total)
                 with ExitStack() as stack:
-                    indices = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts]
-                    cells, row = emit_address(builder, x, indices, x_steps), emit_address(builder, w, indices, w_steps)
-                    with cgutils.for_range(builder, run) as r:
-                        weights = emit_load(
-                            builder, vector, builder.add(row, emit_offset(builder, r.index, nbytes)), None, 0
-                        )
-                        cell = builder.add(cells, emit_offset(builder, r.index, word))
-                        number = vector if depthwise else like.type
-                        for b in range(row_count):
-                            emit_fma(builder, sums[b], emit_load(builder, number, cell, x_step, b), weights)
+                    indices = [stack.enter_context(cgutils.for_range(builder, count)).index for count in counts[:dims]]
+                    cells = emit_address(builder, x, indices, x_steps[:dims])
+                    row = emit_address(builder, w, indices, w_steps[:dims])
+                    kept = [emit_load(builder, vector, row, w_steps[2], k) for k in range(width)]
+                    for c in range(row_count + width - 1 if width else 0):
+                        cell = emit_load(builder, vector, cells, x_step, c)
+                        for b in range(max(c - width + 1, 0), min(c + 1, row_count)):
+                            emit_fma(builder, sums[b], cell, kept[c - b])
+                    if not width:
+                        with cgutils.for_range(builder, run) as r:
+                            weights = emit_load(
+                                builder, vector, builder.add(row, emit_offset(builder, r.index, nbytes)), None, 0
+                            )
+                            cell = builder.add(cells, emit_offset(builder, r.index, word))
+                            number = vector if depthwise else like.type
+                            for b in range(row_count):
+                                emit_fma(builder, sums[b], emit_load(builder, number, cell, x_step, b), weights)
                 for b in range(row_count):
                     to = emit_pointer_cast(builder, vector, builder.add(y, emit_offset(builder, y_step, b)))
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            emit_switch_on_size(builder, rows, max_rows, emit_strip)
+            case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE else ()  # others are rare: compile less
+            for n, width in enumerate(widths, 1):
+                fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
+                fits = builder.and_(fits, builder.icmp_signed("==", x_step, x_steps[2]))
+                case = builder.select(fits, builder.add(rows, rows.type(n * max_rows)), case)
+            emit_switch_on_size(builder, case, max_rows * (1 + len(widths)), emit_strip)
             return context.get_dummy_value()
 
         three = types.UniTuple(types.int64, 3)
