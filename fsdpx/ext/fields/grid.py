@@ -519,7 +519,7 @@ class Grid(Domain):
         """
         if isinstance(array_or_index, tuple):
             return self._find_local_index(array_or_index)
-        self._require_cell_shape("local", array_or_index.shape, self.shape, "the whole field")
+        self._require_cell_shape("take_local", array_or_index.shape, self.shape, "the whole field")
         return array_or_index[self._make_part_index(self.coords, array_or_index.ndim)]
 
     def _find_local_index(self, index: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -941,7 +941,7 @@ def _find_argument_error(args: GridArguments, size: int) -> str:
     if width and (min(width) < 1 or size % prod(width)):
         return f"dims={width} are {prod(width)} ranks, the communicator has {size}"
     if len(args.own) != count or min(args.own) < 0:
-        more = "" if args.coords or count > 1 else "; dims= or offsets= tell of more"
+        more = "" if args.coords or count > 1 else "; without dims= or offsets=, a grid has one dim"
         return f"shape={args.own}: give the cells of this rank's part along each of the {count} dims of the grid{more}"
     if args.offsets is not None and len(args.offsets) != count:
         return f"offsets={args.offsets}: say where this rank's part begins along each of the {count} dims of the grid"
