@@ -75,7 +75,9 @@ class MeshLevel:
         if kind.shape != (self.fine.total_nodes,) or kind.kind != "nodes":
             return self._links[0]
         if kind.is_on_one_rank:
-            (coarse,), sizes = self.coarse.joined_partition, PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
+            # a copy of the coarse mesh, since partitions are found by their graph, and `kind` may be that of a copy
+            (coarse,) = self.coarse.as_rank(0).joined_partition
+            sizes = PartSizes(self.coarse.total_nodes, 0, kind.shape[0])
         else:
             ranks = range(len(self._sizes))
             rank = next((r for r in ranks if self._sizes[r].edges == kind.graph.nodes), 0)
