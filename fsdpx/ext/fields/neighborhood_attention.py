@@ -12,12 +12,12 @@ from fsdpx.ext.fields.cell_heads import FieldAttention, require_divisible_by_hea
 from fsdpx.ext.fields.conv import Sizes, expand_to_dims
 from fsdpx.ext.fields.halo import DimEnds, FieldLayer, HaloSpec, get_rank_along
 from fsdpx.ext.fields.halo_slabs import exchange_halo, exchange_halo_backward
-from fsdpx.ext.fields.kernels.neighborhood import make_neighborhood_masks
+from fsdpx.ext.fields.kernels.neighborhood import TILE_SIDES, make_neighborhood_masks
 from fsdpx.nn.gradient_accumulation import accumulation_dtype
 from fsdpx.nn.layer import Array, LayerContext, Params
 from fsdpx.nn.shard_specs import FieldPartition
 
-__all__ = ["NeighborhoodAttention", "WindowAttention"]
+__all__ = ["NeighborhoodAttention", "WindowAttention", "list_to_tuple"]
 
 
 class NeighborhoodAttention(FieldAttention):
@@ -45,13 +45,14 @@ class NeighborhoodAttention(FieldAttention):
         self,
         channels: int,
         n_heads: int,
-        kernel_size: Sizes,
-        periodic: bool | tuple[bool, ...] = False,
+        kernel_size: Sizes | list[int],
+        periodic: bool | tuple[bool, ...] | list[bool] = False,
         bias: bool = True,
     ) -> None:
         d_head = require_divisible_by_heads(self, channels, n_heads)
+        kernel_size, periodic = list_to_tuple(kernel_size), list_to_tuple(periodic)
         each = kernel_size if isinstance(kernel_size, tuple) else (kernel_size,)
-        if any(size < 1 or size % 2 == 0 for size in each):
+        if any(not hasattr(size, "__index__") or size < 1 or size % 2 == 0 for size in each):
             raise ConfigError(f"NeighborhoodAttention: kernel_size={kernel_size}: windows must have odd sizes")
         self.kernel_size, self.periodic = kernel_size, periodic
         super().__init__(channels, n_heads, bias, WindowAttention(n_heads, d_head, kernel_size, periodic))
@@ -109,6 +110,8 @@ class WindowAttention(FieldLayer):
         this rank. The masks are cached per context."""
         parts = self.get_partition(x)
         dims = len(parts.cuts)
+        if dims not in TILE_SIDES:
+            raise ConfigError(f"{self!r}: the field has {dims} dims of cells: windows have 1 to {max(TILE_SIDES)}")
         window = expand_to_dims(self, "kernel_size", self.kernel_size, dims, 1)
         for d, (n, size) in enumerate(zip(parts.shape, window, strict=True)):
             if n < size:
@@ -130,6 +133,11 @@ class WindowAttention(FieldLayer):
         """Return (samples, heads, *cells, d_head) as a field."""
         rows = env.xp.moveaxis(heads, 1, -2)
         return env.xp.moveaxis(rows.reshape(*rows.shape[:-2], self.n_heads * self.d_head), -1, 1)
+
+
+def list_to_tuple(value: Any) -> Any:
+    """Return `value`, or if it is a list, a tuple with its entries."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _find_window_start(cell: int, cells: int, size: int, periodic: bool) -> int:

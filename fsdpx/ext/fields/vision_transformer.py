@@ -7,10 +7,10 @@ from typing import Any
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields import resample
 from fsdpx.ext.fields.channel_norm import ChannelLayerNorm
-from fsdpx.ext.fields.conv import Conv
+from fsdpx.ext.fields.conv import Conv, Sizes
 from fsdpx.ext.fields.global_attention import GlobalAttention
 from fsdpx.ext.fields.halo import HaloSpec
-from fsdpx.ext.fields.neighborhood_attention import NeighborhoodAttention
+from fsdpx.ext.fields.neighborhood_attention import NeighborhoodAttention, list_to_tuple
 from fsdpx.ext.fields.over_channels import OverChannels
 from fsdpx.ext.fields.slice_attention import PhysicsAttention
 from fsdpx.ext.fields.spectral import GridEmbedding
@@ -98,7 +98,7 @@ class VisionTransformer(Graph):
     n_heads : number of attention heads, a divisor of width; default 4
     attention : "global" (default), `GlobalAttention` among all patches; "neighborhood", `NeighborhoodAttention` to a
         window of patches; or "physics", `PhysicsAttention` among slices
-    kernel_size : number of patches along each dim of a window of "neighborhood"; default 7
+    kernel_size : number of patches of a window of "neighborhood", one number or one per dim; default 7
     n_slices : number of slices of "physics"; default 64
     hidden : number of hidden features of the MLP of each block; default None: 4 width
     periodic : whether windows of "neighborhood" continue at the other end of the field, as in `NeighborhoodAttention`
@@ -115,14 +115,15 @@ class VisionTransformer(Graph):
         depth: int = 4,
         n_heads: int = 4,
         attention: str = "global",
-        kernel_size: int = 7,
+        kernel_size: Sizes | list[int] = 7,
         n_slices: int = 64,
         hidden: int | None = None,
-        periodic: bool | tuple[bool, ...] = False,
+        periodic: bool | tuple[bool, ...] | list[bool] = False,
         positions: bool = True,
     ) -> None:
         require_positive(self, in_channels=in_channels, out_channels=out_channels, patch_size=patch_size)
-        require_positive(self, width=width, depth=depth)
+        mlp_hidden = 4 * width if hidden is None else hidden
+        require_positive(self, width=width, depth=depth, hidden=mlp_hidden)
         if dims not in (1, 2, 3):
             raise ConfigError(f"VisionTransformer: dims={dims!r}: a field has 1 to 3 dims of cells")
         makers: dict[str, Any] = {
@@ -132,6 +133,8 @@ class VisionTransformer(Graph):
         }
         if attention not in makers:
             raise ConfigError(f"VisionTransformer: attention={attention!r}: choose one of {', '.join(makers)}")
+        kernel_size, periodic = list_to_tuple(kernel_size), list_to_tuple(periodic)
+        _require_options_of(attention, kernel_size=kernel_size, periodic=periodic, n_slices=n_slices)
         self.in_channels, self.out_channels, self.dims, self.patch_size = in_channels, out_channels, dims, patch_size
         self.width, self.depth, self.n_heads, self.attention = width, depth, n_heads, attention
         self.kernel_size, self.n_slices, self.hidden = kernel_size, n_slices, hidden
@@ -142,7 +145,7 @@ class VisionTransformer(Graph):
         nodes["patches"] = embed(in_channels + dims * self.positions, width, patch_size), last
         last = "patches"
         for i in range(depth):
-            nodes[f"block{i}"] = FieldTransformerBlock(width, hidden or 4 * width, makers[attention]()), last
+            nodes[f"block{i}"] = FieldTransformerBlock(width, mlp_hidden, makers[attention]()), last
             last = f"block{i}"
         nodes["norm"] = ChannelLayerNorm(width), last
         rising = getattr(resample, f"ConvTranspose{dims}d")
@@ -151,3 +154,20 @@ class VisionTransformer(Graph):
 
     def __repr__(self) -> str:
         return format_constructor(self)
+
+
+_OWN_OPTIONS: dict[str, dict[str, Any]] = {
+    "neighborhood": {"kernel_size": 7, "periodic": False}, "physics": {"n_slices": 64},
+}  # fmt: skip
+"""Options that a single kind of attention takes, and their defaults, by the kind."""
+
+
+def _require_options_of(attention: str, **values: Any) -> None:
+    """Raise ConfigError if an option that another kind of attention takes differs from its default."""
+    for kind, options in _OWN_OPTIONS.items():
+        for name, default in options.items():
+            if kind != attention and values[name] != default:
+                raise ConfigError(
+                    f"VisionTransformer: {name}={values[name]!r} is an option of attention={kind!r}, got "
+                    f"attention={attention!r}"
+                )

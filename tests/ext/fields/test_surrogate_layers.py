@@ -216,6 +216,13 @@ def test_layers_are_those_of_pytorch(name: str) -> None:
         (lambda: nn.NeighborhoodAttention(6, 2, 4), ConfigError, "kernel_size=4: windows must have odd sizes"),
         (lambda: run(nn.NeighborhoodAttention(4, 2, 5), 4, 6, 4), ShapeError, "has 4 cells along dim 3, fewer than"),
         (lambda: run(nn.NeighborhoodAttention(4, 2, 3, (True,)), 4, 6, 4), ShapeError, "periodic has 1 entries"),
+        (lambda: nn.NeighborhoodAttention(6, 2, [3, 4]), ConfigError, r"kernel_size=\(3, 4\): windows must have odd"),
+        (lambda: nn.NeighborhoodAttention(6, 2, 3.0), ConfigError, "kernel_size=3.0: windows must have odd sizes"),
+        (lambda: run(nn.NeighborhoodAttention(4, 2, 1), 4, 1, 1, 1, 1), ConfigError, "has 4 dims of cells: .* 1 to 3"),
+        (lambda: nn.VisionTransformer(1, 1, hidden=0), ConfigError, "hidden must be a whole number >= 1, got 0"),
+        (lambda: nn.VisionTransformer(1, 1, periodic=True), ConfigError, "periodic=True .* attention='neighborhood'"),
+        (lambda: nn.VisionTransformer(1, 1, attention="physics", kernel_size=3), ConfigError, "kernel_size=3 .*'nei"),
+        (lambda: nn.VisionTransformer(1, 1, n_slices=8), ConfigError, "n_slices=8 is .*'physics', got .*'global'"),
         (lambda: nn.PhysicsAttention(6, 4), ConfigError, "channels=6 must be a multiple of n_heads=4"),
         (lambda: nn.PhysicsAttention(6, 2, 4, 2), ConfigError, "kernel_size must be odd, so that cells stay, got 2"),
         (lambda: nn.PhysicsAttention(6, 2, 4, 3, 4), ConfigError, "dims=4: a field has 1 to 3 dims of cells"),
@@ -230,6 +237,23 @@ def test_layers_are_those_of_pytorch(name: str) -> None:
 def test_what_cannot_be(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda of: nn.NeighborhoodAttention(4, 2, of((3, 5)), of((True, False))),
+        lambda of: nn.VisionTransformer(
+            4, 4, 2, 1, 4, 1, 2, "neighborhood", of((3, 5)), periodic=of((True, False))
+        ),
+    ],
+    ids=["neighborhood attention", "vision transformer"],
+)  # fmt: skip
+def test_lists_are_read_as_tuples(make: Callable[[Any], nn.Layer]) -> None:
+    x, (lists, tuples) = noise(2, 4, 6, 7), (make(list), make(tuple))
+    y, want = (layer.forward(env_of(None), shaken(layer), x)[0] for layer in (lists, tuples))
+    np.testing.assert_array_equal(y, want)
+    assert repr(lists) == repr(tuples)
 
 
 def run(layer: nn.Layer, *shape: int) -> None:

@@ -17,6 +17,7 @@ from grids import env_of, grid_at, random_cuts, whole  # noqa: E402
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim, spawn  # noqa: E402
 from fsdpx.errors import ConfigError  # noqa: E402
+from fsdpx.ext.interop.channel_layers import ChannelParameter  # noqa: E402
 from fsdpx.ext.interop.torch import from_torch  # noqa: E402
 
 tnn, functional = torch.nn, torch.nn.functional
@@ -305,3 +306,18 @@ def test_arguments_of_layers_are_those_of_pytorch(module: Any) -> None:
     p = {n: t.numpy() for n, t in module.state_dict().items()}
     y, _ = layer.forward(env_of(None, training=False), p, x.numpy())
     np.testing.assert_allclose(y, module(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1,), ()])
+@pytest.mark.parametrize(("operation", "sign"), [("add", 1), ("sub", -1), ("mul", 1), ("div", -1)])
+def test_gradients_of_parameters_of_channels_are_summed_precisely_in_bf16(
+    shape: tuple[int, ...], operation: str, sign: int
+) -> None:
+    """A sum of ones in bf16 would stop at 256."""
+    bf16 = pytest.importorskip("ml_dtypes").bfloat16
+    layer, x, env = ChannelParameter(shape, operation), np.ones((2, 2, 64, 64), bf16), env_of(None)
+    p, g = {"": np.ones(shape, bf16)}, {"": np.zeros(shape, np.float32)}
+    _, saved = layer.forward(env, p, x)
+    _, kept = layer.backward_input(env, p, saved, x)
+    layer.backward_params(env, g, kept)
+    np.testing.assert_array_equal(g[""], sign * x.size / max(g[""].size, 1))
