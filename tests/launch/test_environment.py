@@ -349,8 +349,9 @@ def test_two_launchers_train_one_model_and_start_again_after_a_death(tmp_path: P
 
 
 @pytest.mark.jobs
+@needs_torch
 def test_a_host_numbers_its_ranks_after_those_of_the_host_before(tmp_path: Path) -> None:
-    """Its script need not meet the others, so it needs no PyTorch."""
+    """Its script does not meet the others, so it imports no PyTorch, but the launcher asks for it."""
     (tmp_path / "place.py").write_text(
         "import os\nprint('rank {RANK} of {WORLD_SIZE}: LOCAL_RANK={LOCAL_RANK}\\n'.format(**os.environ), end='')\n"
     )
