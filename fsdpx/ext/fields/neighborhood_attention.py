@@ -50,12 +50,11 @@ class NeighborhoodAttention(FieldAttention):
         bias: bool = True,
     ) -> None:
         d_head = require_divisible_by_heads(self, channels, n_heads)
-        kernel_size, periodic = list_to_tuple(kernel_size), list_to_tuple(periodic)
-        each = kernel_size if isinstance(kernel_size, tuple) else (kernel_size,)
+        self.kernel_size, self.periodic = list_to_tuple(kernel_size), list_to_tuple(periodic)
+        each = self.kernel_size if isinstance(self.kernel_size, tuple) else (self.kernel_size,)
         if any(not hasattr(size, "__index__") or size < 1 or size % 2 == 0 for size in each):
-            raise ConfigError(f"NeighborhoodAttention: kernel_size={kernel_size}: windows must have odd sizes")
-        self.kernel_size, self.periodic = kernel_size, periodic
-        super().__init__(channels, n_heads, bias, WindowAttention(n_heads, d_head, kernel_size, periodic))
+            raise ConfigError(f"NeighborhoodAttention: kernel_size={self.kernel_size}: windows must have odd sizes")
+        super().__init__(channels, n_heads, bias, WindowAttention(n_heads, d_head, self.kernel_size, self.periodic))
 
 
 class WindowAttention(FieldLayer):
