@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -28,6 +30,8 @@ from fsdpx.nn.container import ChildCall
 from fsdpx.nn.layer import Layer, join_path
 
 __all__ = ["FieldModule", "convert_to_field_layers"]
+
+WRITTEN = "after a write into it or into a part or view of it; compute a new tensor instead, with torch.cat"
 
 
 class FieldModule(SplitModule):
@@ -61,19 +65,43 @@ class FieldModule(SplitModule):
 
 def convert_to_field_layers(module: torch.nn.Module, example: Sequence[Any], grid: Grid) -> FieldModule:
     """Convert a PyTorch module to layers that run over a grid; see `fsdpx.ext.interop.torch.from_torch`."""
-    # a buffer without dims, such as a counter, keeps its value, because `forward` may read it
-    tensors = {id(t): t for t in (*module.parameters(), *(b for b in module.buffers() if b.ndim))}
-    bare = copy.deepcopy(module, {key: copy_to_meta_device(t) for key, t in tensors.items()})
-    inputs = _make_inputs(module, example, grid)
-    trace = _FieldTrace(bare, inputs)
-    outputs = trace.run()
+    trace, outputs = _trace_module(module, _make_inputs(module, example, grid, 2))
+    more, more_outputs = _trace_module(module, _make_inputs(module, example, grid, 67))
+    if _describe((trace.steps, trace.ties, outputs)) != _describe((more.steps, more.ties, more_outputs)):
+        raise ConfigError(
+            f"{type(module).__name__}: forward computes something else with another number of samples, or at random; "
+            "a field has no access to the number of samples, so do not compute with x.shape[0]"
+        )
     made = {join_path(step.name, local) for step in trace.steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in find_tied_names(module).items() if {alias, name} <= made}
     return FieldModule(trace.steps, trace.inputs, outputs, ties | trace.ties, module)
 
 
-def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid) -> list[torch.Tensor]:
-    """Return input tensors without data for a module: fields of the size of the grid, and scalars (samples, n)."""
+def _trace_module(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[_FieldTrace, list[str]]:
+    """Run a copy of a module on tensors without data. Return the trace and the names of the outputs."""
+    # a buffer without dims, such as a counter, keeps its value, because `forward` may read it
+    tensors = {id(t): t for t in (*module.parameters(), *(b for b in module.buffers() if b.ndim))}
+    trace = _FieldTrace(copy.deepcopy(module, {key: copy_to_meta_device(t) for key, t in tensors.items()}), inputs)
+    return trace, trace.run()
+
+
+def _describe(value: Any) -> Any:
+    """Return what can be compared with `==` to find whether two layers, or lists of steps, compute the same."""
+    if isinstance(value, dict):
+        return [(key, _describe(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return [_describe(one) for one in value]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, _describe(cells), _describe(value.__defaults__)
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return repr(value)
+    return (type(value), _describe(vars(value))) if isinstance(value, Layer | ChildCall) else value
+
+
+def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid, samples: int) -> list[torch.Tensor]:
+    """Return input tensors without data for a module: fields of the size of the grid, and scalars (samples, n).
+    Batch norms of one sample with one cell fail, so `samples` is at least 2."""
     shapes = [tuple(a.shape) for a in example] or [(1, _guess_channels(module), *grid.shape)]
     fields = sum(len(shape) > 2 for shape in shapes)
     parts = list(grid.input_partitions)
@@ -84,8 +112,7 @@ def _make_inputs(module: torch.nn.Module, example: Sequence[Any], grid: Grid) ->
         )
     each = iter(parts if len(parts) == fields else parts * fields)
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    # two samples, because batch norms of one sample with one cell fail
-    wide = [(2, shape[1], *(next(each).shape if len(shape) > 2 else ())) for shape in shapes]
+    wide = [(samples, shape[1], *(next(each).shape if len(shape) > 2 else ())) for shape in shapes]
     return [torch.empty(shape, dtype=dtype, device="meta") for shape in wide]
 
 
@@ -119,7 +146,10 @@ class _FieldTrace(TorchFunctionMode):
         names = names if len(names) >= len(inputs) else [f"x{i}" for i in range(len(inputs))]
         self.inputs = [f"{name}_input" if name in taken else name for name in names[: len(inputs)]]
         self._names, self._used = taken | set(self.inputs), set[str]()
-        self._values: dict[int, FieldValue | ConfigError] = {}
+        self._values: dict[int, FieldValue | ConfigError | NoTwinError] = {}
+        # the counts of writes by PyTorch tell that a tensor has changed since its value was found
+        self._versions = {id(t): t._version for t in (*module.parameters(), *module.buffers())}
+        self._read_parameters: list[torch.Tensor] = []
         self._alive: list[Any] = []  # values are found by the ids of their tensors, which must not be reused
         self._stack: list[tuple[str, torch.nn.Module]] = []
         self._given, self._is_inside_layer, self._function = inputs, False, ""
@@ -150,7 +180,10 @@ class _FieldTrace(TorchFunctionMode):
         if not isinstance(tensors, tuple | list) or not all(isinstance(one, torch.Tensor) for one in tensors):
             raise ConfigError(f"{kind}: forward returns {type(result).__name__}; return a tensor or a tuple of tensors")
         try:
+            self._refuse_written(tensors)
             values = [self.get_value(tensor) for tensor in tensors]
+            for tensor in self._read_parameters[:]:
+                self.find_parameter(tensor)
         except NoTwinError as error:
             raise ConfigError(f"{kind}: an output {error}") from error
         if any(value.channels_last or value.unit_cells for value in values):
@@ -160,6 +193,8 @@ class _FieldTrace(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not self._is_inside_layer:
+            self._refuse_written(tree_leaves((args, kwargs)))
         result = function(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         reads_value = any(id(leaf) in self._values for leaf in tree_leaves((args, kwargs)))
@@ -184,12 +219,17 @@ class _FieldTrace(TorchFunctionMode):
                 f"reads {what!r}, a tensor of a module that is not a layer of torch.nn; {LISTED}" if what else
                 "reads a tensor that is not computed from the inputs by known functions; pass it as another input"
             )  # fmt: skip
-        if isinstance(value, ConfigError):
+        if not isinstance(value, FieldValue):
             raise value
         return value
 
     def find_parameter(self, tensor: Any) -> str:
-        return self._tensors.get(id(tensor), "")
+        name = self._tensors.get(id(tensor), "")
+        if name and tensor._version != self._versions[id(tensor)]:
+            raise NoTwinError(f"reads {name!r} before or {WRITTEN}")
+        if name:
+            self._read_parameters.append(tensor)
+        return name
 
     def add_step(self, layer: Layer, *sources: str, name: str | None = None) -> str:
         path, module = self._stack[-1]
@@ -207,10 +247,18 @@ class _FieldTrace(TorchFunctionMode):
 
     def _set_value(self, tensor: torch.Tensor, value: FieldValue | ConfigError) -> None:
         self._alive.append(tensor)
-        self._values[id(tensor)] = value
+        self._values[id(tensor)], self._versions[id(tensor)] = value, tensor._version
+
+    def _refuse_written(self, leaves: Sequence[Any]) -> None:
+        """Replace the values of tensors that have changed since by an error, which is raised if they are read."""
+        for leaf in leaves:
+            if isinstance(self._values.get(id(leaf)), FieldValue) and leaf._version != self._versions[id(leaf)]:
+                self._values[id(leaf)] = NoTwinError(f"reads a tensor {WRITTEN}")
 
     def _on_call(self, path: str, module: torch.nn.Module, args: Any) -> None:
         self._stack.append((path, module))
+        if not self._is_inside_layer:
+            self._refuse_written(args)
         self._is_inside_layer = self._is_inside_layer or has_twin(module)
 
     def _on_return(self, module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -222,12 +270,14 @@ class _FieldTrace(TorchFunctionMode):
 
     def _convert_layer(self, module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> FieldValue | ConfigError:
         path, _ = self._stack[-1]
-        value = self.get_value(x)
         try:
+            value = self.get_value(x)
             if value.unit_cells:
                 raise NoTwinError("its input has one value per channel; reshape it to (samples, n), and use Linear")
             layer = make_twin(module, x, y, value.channels_last)
             own = dict(module.named_parameters()) | dict(module.named_buffers())
+            for tensor in module.parameters():
+                self.find_parameter(tensor)
             if missing := [name for name in layer.specs() if name not in own]:
                 raise NoTwinError(
                     f"its {missing[0]} is computed from other parameters, as weight_norm does; remove this"

@@ -81,6 +81,8 @@ def from_torch(
         several tensors; with `domain`, for a layer or function that no layer of fsdpx computes on a part of a field
     """
     if domain is not None:
+        if not _is_grid(domain):
+            raise ConfigError(f"from_torch(domain=...) takes a fsdpx.Grid, not {type(domain).__name__}")
         if units is not None or output is not None:
             raise ConfigError(
                 "from_torch(domain=...): units= and output= are for modules without a grid; leave them out"

@@ -241,6 +241,66 @@ def test_what_no_layer_computes_is_refused_by_its_name(last: Any, says: str) -> 
         from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
 
 
+def write(target: Any, value: Any, result: Any) -> Any:
+    """Write into a tensor, and return another."""
+    target.mul_(value)
+    return result
+
+
+def set_item(y: Any) -> Any:
+    y[:, :1] = 0.0
+    return y
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda own, y: set_item(y),
+        lambda own, y: own.last_conv(set_item(y)),
+        lambda own, y: set_item(y) * 2,
+        lambda own, y: write(y[:, :1], 2.0, y),
+        lambda own, y: write(y.permute(0, 2, 3, 1), 2.0, y) + 1,
+        lambda own, y: write(own.gain, 2.0, y) * own.gain,
+        lambda own, y: write(own.gain, 2.0, y * own.gain),
+        lambda own, y: own.last_conv(write(own.last_conv.weight, 2.0, y)),
+    ],
+)
+def test_a_read_after_a_write_into_a_part_is_refused(last: Any) -> None:
+    module = Refused(last)
+    module.register_buffer("gain", torch.ones(1, 4, 1, 1))
+    with pytest.raises(ConfigError, match=r"(Refused|'last_conv').*reads .*after a write.*torch.cat"):
+        from_torch(module, domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
+
+
+def test_a_write_into_a_tensor_that_alone_is_read_is_a_step() -> None:
+    module = Refused(lambda own, y: write(z := y.permute(0, 2, 3, 1), 2.0, z).permute(0, 3, 1, 2).add_(1.0)).double()
+    layer, x = from_torch(module, domain=fsdpx.Grid.from_shape((4, 8), (1, 1))), torch.randn(2, 2, 4, 8).double()
+    p = {n: t.numpy() for n, t in module.state_dict().items()}
+    y, _ = layer.forward(env_of(None, training=False), p, x.numpy())
+    np.testing.assert_allclose(y, module(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda own, y: y / y.shape[0],
+        lambda own, y: y + y.shape[0] // 2,
+        lambda own, y: y.clamp(0, len(y)),
+        lambda own, y: y if len(y) == 2 else -y,
+    ],
+)
+def test_steps_that_depend_on_the_number_of_samples_are_refused(last: Any) -> None:
+    with pytest.raises(ConfigError, match="number of samples"):
+        from_torch(Refused(last), domain=fsdpx.Grid.from_shape((4, 8), (1, 1), layout="cyx"))
+
+
+def test_a_domain_that_is_no_grid_is_refused() -> None:
+    grid = fsdpx.Grid.from_shape((4, 8), (1, 1))
+    domain: Any = grid.input_partitions[0]
+    with pytest.raises(ConfigError, match=r"takes a fsdpx\.Grid, not"):
+        from_torch(tnn.Conv2d(2, 2, 1), domain=domain)
+
+
 def test_inputs_are_counted_by_examples_and_named_as_in_forward() -> None:
     class Two(tnn.Module):
         def forward(self, u: Any, s: Any) -> Any:
