@@ -33,6 +33,10 @@ class SampleLayout(Protocol):
         """True if all ranks work on the same samples. In `predict`, a rank then waits only for its neighbors, and not
         for all ranks."""
 
+    @property
+    def version(self) -> int:
+        """How many times the domain has changed, as by `Partition.replace_edges`."""
+
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         """Return whether the inputs that the caller passed have a sample dimension."""
 
@@ -95,6 +99,7 @@ class CompleteSamples:
 
     has_complete_samples: ClassVar = True
     has_one_group: ClassVar = False
+    version: ClassVar = 0
 
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         return True

@@ -66,6 +66,7 @@ class Trainer:
         "_call_runner",
         "_finite",
         "_forward_inputs",
+        "_forward_version",
         "_is_incomplete",
         "_local",
         "_output_shapes",
@@ -75,6 +76,7 @@ class Trainer:
         self._call_runner = call_runner
         self._is_incomplete = is_loss_or_optimizer_missing(call_runner.session.loss, call_runner.placement.optimizer)
         self._forward_inputs: StepInputs | None = None  # inputs of the last `forward`
+        self._forward_version = 0  # version of the domain in the last `forward`
         self._output_shapes: list[tuple[int, ...]] = []  # output shapes of the last `forward`
         self._local = False
         self._finite = True  # whether the loss of the last step was finite
@@ -191,6 +193,7 @@ class Trainer:
             "forward", "the engine cuts the batch itself; use step, or predict for results"
         )
         session.state.clear_slots(["saved"])
+        self._forward_version = session.placement.sample_layout.version
         self._forward_inputs = feed = self._call_runner.agree_on_batch_and_split(x, None, "forward", training)
         full_outputs = session.all_gather_outputs_of_batch(session.run_program("forward", feed), feed)
         outputs = unwrap_single(session.to_caller_arrays(full_outputs, feed))
@@ -216,12 +219,14 @@ class Trainer:
 
         Raises
         ------
-        ConfigError : if `forward` was not called first
+        ConfigError : if `forward` was not called first, or the edges of a `Partition` were replaced after it
         DataError : if the number or the shapes of the arrays in `dy` are wrong
         """
         session, feed = self._session, self._forward_inputs
         if feed is None or not session.state.list_indices_of_filled_slots("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
+        if session.placement.sample_layout.version != self._forward_version:
+            raise ConfigError("backward: the edges of the mesh were replaced after forward: call forward again first")
         self._require_one_gradient_source("backward")
         given, compute = (dy,) if len(self._output_shapes) == 1 else dy, session.placement.formats.compute
         from fsdpx.core.trainer.gather_full import all_reduce_input_gradients, take_output_gradient_shard

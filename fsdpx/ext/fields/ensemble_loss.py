@@ -67,6 +67,8 @@ class CRPS(Loss):
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         require_one_output(self, shape, target)
+        if len(shape) < 2:
+            raise DataError(f"{self!r} wants outputs (samples, members x channels, *cells), got {tuple(shape)}")
         samples, channels, *cells = shape
         if channels % self.members:
             raise DataError(f"{self!r}: the output has {channels} channels, not a multiple of {self.members} members")

@@ -260,6 +260,12 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
         dothers = [self._join_steps(xp, *row) for row in rows]
         return unwrap_single([dx, *dothers, *([] if dboundary is None else [dboundary])])
 
+    def require_ghost_cells(self, parts: FieldPartition | None) -> None:
+        """Raise ConfigError if the Rollout has boundary values and `parts`, the partition of the states, has no ghost
+        cells."""
+        if self.boundary and (parts is None or not parts.ghosts):
+            raise ConfigError(f"{self!r}: boundary=True needs a grid with ghost cells, as in fsdpx.Grid(..., ghosts=1)")
+
     def _take_walls(self, walls: Array, step: int) -> Array:
         """Return a view of the boundary values of a step."""
         channels = walls.shape[1] // self.steps
@@ -267,8 +273,7 @@ class Rollout(Layer, HoldsLocalArray, TakesScalars):
 
     def _require_boundary(self, first: Array, walls: Array) -> Array:
         """Return the last input, the boundary values `walls`; raise an error unless they fit the first input."""
-        if self._ghost_partition is None:
-            raise ConfigError(f"{self!r}: boundary=True needs a grid with ghost cells, as in fsdpx.Grid(..., ghosts=1)")
+        self.require_ghost_cells(self.parts)
         channels = (first.shape[1] - self.constants) // self.inputs
         wanted = (first.shape[0], self.steps * channels, *first.shape[2:])
         if tuple(walls.shape) != wanted:

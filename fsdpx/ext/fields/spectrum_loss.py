@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.errors import ConfigError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.ext.fields.cell_reductions import all_reduce_over_parts
 from fsdpx.ext.fields.fourier import make_mode_partition, transform_cells_to_modes, transform_modes_to_cells
 from fsdpx.ext.fields.halo import get_local_range
@@ -61,6 +61,8 @@ class SpectrumRMSE(FieldLoss):
         self.low, self.high, self.log, self.eps = low, high, bool(log), float(eps)
 
     def forward(self, env: LayerContext, y: Array, target: Array) -> tuple[float, float, Any]:
+        if y.ndim < 3:
+            raise ShapeError(f"{self!r} wants (samples, channels, *cells), got {tuple(y.shape)}")
         xp, channels, dims = env.xp, y.shape[1], tuple(range(2, y.ndim))
         parts = self.parts or FieldPartition.on_one_rank(y.shape[2:])
         error, known, w = compute_masked_difference(env, y, target, self.weights, self.skipna)
@@ -143,8 +145,8 @@ def _sum_over_shells(env: LayerContext, modes: Array, shells: _Shells) -> Array:
     in float64."""
     xp, count = env.xp, shells.total
     power = (xp.real(modes) ** 2 + xp.imag(modes) ** 2) * shells.multiplicity
-    if getattr(xp, "holds_no_data", False):
+    if getattr(xp, "holds_no_data", False) or not math.prod(modes.shape):
         return xp.zeros((*modes.shape[:2], count), dtype=np.float64)
     index = shells.index.reshape(-1)
     rows = [xp.bincount(index, row, count) for row in power.reshape(math.prod(modes.shape[:2]), index.shape[0])]
-    return xp.stack(rows).reshape(*modes.shape[:2], count) if rows else xp.zeros((*modes.shape[:2], count))
+    return xp.stack(rows).reshape(*modes.shape[:2], count)

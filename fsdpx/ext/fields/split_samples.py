@@ -35,6 +35,11 @@ class SplitSamples(ABC):
     whole: ClassVar[str]
     """Name, used in error messages, of the object that is divided among the ranks."""
 
+    @property
+    def version(self) -> int:
+        """How many times the domain has changed."""
+        return 0
+
     @abstractmethod
     def to_model_output(self, array: Any, name: str, index: int, batched: bool) -> Any: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
@@ -74,11 +74,6 @@ class FunctionCall:
     def get(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument by its position or name."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
-
-    def get_numbers(self, name: str) -> tuple[int, ...]:
-        """Return the arguments after the first, or the argument `name`, as in `x.permute(0, 2, 1)` or `(dims=...)`."""
-        given = self.args[1:] or (self.kwargs.get(name),)
-        return tuple(given[0]) if isinstance(given[0], Sequence) else given
 
     @property
     def x(self) -> torch.Tensor:

@@ -62,6 +62,10 @@ class NodeSamples(SplitSamples):
     def has_one_group(self) -> bool:
         return self.partition.dims[0] == self.axes.world.size
 
+    @property
+    def version(self) -> int:
+        return self.partition.graph.version
+
     def has_sample_dim(self, inputs: Sequence[Any]) -> bool:
         return self.get_first_split_input(inputs).ndim > 2
 

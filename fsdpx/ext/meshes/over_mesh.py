@@ -126,6 +126,7 @@ class _Values:
                 known.update(zip(step.gives, results, strict=True))
             return [known[name] for name in layer.outputs]
         if isinstance(layer, Rollout):
+            layer.require_ghost_cells(nodes)
             return [self.join_kinds([given[0], *self.trace_layer(layer.net, given, nodes)])]
         if isinstance(layer, TakesRows):
             for value, rows in zip(given, layer.reads, strict=True):

@@ -377,6 +377,39 @@ def test_a_mask_of_another_shape() -> None:
         nn.Mask(np.ones((2, 3))).forward(env_of(None), {}, noise(1, 1, 2, 4))
 
 
+def test_outputs_without_cells_or_channels() -> None:
+    y = noise(2, 5)
+    for loss in (nn.SpectrumRMSE(), nn.RelativeH1()):
+        with pytest.raises(
+            ShapeError, match=r"wants \(samples, channels, \*cells\), got \(2, 5\)|FieldGradient.*wants"
+        ):
+            loss.forward(env_of(None), y, y)
+    with pytest.raises(DataError, match=r"CRPS\(2\) wants outputs \(samples, .*, got \(4,\)"):
+        nn.CRPS(2).validate((4,), np.ones(4))
+
+
+def test_a_part_without_modes_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy may refuse to count the elements of an empty array."""
+
+    def count(index: np.ndarray, *rest: Any) -> np.ndarray:
+        assert index.size
+        return counted(index, *rest)
+
+    counted = np.bincount
+    monkeypatch.setattr(np, "bincount", count)
+    y, target = noise(1, 2, 4, 4), noise(1, 2, 4, 4, seed=1)
+
+    def run(comm: Communicator) -> Any:
+        loss = nn.SpectrumRMSE().bind_partition(cuts_of((4, 4), (1, 4), 0))
+        mine = (slice(None), slice(None), slice(None), slice(comm.rank, comm.rank + 1))
+        total, weight, saved = loss.forward(env_of(comm, (1, 4)), y[mine], target[mine])
+        loss.backward(env_of(comm, (1, 4)), saved, 1.0)
+        return total, weight
+
+    found = np.sum(spawn(run, 4), axis=0)
+    np.testing.assert_allclose(found, nn.SpectrumRMSE().forward(env_of(None), y, target)[:2], rtol=1e-12)
+
+
 def test_sums_and_nothing_else_travel() -> None:
     """24 bytes for each sample of RelativeL2; of a band the modes below its end, whatever the field."""
 

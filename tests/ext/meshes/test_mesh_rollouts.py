@@ -129,6 +129,7 @@ def test_numbers_of_rows_are_those_of_the_larger_array(width: int) -> None:
         (nn.GatherNodes("sender"), {}, "a step returns the edges of a part"),
         (nn.GlobalMean(), {}, "a step returns a whole input for the nodes"),
         (nn.GraphConv(5, 3), {}, "it must keep the shape"),
+        (nn.GraphConv(5, 5), {"boundary": True}, "boundary=True needs a grid with ghost cells"),
         (nn.GraphConv(5, 5), {"noise": 0.1, "noise_weights": np.ones(4)}, r"noise_weights of shape \(4,\) do not fit"),
     ],
 )

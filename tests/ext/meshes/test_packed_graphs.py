@@ -188,9 +188,12 @@ def train_on_changing_graphs(comm: Communicator, precision: str) -> Any:
         losses.append(trainer.step((mesh.take_local(x), mesh.exchange_edges(values[mine])), mesh.take_local(t)))
         assert mesh.total_edges == len(values)
         assert sum(comm.all_gather_data(mesh.graph.edges)) == len(values)
+    trainer.forward((mesh.take_local(x), mesh.exchange_edges(values[mine])))
     with pytest.raises(ConfigError, match="rank 0: edges has node 30, but there are 30 nodes"):
         mesh.replace_edges([[30], [0]], positions=mesh.take_local(positions))
     mesh.replace_edges(packed.edges)
+    with pytest.raises(ConfigError, match="backward: the edges of the mesh were replaced after forward"):
+        trainer.backward(mesh.take_local(t))
     with pytest.raises(ConfigError, match="edges of the partition have 0 features, but the model expects 3"):
         trainer.predict((mesh.take_local(x), mesh.exchange_edges(values)))
     return losses, before, trainer.parameters()
