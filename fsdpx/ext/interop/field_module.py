@@ -31,7 +31,7 @@ from fsdpx.nn.layer import Layer, join_path
 
 __all__ = ["FieldModule", "convert_to_field_layers"]
 
-WRITTEN = "after a write into it or into a part or view of it; compute a new tensor instead, with torch.cat"
+WRITTEN = "after a write into it or into a part, a view or the data of it; compute a new tensor instead, with torch.cat"
 
 
 class FieldModule(SplitModule):
@@ -195,6 +195,8 @@ class _FieldTrace(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._is_inside_layer:
             self._refuse_written(tree_leaves((args, kwargs)))
+            if function in (torch.Tensor.data.__get__, torch.Tensor.data.__set__):
+                self._versions[id(args[0])] = -1  # writes into its data are not counted
         result = function(*args, **kwargs)
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         reads_value = any(id(leaf) in self._values for leaf in tree_leaves((args, kwargs)))

@@ -263,6 +263,8 @@ def set_item(y: Any) -> Any:
         lambda own, y: write(own.gain, 2.0, y) * own.gain,
         lambda own, y: write(own.gain, 2.0, y * own.gain),
         lambda own, y: own.last_conv(write(own.last_conv.weight, 2.0, y)),
+        lambda own, y: own.last_conv(write(own.last_conv.weight.data, 2.0, y)),
+        lambda own, y: (set_item(y.data), y)[1],
     ],
 )
 def test_a_read_after_a_write_into_a_part_is_refused(last: Any) -> None:
