@@ -374,20 +374,21 @@ def by_columns(kind: Any, into: Any, shape: tuple[int, ...], alpha: float, a: in
 
 
 class Cublas:
-    """The library as ctypes has it. It takes part in graphs, while CuPy's functions refuse to."""
+    """The library as ctypes has it. It takes part in graphs, while CuPy's functions refuse to. CuPy has a handle for each
+    thread, so a stream that one thread sets is not that of another."""
 
     def __init__(self) -> None:
-        self.stream = 0
+        self.of_thread = threading.local()
         self.cublasSetStream_v2 = lambda handle, stream: self._set(stream)
         self.cublasGemmEx = lambda *given: self._issue(_gemm, given)
         self.cublasGemmStridedBatchedEx = lambda *given: self._issue(_product, given)
 
     def _set(self, stream: int) -> int:
-        self.stream = stream
+        self.of_thread.stream = stream
         return 0
 
     def _issue(self, function: Any, given: Any) -> int:
-        assert self.stream == _stream().ptr, "on the stream of CuPy"
+        assert self.of_thread.stream == _stream().ptr, "on the stream of CuPy"
         function(*given, refused=False)
         return 0
 
