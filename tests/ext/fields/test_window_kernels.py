@@ -115,6 +115,22 @@ def test_bits_do_not_depend_on_the_order_in_memory(window: WindowStrides) -> Non
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_small_groups_have_the_bits_of_a_convolution_without_groups(size: int, monkeypatch: Any) -> None:
+    """Its weights between groups are 0, so only values that are not finite differ: these stay in their group."""
+    window = sliding((3, 3), (1, 1), (1, 1))._replace(groups=32 // size)
+    x, _, bias, dy = setting("float32", (2, 32, 7, 19, 32), window._replace(groups=1))
+    weight = np.random.default_rng(7).normal(size=(32, size, 3, 3)).astype(np.float32)
+    found = all_of(x, weight, bias, dy, window)
+    with monkeypatch.context() as patch:
+        patch.setattr(convolution, "_has_small_groups", lambda *_: False)
+        for a, b in zip(found, all_of(x, weight, bias, dy, window), strict=True):
+            np.testing.assert_array_equal(a, b)
+    x[:, size] = np.inf
+    y = windows.correlate(np, x, weight, bias, window, sizes(x, window))
+    np.testing.assert_array_equal(np.delete(y, range(size, 2 * size), 1), np.delete(found[0], range(size, 2 * size), 1))
+
+
 @pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64)], ids=str)
 def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
     window, before = sliding((3, 3), (1, 1), (1, 1)), parallel.get_threads()

@@ -43,6 +43,8 @@ WINDOWS = [
     window(8, 24, (8, 9), WindowStrides((2, 3), (2, 3), (1, 1), (-1, 0), 8), 1, width=1),
     window(4, 12, (6, 20), WindowStrides((3, 9), (1, 2), (1, 1), (-1, -4), 4), width=3),
     window(2, 18, (5, 6), WindowStrides((3, 3), (1, 1), (1, 1), (-1, -1), 2), width=4),
+    window(8, 32, (5, 4, 9), WindowStrides((3, 3, 3), (1, 1, 1), (1, 1, 1), (-1, -1, -1), 8), width=4),
+    window(8, 16, (9, 20), WindowStrides((2, 3), (2, 1), (1, 2), (-1, -2), 8)),
 ]
 POOLS = [
     (noise(2, 3, *cells), WindowStrides(*s, 1), sizes, noise(2, 3, *sizes, seed=1))

@@ -368,6 +368,8 @@ def correlate(
             activation.add_bias(xp, y, bias)
     elif algorithm == "depthwise":
         depthwise.convolve_depthwise(image, weight, bias, strides, y, out is not None)
+    elif _has_small_groups(strides, weight):
+        depthwise.convolve_small_groups(image, weight, bias, strides, y, out is not None)
     elif strides.groups == 1:
         direct.convolve_direct(image, weight, bias, strides, y, out is not None)
     else:
@@ -400,6 +402,8 @@ def correlate_backward_input(
         blas.gemm(_flatten_rows(dx), _flatten_rows(as_contiguous(slope)), _as_matrix(weight))
     elif algorithm == "depthwise":
         depthwise.depthwise_backward_input(weight, slope, strides, dx, bias)
+    elif _has_small_groups(strides, weight):
+        depthwise.small_groups_backward_input(weight, slope, strides, dx, bias)
     elif strides.groups == 1:
         direct.direct_backward_input(weight, slope, strides, dx, bias)
     else:
@@ -466,6 +470,14 @@ def _iterate_group_slices(strides: WindowStrides, x: np.ndarray, y: np.ndarray) 
     for g in range(0, strides.groups, together):
         end = min(g + together, strides.groups)
         yield end - g, slice(g * inner, end * inner), slice(g * outer, end * outer)
+
+
+def _has_small_groups(strides: WindowStrides, weight: np.ndarray) -> bool:
+    """Return whether the groups of channels have the same small size in the input and the output, and together fill
+    whole vectors."""
+    outputs, size = weight.shape[:2]
+    fills = size in depthwise.GROUP_SIZES and outputs % (WIDE // weight.itemsize) == 0
+    return fills and outputs == strides.groups * size
 
 
 def _as_block_diagonal(weight: np.ndarray, groups: int) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""Depthwise convolutions over one to three dims with channels last.
+"""Depthwise convolutions, and convolutions with small groups, over one to three dims with channels last.
 
-As in `direct`, a strip of neighboring outputs stays in registers. Because each channel has its own weight, however,
-both cells and weights are loaded as vectors of channels."""
+As in `direct`, a strip of neighboring outputs stays in registers. Because each channel, or group of channels, has its
+own weights, however, both cells and weights are loaded as vectors of channels."""
 
 from __future__ import annotations
 
@@ -31,25 +31,34 @@ from fsdpx.ext.fields.kernels.compiled.direct import (
 )
 from fsdpx.ext.fields.kernels.convolution import WindowStrides
 
-__all__ = ["add_depthwise_weight_gradient", "convolve_depthwise", "depthwise_backward_input"]
+__all__ = [
+    "GROUP_SIZES", "add_depthwise_weight_gradient", "convolve_depthwise", "convolve_small_groups",
+    "depthwise_backward_input", "small_groups_backward_input",
+]  # fmt: skip
 
 OFFSETS = 8
 """Maximum number of window offsets along the last dim whose gradients stay in registers."""
+
+GROUP_SIZES = 2, 4
+"""Numbers of channels of a group for which `convolve_small_groups` is compiled. Processors copy a channel to the other
+lanes of such a group with a fast instruction."""
 
 _wide_strip, _narrow_strip = (
     make_strip_convolution_loop(WIDE, WIDE_ROWS, True),
     make_strip_convolution_loop(NARROW, NARROW_ROWS, True),
 )
+_strip_of_pairs, _strip_of_fours = (make_strip_convolution_loop(WIDE, WIDE_ROWS, True, size) for size in GROUP_SIZES)
 _wide_outer, _narrow_outer = (make_outer_product_loop(nbytes, OFFSETS, True) for nbytes in (WIDE, NARROW))
 
 
 @jit
-def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add):
+def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bounds, sizes, packed, start, add, group):
     """Compute the lines of outputs `from_line` to `to_line`. The arguments are the same as for `_convolve_lines` in
-    `direct`, except for `packed`.
+    `direct`, except for `packed` and `group`.
 
-    `packed` holds the weights as (blocks, offsets, lanes). Each block has as many lanes as a wide vector; only the
-    last block can be smaller, with as many lanes as a narrow vector."""
+    `packed` holds the weights as (blocks, offsets, group, lanes), where `group` is the number of channels of a group.
+    Each block has as many lanes as a wide vector; only the last block can be smaller, with as many lanes as a narrow
+    vector, and only if `group` is 1."""
     use_widest_vectors()
     like, word = packed.dtype.type(0), packed.itemsize
     places = sizes[0] * sizes[1] * sizes[2]
@@ -75,8 +84,9 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
                     while first < start.size:
                         wide = start.size - first > NARROW // word
                         nbytes, limit = (WIDE, WIDE_ROWS) if wide else (NARROW, NARROW_ROWS)
-                        steps = (sizes[1] * sizes[2] * nbytes, sizes[2] * nbytes, nbytes)
-                        w_at = packed.ctypes.data + first * places * word
+                        cell = nbytes * group
+                        steps = (sizes[1] * sizes[2] * cell, sizes[2] * cell, cell)
+                        w_at = packed.ctypes.data + first * places * group * word
                         w_at += lo0 * steps[0] + lo1 * steps[1] + lo2 * steps[2]
                         start_at, x_moves = start.ctypes.data + first * word, (moves[0, 1], moves[1, 1], moves[2, 1])
                         at = 0
@@ -84,7 +94,13 @@ def _convolve_lines(from_line, to_line, x, y, x_steps, y_steps, moves, runs, bou
                             rows = choose_strip_output_count(long - at, limit)
                             xs, ys = x_at + first * word + at * x_in, y_at + first * word + at * y_in
                             begin, step = (ys, y_in) if add else (start_at, 0)
-                            if wide:
+                            if group == 4:
+                                _strip_of_fours(like, rows, ys, y_in, begin, step, xs, x_in, w_at,
+                                                (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
+                            elif group == 2:
+                                _strip_of_pairs(like, rows, ys, y_in, begin, step, xs, x_in, w_at,
+                                                (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
+                            elif wide:
                                 _wide_strip(like, rows, ys, y_in, begin, step, xs, x_in, w_at,
                                                (n0, n1, n2), x_moves, steps, 1)  # fmt: skip
                             else:
@@ -147,7 +163,7 @@ def convolve_depthwise(
     (outputs,) to y, or add the result to y if `add`. x and y have channels last."""
     if y.size:
         outputs = _pad_channels(y) if add else _allocate_full_rows(y)
-        _convolve_full_rows(_repeat_channels(x, y.shape[-1]), weight[:, 0], bias, strides, outputs, add)
+        _convolve_full_rows(_repeat_channels(x, y.shape[-1]), weight, bias, strides, outputs, add)
         if outputs is not y:
             y[...] = outputs[..., : y.shape[-1]]
 
@@ -158,7 +174,7 @@ def depthwise_backward_input(
     """Write the gradient of the input, plus `bias` (channels,), to `dx`."""
     each, slope, channels = dy.shape[-1] // dx.shape[-1], _pad_channels(dy), dx.shape[-1]
     of_outputs = dx if each == 1 and _has_full_rows(dx) else np.empty((*dx.shape[:-1], slope.shape[-1]), dx.dtype)
-    direct_backward_input(weight[:, 0], slope, strides, of_outputs, None, _convolve_full_rows)
+    direct_backward_input(weight, slope, strides, of_outputs, None, _convolve_full_rows)
     if of_outputs is not dx:
         np.sum(of_outputs[..., : dy.shape[-1]].reshape(*dx.shape[:-1], channels, each), axis=-1, out=dx)
     if bias is not None:
@@ -186,21 +202,41 @@ def add_depthwise_weight_gradient(x: np.ndarray, dy: np.ndarray, strides: Window
 def _convolve_full_rows(
     x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool, places: Any = None
 ) -> None:
-    """Convolve each channel of x with its kernel in `weight` (channels, *kernel). The other arguments are the same as
-    for `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias may have fewer channels."""
+    """Convolve each group of channels of x with its kernels in `weight` (channels, size of a group, *kernel). The other
+    arguments are the same as for `convolve_direct`. The channels of x and y must fill whole vectors; weight and bias
+    may have fewer channels."""
     plan = plan_lines(strides, places, x.shape, x.strides, y.shape, y.strides, add) if y.size else None
     if plan is None:
         return
     found, sizes, lines, *rest = plan
-    weights = reshape_to_three_dims(weight[:, None])[:, 0]
-    for dim, (count, first, step) in enumerate(found.tolist(), 1):
+    weights, group = reshape_to_three_dims(weight), weight.shape[1]
+    for dim, (count, first, step) in enumerate(found.tolist(), 2):
         if count < weights.shape[dim] or step != 1:
             weights = weights.take(range(first, first + count * step, step), dim)
-    weights = weights.reshape(len(weights), math.prod(sizes.tolist()))
+    weights = weights.transpose(0, 2, 3, 4, 1).reshape(len(weights), math.prod(sizes.tolist()) * group)
     packed, begin = _pack_lanes(weights, y.shape[-1], x.dtype), np.zeros(y.shape[-1], x.dtype)
     if bias is not None:
         begin[: bias.size] = bias
-    parallel_for_range(_convolve_lines, 0, lines, get_address(x), get_address(y), *rest, sizes, packed, begin, add)
+    rest = [get_address(x), get_address(y), *rest, sizes, packed, begin, add, group]
+    parallel_for_range(_convolve_lines, 0, lines, *rest)
+
+
+def convolve_small_groups(
+    x: np.ndarray, weight: np.ndarray, bias: Any, strides: WindowStrides, y: np.ndarray, add: bool
+) -> None:
+    """Convolve each group of channels of x with its kernels in `weight` (outputs, channels of a group, *kernel), where
+    the number of channels of a group is one of GROUP_SIZES. The other arguments are the same as for
+    `convolve_depthwise`. The channels of x and y must fill whole WIDE vectors."""
+    _convolve_full_rows(_pad_channels(x), weight, bias, strides, y, add)
+
+
+def small_groups_backward_input(
+    weight: np.ndarray, dy: np.ndarray, strides: WindowStrides, dx: np.ndarray, bias: Any
+) -> None:
+    """Write the gradient of the input of `convolve_small_groups`, plus `bias` (channels,), to `dx`."""
+    size = weight.shape[1]
+    turned = weight.reshape(-1, size, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    direct_backward_input(turned, _pad_channels(dy), strides, dx, bias, _convolve_full_rows)
 
 
 def _repeat_channels(x: np.ndarray, outputs: int) -> np.ndarray:

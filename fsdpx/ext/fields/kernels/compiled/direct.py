@@ -50,14 +50,15 @@ NEAR_BYTES = 3 << 13
 It is chosen so that they stay in the cache."""
 
 
-def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = False) -> Any:
+def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = False, group: int = 1) -> Any:
     """Return a compiled loop that computes a strip of outputs: y[b] = start[b] + the sum over window offsets and
     channels r of x[b + offset, r] w[offset, r].
 
     Each y[b], start[b] and w[offset, r] is a vector of `nbytes` bytes. With `depthwise`, each x is also such a vector,
     and is multiplied by w elementwise. If, in addition, the next offset along the last dim is the next output's cell,
-    WIDE strips load each cell once for windows of WINDOW_ROWS, with the same order of sums. Addresses and steps are in
-    bytes."""
+    WIDE strips load each cell once for windows of WINDOW_ROWS, with the same order of sums. If `group` is above 1,
+    lanes form groups of this size, and x[b + offset, r] has channel r of a group in all lanes of the group; r is below
+    `group`. Addresses and steps are in bytes."""
 
     @intrinsic
     def run_strip(typingctx: Any, like: Any, rows: Any, y: Any, y_step: Any, start: Any, start_step: Any, x: Any,
@@ -82,7 +83,13 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                         cell = emit_load(builder, vector, cells, x_step, c)
                         for b in range(max(c - width + 1, 0), min(c + 1, row_count)):
                             emit_fma(builder, sums[b], cell, kept[c - b])
-                    if not width:
+                    if group > 1:
+                        weights = [emit_load(builder, vector, row, row.type(nbytes), r) for r in range(group)]
+                        for b in range(row_count):
+                            cell = emit_load(builder, vector, cells, x_step, b)
+                            for r in range(group):
+                                emit_fma(builder, sums[b], emit_group_broadcast(builder, cell, group, r), weights[r])
+                    elif not width:
                         with cgutils.for_range(builder, run) as r:
                             weights = emit_load(
                                 builder, vector, builder.add(row, emit_offset(builder, r.index, nbytes)), None, 0
@@ -96,7 +103,8 @@ def make_strip_convolution_loop(nbytes: int, max_rows: int, depthwise: bool = Fa
                     begin = emit_load(builder, vector, start, start_step, b)
                     builder.store(builder.fadd(begin, builder.load(sums[b])), to, align=word)
 
-            case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE else ()  # others are rare: compile less
+            # others are rare: compile less
+            case, widths = rows, WINDOW_ROWS if depthwise and nbytes == WIDE and group == 1 else ()
             for n, width in enumerate(widths, 1):
                 fits = builder.icmp_signed("==", counts[2], counts[2].type(width))
                 fits = builder.and_(fits, builder.icmp_signed("==", x_step, x_steps[2]))
@@ -150,6 +158,14 @@ def make_dot_product_loop(outputs: int, max_rows: int) -> Any:
         return types.void(like, *[types.int64] * 9, three, three, three, types.int64), emit_ir
 
     return run_dots
+
+
+def emit_group_broadcast(builder: Any, row: Any, group: int, r: int) -> Any:
+    """Emit LLVM code that copies lane `r` of each group of `group` lanes of the vector `row` to all lanes of the
+    group."""
+    order = [lane // group * group + r for lane in range(row.type.count)]
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(order)), order)
+    return builder.shuffle_vector(row, ir.Constant(row.type, ir.Undefined), mask)
 
 
 def emit_lane_sum(builder: Any, row: Any) -> Any:
